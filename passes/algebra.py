@@ -1,0 +1,647 @@
+"""Polynomials over interned atoms: the algebra that canonical forms are written in.
+
+A :class:`Poly` is a sum of monomials with float64 coefficients. A monomial is a product of powers of *atoms*:
+
+========  ======================================  ===================================================
+kind      args                                    stands for
+========  ======================================  ===================================================
+var       (variable,)                             an index variable, as a number
+dim       (name,)                                 a symbolic dimension
+tensor    (tensor, index, index, ...)             an element of a tensor, each index a Poly
+exp       (monomial,)                             e to the monomial
+log       (Poly,)                                 the natural logarithm
+pow       (Poly,)                                 a primitive sum of several terms, so that it can have any exponent
+sum       (sizes, monomial)                       the sum of the monomial over bound variables
+eq, lt    (Poly,)                                 1 where the Poly is zero (negative), else 0
+========  ======================================  ===================================================
+
+Equal mathematics gives equal polynomials as far as these rules go: products distribute over sums, exp and log turn
+sums into products and back, factors that do not depend on a bound variable leave its sum, an indicator is its own
+square, and ``[j = x] f(j)`` is ``[j = x] f(x)``.
+
+Variables are integers: 0, 1, ... are the free ones of a value, in the order of its dimensions; negative ones are
+bound by sums, numbered by the height of the sum so that no substitution captures one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+Exponent = int | Fraction
+Monomial = tuple[tuple[int, Exponent], ...]
+
+ONE: Monomial = ()
+TERM_LIMIT = 64
+_CANCELS = 1e-7  # relative size below which a difference of float32 constants is rounding
+_SUM_WIDTH = 8  # bound variables that one sum atom may have
+
+
+class TooComplex(Exception):
+    """A polynomial outgrew the term limit, or an operation has no rule; the value is then taken as opaque."""
+
+
+class Poly:
+    """An immutable polynomial. `key` identifies it up to rounding of the coefficients to six digits."""
+
+    __slots__ = ("_hash", "_key", "terms")
+
+    def __init__(self, terms: Mapping[Monomial, float]) -> None:
+        self.terms: dict[Monomial, float] = {m: c for m, c in terms.items() if c != 0.0}
+        if len(self.terms) > TERM_LIMIT:
+            raise TooComplex(f"{len(self.terms)} terms")
+        self._key: tuple[tuple[Monomial, float], ...] | None = None
+        self._hash: int | None = None
+
+    @property
+    def key(self) -> tuple[tuple[Monomial, float], ...]:
+        if self._key is None:
+            self._key = tuple(sorted((m, float(f"{c:.6g}")) for m, c in self.terms.items()))
+        return self._key
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(self.key)
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Poly) and (self is other or self.key == other.key)
+
+    def __bool__(self) -> bool:
+        return bool(self.terms)
+
+    def __len__(self) -> int:
+        return len(self.terms)
+
+    @property
+    def constant(self) -> float | None:
+        """The value if the polynomial is a number, else None."""
+        if not self.terms:
+            return 0.0
+        if len(self.terms) == 1 and ONE in self.terms:
+            return self.terms[ONE]
+        return None
+
+    @property
+    def integer(self) -> int | None:
+        value = self.constant
+        return int(value) if value is not None and value == int(value) else None
+
+    def __add__(self, other: Poly) -> Poly:
+        return _collected(itertools.chain(self.terms.items(), other.terms.items()))
+
+    def __neg__(self) -> Poly:
+        return self.scaled(-1.0)
+
+    def __sub__(self, other: Poly) -> Poly:
+        return self + (-other)
+
+    def scaled(self, factor: float) -> Poly:
+        return Poly({m: c * factor for m, c in self.terms.items()})
+
+    def close_to(self, other: Poly, tolerance: float) -> bool:
+        """Same monomials, with coefficients that agree to the relative tolerance."""
+        if self.terms.keys() != other.terms.keys():
+            return False
+        return all(
+            abs(c - other.terms[m]) <= tolerance * max(abs(c), abs(other.terms[m])) for m, c in self.terms.items()
+        )
+
+
+def number(value: float) -> Poly:
+    return Poly({ONE: float(value)})
+
+
+ZERO = number(0)
+UNIT = number(1)
+
+
+class Atom:
+    """An interned factor of monomials; `free` are the variables that it depends on."""
+
+    __slots__ = ("args", "free", "height", "id", "indicator", "kind", "positive")
+
+    def __init__(self, id: int, kind: str, args: tuple[Any, ...]) -> None:
+        self.id = id
+        self.kind = kind
+        self.args = args
+        self.free: frozenset[int] = frozenset()
+        self.height = 0
+        self.indicator = kind in ("eq", "lt")
+        self.positive = kind in ("exp", "dim")
+
+
+class Algebra:
+    """The table of atoms of one analysis, and the operations on polynomials over them."""
+
+    def __init__(self) -> None:
+        self.atoms: list[Atom] = []
+        self._table: dict[tuple[Any, ...], int] = {}
+        self._boolean_tensors: set[object] = set()
+        self._substituted: dict[tuple[int, tuple[tuple[int, Poly], ...]], Poly] = {}
+
+    # Atoms
+
+    def _intern(self, kind: str, *args: Any) -> Atom:
+        key = (kind, *args)
+        found = self._table.get(key)
+        if found is not None:
+            return self.atoms[found]
+        atom = Atom(len(self.atoms), kind, args)
+        if kind == "var":
+            atom.free = frozenset(args)
+        elif kind in ("exp", "sum"):
+            monomial = args[-1]
+            atom.free = self.free_of_monomial(monomial)
+            atom.height = self.height_of(monomial) + (kind == "sum")
+            if kind == "sum":
+                atom.free = frozenset(v for v in atom.free if v >= 0 or v not in self.bound_of(atom))
+                atom.positive = all(self.atoms[a].positive for a, _ in monomial)
+        else:
+            polys = [a for a in args if isinstance(a, Poly)]
+            atom.free = frozenset().union(*(self.free(p) for p in polys))
+            atom.height = max((self.height_of(m) for p in polys for m in p.terms), default=0)
+            if kind == "tensor":
+                atom.indicator = args[0] in self._boolean_tensors
+        self.atoms.append(atom)
+        self._table[key] = atom.id
+        return atom
+
+    def height_of(self, monomial: Monomial) -> int:
+        return max((self.atoms[a].height for a, _ in monomial), default=0)
+
+    def bound_of(self, atom: Atom) -> tuple[int, ...]:
+        """The bound variables of a sum atom."""
+        first = -1 - (atom.height - 1) * _SUM_WIDTH
+        return tuple(first - k for k in range(len(atom.args[0])))
+
+    def of(self, atom: Atom, exponent: Exponent = 1) -> Poly:
+        return Poly({((atom.id, exponent),): 1.0})
+
+    def var(self, variable: int) -> Poly:
+        return self.of(self._intern("var", variable))
+
+    def dim(self, name: str) -> Poly:
+        return self.of(self._intern("dim", name))
+
+    def tensor(self, tensor: object, indices: Iterable[Poly], boolean: bool = False) -> Poly:
+        """An element of an opaque tensor. Where an index is a choice between indices, so is the element."""
+        indices = tuple(indices)
+        if boolean:
+            self._boolean_tensors.add(tensor)
+        for position, index in enumerate(indices):
+            condition = self._some_indicator(index)
+            if condition is not None:
+                pick = [
+                    self.tensor(
+                        tensor, (*indices[:position], self.given(index, condition, case), *indices[position + 1 :])
+                    )
+                    for case in (True, False)
+                ]
+                return self._choice(condition, *pick)
+        return self.of(self._intern("tensor", tensor, *indices))
+
+    # Structure
+
+    def free_of_monomial(self, monomial: Monomial) -> frozenset[int]:
+        return frozenset().union(*(self.atoms[a].free for a, _ in monomial))
+
+    def free(self, poly: Poly) -> frozenset[int]:
+        return frozenset().union(*(self.free_of_monomial(m) for m in poly.terms))
+
+    def tensors(self, poly: Poly) -> frozenset[object]:
+        """The tensors that a polynomial reads, at any depth."""
+        found: set[object] = set()
+        todo: list[Any] = list(poly.terms)
+        seen: set[int] = set()
+        while todo:
+            for a, _ in todo.pop():
+                if a in seen:
+                    continue
+                seen.add(a)
+                atom = self.atoms[a]
+                if atom.kind == "tensor":
+                    found.add(atom.args[0])
+                if atom.kind in ("exp", "sum"):
+                    todo.append(atom.args[-1])
+                todo.extend(m for p in atom.args if isinstance(p, Poly) for m in p.terms)
+        return frozenset(found)
+
+    def _some_indicator(self, poly: Poly) -> Atom | None:
+        for monomial in poly.terms:
+            for a, _ in monomial:
+                if self.atoms[a].indicator:
+                    return self.atoms[a]
+        return None
+
+    def given(self, poly: Poly, condition: Atom, case: bool) -> Poly:
+        """The polynomial where the indicator is known to be 1 or 0."""
+        kept = []
+        for m, c in poly.terms.items():
+            if any(a == condition.id for a, _ in m):
+                if not case:
+                    continue
+                m = tuple(f for f in m if f[0] != condition.id)
+            kept.append((m, c))
+        return _collected(kept)
+
+    def _choice(self, condition: Atom, yes: Poly, no: Poly) -> Poly:
+        return no + self.mul(self.of(condition), yes - no)
+
+    # Arithmetic
+
+    def mul(self, a: Poly, b: Poly) -> Poly:
+        if a.constant is not None:
+            return b.scaled(a.constant)
+        if b.constant is not None:
+            return a.scaled(b.constant)
+        if len(a) * len(b) > 16 * TERM_LIMIT:
+            raise TooComplex("product")
+        total = ZERO
+        plain: list[tuple[Monomial, float]] = []
+        for m, c in a.terms.items():
+            for n, d in b.terms.items():
+                product = self._times(m, n)
+                simplified = self._select(product)
+                if simplified is None:
+                    plain.append((product, c * d))
+                else:
+                    total = total + simplified.scaled(c * d)
+        return total + _collected(plain)
+
+    def product(self, polys: Iterable[Poly]) -> Poly:
+        result = UNIT
+        for p in polys:
+            result = self.mul(result, p)
+        return result
+
+    def _times(self, m: Monomial, n: Monomial) -> Monomial:
+        powers: dict[int, Exponent] = dict(m)
+        for a, e in n:
+            powers[a] = powers.get(a, 0) + e
+        return tuple(
+            sorted((a, 1 if self.atoms[a].indicator and e > 0 else _plain(e)) for a, e in powers.items() if e != 0)
+        )
+
+    def _select(self, monomial: Monomial) -> Poly | None:
+        """[v = x] f(v) as [v = x] f(x); None where nothing changes."""
+        for a, _ in monomial:
+            atom = self.atoms[a]
+            if atom.kind != "eq":
+                continue
+            rest = tuple(f for f in monomial if f[0] != a)
+            used = self.free_of_monomial(rest)
+            for v in sorted(atom.free & used, reverse=True):
+                x = self.solve(atom, v)
+                if x is not None:
+                    changed = self.substitute(Poly({rest: 1.0}), {v: x})
+                    return self.mul(self.of(atom), changed)
+        return None
+
+    def solve(self, eq: Atom, variable: int) -> Poly | None:
+        """The x for which the indicator says `variable == x`; None where it is not of that form."""
+        poly: Poly = eq.args[0]
+        rest: dict[Monomial, float] = {}
+        slope = 0.0
+        for m, c in poly.terms.items():
+            if (
+                len(m) == 1
+                and m[0][1] == 1
+                and self.atoms[m[0][0]].args == (variable,)
+                and self.atoms[m[0][0]].kind == "var"
+            ):
+                slope = c
+            else:
+                rest[m] = c
+        x = Poly(rest)
+        if abs(slope) != 1.0 or variable in self.free(x):
+            return None
+        return x.scaled(-slope)
+
+    def divide_monomial(self, poly: Poly, monomial: Monomial) -> Poly:
+        inverse = tuple((a, -e) for a, e in monomial)
+        return _collected((self._times(m, inverse), c) for m, c in poly.terms.items())
+
+    def content(self, poly: Poly) -> tuple[float, Monomial, Poly]:
+        """poly = coefficient * monomial * primitive; the primitive part leads with coefficient 1."""
+        if not poly:
+            return 0.0, ONE, ZERO
+        common: dict[int, Exponent] | None = None
+        for m in poly.terms:
+            powers = dict(m)
+            if common is None:
+                common = powers
+            else:
+                keys = common.keys() | powers.keys()
+                common = {a: e for a in keys if (e := min(common.get(a, 0), powers.get(a, 0))) != 0}
+        monomial = tuple(sorted((common or {}).items()))
+        reduced = self.divide_monomial(poly, monomial)
+        lead = reduced.terms[min(reduced.terms)]
+        return lead, monomial, reduced.scaled(1.0 / lead)
+
+    def ratio(self, poly: Poly, by: Poly) -> Poly | None:
+        """poly / by where that is a single term, else None."""
+        c, m, p = self.content(poly)
+        d, n, q = self.content(by)
+        if not by or not p.close_to(q, 1e-5):
+            return None
+        return Poly({self._times(m, tuple((a, -e) for a, e in n)): c / d})
+
+    def power(self, poly: Poly, exponent: Exponent) -> Poly:
+        exponent = _plain(exponent)
+        if exponent == 1:
+            return poly
+        if exponent == 0:
+            return UNIT
+        if not poly:
+            if exponent > 0:
+                return ZERO
+            raise TooComplex("division by zero")
+        if len(poly) == 1:
+            ((m, c),) = poly.terms.items()
+            if not isinstance(exponent, int) and (c < 0 or not all(self.atoms[a].positive for a, _ in m)):
+                return self.of(self._intern("pow", poly), exponent)
+            raised = tuple(
+                (a, e) if self.atoms[a].indicator and exponent > 0 else (a, _plain(e * exponent)) for a, e in m
+            )
+            return Poly({raised: float(c) ** float(exponent)})
+        if isinstance(exponent, int) and exponent in (2, 3) and len(poly) <= 4:
+            return self.mul(poly, self.power(poly, exponent - 1))
+        c, m, primitive = self.content(poly)
+        if not isinstance(exponent, int) and (c < 0 or m):
+            return self.of(self._intern("pow", poly), exponent)
+        outside = self.power(Poly({m: c}), exponent)
+        return self.mul(outside, self.of(self._intern("pow", primitive), exponent))
+
+    def exponentiate(self, poly: Poly, exponent: float) -> Poly:
+        return self.power(poly, _as_exponent(exponent))
+
+    def exp(self, poly: Poly) -> Poly:
+        scale = 1.0
+        factors = UNIT
+        for m, c in poly.terms.items():
+            if m == ONE:
+                scale = math.exp(min(c, 700.0))
+                continue
+            exponent = _as_exponent(c)
+            if len(m) == 1 and m[0][1] == 1 and self.atoms[m[0][0]].kind == "log":
+                factors = self.mul(factors, self.power(self.atoms[m[0][0]].args[0], exponent))
+            else:
+                factors = self.mul(factors, self.of(self._intern("exp", m), exponent))
+        return factors.scaled(scale)
+
+    def log(self, poly: Poly) -> Poly:
+        if len(poly) != 1:
+            return self.of(self._intern("log", poly))
+        ((m, c),) = poly.terms.items()
+        if c <= 0:
+            return self.of(self._intern("log", poly))
+        result = number(math.log(c))
+        for a, e in m:
+            atom = self.atoms[a]
+            if atom.kind == "exp":
+                result = result + Poly({atom.args[0]: float(e)})
+            elif atom.positive:
+                result = result + self.of(self._intern("log", self.of(atom))).scaled(float(e))
+            else:
+                return self.of(self._intern("log", poly))
+        return result
+
+    # Conditions
+
+    def equal_zero(self, poly: Poly) -> Poly:
+        """1 where poly is 0, else 0."""
+        if poly.constant is not None:
+            return UNIT if poly.constant == 0 else ZERO
+        condition = self._some_indicator(poly)
+        if condition is not None:
+            return self._choice(
+                condition, *(self.equal_zero(self.given(poly, condition, case)) for case in (True, False))
+            )
+        lead = poly.terms[max(poly.terms)]
+        return self.of(self._intern("eq", poly.scaled(math.copysign(1.0, lead))))
+
+    def less_than_zero(self, poly: Poly) -> Poly:
+        if poly.constant is not None:
+            return UNIT if poly.constant < 0 else ZERO
+        condition = self._some_indicator(poly)
+        if condition is not None:
+            return self._choice(
+                condition, *(self.less_than_zero(self.given(poly, condition, case)) for case in (True, False))
+            )
+        return self.of(self._intern("lt", poly))
+
+    def is_boolean(self, poly: Poly) -> bool:
+        try:
+            return self.mul(poly, poly) == poly
+        except TooComplex:
+            return False
+
+    # Sums and substitution
+
+    def sum(self, poly: Poly, variables: Mapping[int, Poly], valid: Mapping[int, Poly] | None = None) -> Poly:
+        """The sum over index variables; `variables` gives their sizes, `valid` the sizes of all other free variables.
+
+        ``sum_j [j = x] f(j)`` is ``f(x)`` where x is data (an index that is out of range is an error in the graphs
+        that this reads), or provably in range; otherwise the sum stays.
+        """
+        sizes = dict(valid or {}) | dict(variables)
+        result = ZERO
+        for m, c in poly.terms.items():
+            result = result + self._sum_monomial(m, dict(variables), sizes).scaled(c)
+        return result
+
+    def _sum_monomial(self, monomial: Monomial, variables: dict[int, Poly], sizes: Mapping[int, Poly]) -> Poly:
+        for a, _ in monomial:
+            atom = self.atoms[a]
+            if atom.kind != "eq":
+                continue
+            for v in atom.free & variables.keys():
+                x = self.solve(atom, v)
+                if x is not None and self._in_range(x, variables[v], sizes):
+                    rest = Poly({tuple(f for f in monomial if f[0] != a): 1.0})
+                    left = {w: s for w, s in variables.items() if w != v}
+                    return self.sum(self.substitute(rest, {v: x}), left, sizes)
+        free = self.free_of_monomial(monomial)
+        times = UNIT
+        for v in [v for v in variables if v not in free]:
+            times = self.mul(times, variables.pop(v))
+        inner = tuple(f for f in monomial if self.atoms[f[0]].free & variables.keys())
+        outer = tuple(f for f in monomial if f not in inner)
+        if not variables:
+            return self.mul(times, Poly({outer: 1.0}))
+        # Independent factors are sums of their own.
+        groups = self._components(inner, set(variables))
+        result = self.mul(times, Poly({outer: 1.0}))
+        for names, factors in groups:
+            result = self.mul(result, self._sum_atom(factors, {v: variables[v] for v in names}))
+        return result
+
+    def _components(self, monomial: Monomial, variables: set[int]) -> list[tuple[set[int], Monomial]]:
+        groups: list[tuple[set[int], list[tuple[int, Exponent]]]] = []
+        for f in monomial:
+            names = set(self.atoms[f[0]].free & variables)
+            factors = [f]
+            rest = []
+            for g in groups:
+                if g[0] & names:
+                    names |= g[0]
+                    factors += g[1]
+                else:
+                    rest.append(g)
+            groups = [*rest, (names, factors)]
+        return [(names, tuple(sorted(factors))) for names, factors in groups]
+
+    def _sum_atom(self, monomial: Monomial, variables: dict[int, Poly]) -> Poly:
+        # A sum within the sum joins it, so that the order of summation leaves no trace.
+        if len(monomial) == 1 and monomial[0][1] == 1 and self.atoms[monomial[0][0]].kind == "sum":
+            inner = self.atoms[monomial[0][0]]
+            names = dict(zip(self.bound_of(inner), inner.args[0], strict=True))
+            fresh = {v: -1_000_000 - k for k, v in enumerate(names)}
+            opened = self.substitute(Poly({inner.args[1]: 1.0}), {v: self.var(f) for v, f in fresh.items()})
+            return self.sum(opened, variables | {fresh[v]: s for v, s in names.items()})
+        if len(variables) > 4:
+            raise TooComplex("sum over more than four variables")
+        height = self.height_of(monomial) + 1
+        first = -1 - (height - 1) * _SUM_WIDTH
+        best: tuple[Any, ...] | None = None
+        for order in itertools.permutations(variables):
+            renamed = self.substitute(Poly({monomial: 1.0}), {v: self.var(first - k) for k, v in enumerate(order)})
+            ((m, c),) = renamed.terms.items()
+            candidate = (m, tuple(variables[v] for v in order))
+            if best is None or m < best[0]:
+                best = candidate
+        assert best is not None and c == 1.0
+        return self.of(self._intern("sum", best[1], best[0]))
+
+    def opened(self, atom: Atom, variables: Iterable[int]) -> Poly:
+        """The summand of a sum atom, with the given variables in place of the bound ones."""
+        names = {b: self.var(v) for b, v in zip(self.bound_of(atom), variables, strict=True)}
+        return self.substitute(Poly({atom.args[1]: 1.0}), names)
+
+    def _in_range(self, x: Poly, size: Poly, sizes: Mapping[int, Poly]) -> bool:
+        if x.constant is not None:
+            limit = size.constant
+            return x.constant >= 0 and (limit is None or x.constant < limit)
+        low, high = ZERO, ZERO
+        for m, c in x.terms.items():
+            kinds = {self.atoms[a].kind for a, _ in m}
+            if kinds & {"tensor", "sum", "pow"}:
+                return True
+            v = [a for a, _ in m if self.atoms[a].kind == "var"]
+            if not v:
+                low, high = low + Poly({m: c}), high + Poly({m: c})
+                continue
+            variable = self.atoms[v[0]].args[0]
+            if len(v) > 1 or (v[0], 1) not in m or c < 0 or variable not in sizes:
+                return False
+            factor = self.divide_monomial(Poly({m: c}), ((v[0], 1),))
+            high = high + self.mul(factor, sizes[variable] - UNIT)
+        spare = size - UNIT - high
+        return all(c >= 0 for c in low.terms.values()) and all(c >= 0 for c in spare.terms.values())
+
+    def substitute(self, poly: Poly, names: Mapping[int, Poly]) -> Poly:
+        """Every free variable of `names` replaced at once."""
+        names = {v: p for v, p in names.items() if p is not self.var(v) and p != self.var(v)}
+        if not names or not (self.free(poly) & names.keys()):
+            return poly
+        result = ZERO
+        kept: dict[Monomial, float] = {}
+        for m, c in poly.terms.items():
+            if not (self.free_of_monomial(m) & names.keys()):
+                kept[m] = kept.get(m, 0.0) + c
+                continue
+            term = number(c)
+            for a, e in m:
+                atom = self.atoms[a]
+                changed = self._substitute_atom(atom, names) if atom.free & names.keys() else self.of(atom)
+                term = self.mul(term, changed if e == 1 else self.power(changed, e))
+            result = result + term
+        return result + Poly(kept)
+
+    def _substitute_atom(self, atom: Atom, names: Mapping[int, Poly]) -> Poly:
+        relevant = tuple(sorted(((v, p) for v, p in names.items() if v in atom.free), key=lambda i: i[0]))
+        key = (atom.id, relevant)
+        known = self._substituted.get(key)
+        if known is None:
+            known = self._substituted[key] = self._rebuilt(atom, dict(relevant))
+        return known
+
+    def _rebuilt(self, atom: Atom, names: Mapping[int, Poly]) -> Poly:
+        match atom.kind:
+            case "var":
+                return names[atom.args[0]]
+            case "tensor":
+                return self.tensor(atom.args[0], [self.substitute(p, names) for p in atom.args[1:]])
+            case "exp":
+                return self.exp(self.substitute(Poly({atom.args[0]: 1.0}), names))
+            case "log":
+                return self.log(self.substitute(atom.args[0], names))
+            case "pow":
+                return self.substitute(atom.args[0], names)
+            case "eq":
+                return self.equal_zero(self.substitute(atom.args[0], names))
+            case "lt":
+                return self.less_than_zero(self.substitute(atom.args[0], names))
+            case "sum":
+                # Bound variables step aside first: what comes in may hold sums of the same height.
+                fresh = {b: -2_000_000 - atom.height * _SUM_WIDTH - k for k, b in enumerate(self.bound_of(atom))}
+                opened = self.substitute(Poly({atom.args[1]: 1.0}), {b: self.var(f) for b, f in fresh.items()})
+                sizes = {fresh[b]: s for b, s in zip(self.bound_of(atom), atom.args[0], strict=True)}
+                return self.sum(self.substitute(opened, names), sizes)
+            case _:
+                raise AssertionError(atom.kind)
+
+    # For reports and for people
+
+    def text(self, poly: Poly) -> str:
+        """The polynomial as text, for messages."""
+        if not poly:
+            return "0"
+        return " + ".join(
+            (f"{c:.6g} " if c != 1.0 or m == ONE else "") + " ".join(self._factor(a, e) for a, e in m)
+            for m, c in sorted(poly.terms.items())
+        )
+
+    def _factor(self, a: int, e: Exponent) -> str:
+        atom = self.atoms[a]
+        match atom.kind:
+            case "var":
+                base = f"v{atom.args[0]}"
+            case "dim":
+                base = str(atom.args[0])
+            case "tensor":
+                base = f"{atom.args[0]}[{', '.join(self.text(p) for p in atom.args[1:])}]"
+            case "sum":
+                names = ",".join(f"v{v}" for v in self.bound_of(atom))
+                base = f"sum_{names}({self.text(Poly({atom.args[1]: 1.0}))})"
+            case "exp":
+                base = f"exp({self.text(Poly({atom.args[0]: 1.0}))})"
+            case "eq":
+                base = f"[{self.text(atom.args[0])} = 0]"
+            case "lt":
+                base = f"[{self.text(atom.args[0])} < 0]"
+            case kind:
+                base = f"{kind}({self.text(atom.args[0])})"
+        return base if e == 1 else f"{base}^{e}"
+
+
+def _plain(e: Exponent) -> Exponent:
+    return int(e) if e == int(e) else e
+
+
+def _as_exponent(c: float) -> Exponent:
+    return _plain(Fraction(c).limit_denominator(1_000_000))
+
+
+def _collected(items: Iterable[tuple[Monomial, float]]) -> Poly:
+    """The sum of the terms; what cancels up to rounding is zero, as sums of float32 constants need not meet exactly."""
+    sums: dict[Monomial, float] = {}
+    peaks: dict[Monomial, float] = {}
+    for m, c in items:
+        sums[m] = sums.get(m, 0.0) + c
+        peaks[m] = max(peaks.get(m, 0.0), abs(c))
+    return Poly({m: c for m, c in sums.items() if abs(c) > _CANCELS * peaks[m]})

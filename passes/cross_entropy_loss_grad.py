@@ -1,0 +1,259 @@
+"""CrossEntropyLossGrad: ``p q - [c = y] q`` by rows, p the softmax, q a factor of the row, and smoothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, number
+from gradfuse.passes.forms import Form
+from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+
+NO_INDEX = -(1 << 63)
+"""ignore_index where the graph ignores nothing: no target has this value."""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A gradient read as p T + R with R = a [j = target] + b."""
+
+    softmax: Poly
+    classes: int  # the variable of the classes
+    target: Poly
+    ignore_index: int
+    weight: Poly | None  # an element of the weights, by the variable of the classes
+    parts: tuple[tuple[float, Poly], ...]
+    """(label_smoothing, factor of the rows that count, without weight) of each op: one, but two where the one-hot and
+    the smoothing term have factors that are not proportional."""
+
+
+class FuseCrossEntropyLossGradPass(FusePass):
+    """Finds, in a value P, a softmax p along j with
+
+    1. P = p T + R, T free of j and T = -sum_j R;
+    2. R = a [j = t] + b w[j], t from an integer tensor, b / a constant (label smoothing), w one or a tensor;
+    3. [t = i] makes a zero: i is the ignore_index.
+
+    The reduction is read from a alone: "mean" where it has the inverse of the number (or weight) of the rows that
+    count, "sum" where it depends on no row, else "none" with a as the gradient of each row's loss.
+    """
+
+    operator = "CrossEntropyLossGrad"
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        form = site.forms.form(root)
+        miss: Mismatch | None = None
+        for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
+            rest = _rest(site.algebra, form, p, j)
+            if rest is None:
+                continue
+            try:
+                return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest))
+            except Mismatch as reason:
+                miss = reason
+                builder.discard()
+        if miss is not None:
+            raise miss
+        return None
+
+    def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
+        algebra = site.algebra
+        assert root.dtype is not None
+        sizes = dict(enumerate(form.sizes))
+        rows = [v for v in sizes if v != loss.classes]
+        reductions = [_reduction(algebra, form, loss, factor, rows) for _, factor in loss.parts]
+        expected = ZERO
+        for (smoothing, _), (reduction, gradient) in zip(loss.parts, reductions, strict=True):
+            expected = expected + _definition(algebra, form, loss, smoothing, reduction, gradient)
+        require_same(site, root, expected)
+
+        shared = [
+            self._log_prob(site, builder, root, form, loss, rows),
+            self._target(site, builder, root, loss, rows, sizes),
+        ]
+        if loss.weight is not None:
+            shared.append(self._weight(site, builder, root, loss, sizes))
+        extents = [algebra.product(sizes[v] for v in rows), sizes[loss.classes]]
+        results = []
+        for (smoothing, _), (reduction, gradient) in zip(loss.parts, reductions, strict=True):
+            by_row = rows if reduction == "none" else []
+            grad = site.materialise(builder, gradient, by_row, sizes, root.dtype, [by_row] if by_row else [])
+            results.append(
+                builder.fused(
+                    self.operator,
+                    [grad, *shared],
+                    extents,
+                    reduction=reduction,
+                    ignore_index=loss.ignore_index,
+                    label_smoothing=float(np.float32(smoothing)),
+                    lse_square_scale_for_zloss=0.0,
+                )
+            )
+        total = results[0] if len(results) == 1 else builder.op("Add", results, root.dtype, extents)
+        shape = [list(form.variables(a)) for a in range(len(form.groups))]
+        output = builder.arrange(total, [*rows, loss.classes], shape, sizes)
+        return builder.rewrite("cross-entropy-backward", results, output)
+
+    def _target(
+        self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
+    ) -> ir.Value:
+        flat = {v: site.algebra.var(k) for k, v in enumerate(rows)}
+        integers = [ir.DataType.INT64, ir.DataType.INT32]
+        found = site.find(site.algebra.substitute(loss.target, flat), [sizes[v] for v in rows], root, dtypes=integers)
+        if found is None or found[1] != 1.0:
+            raise Mismatch("the target is no integer value of the graph")
+        return builder.cast(builder.arrange(found[0], rows, [rows], sizes), ir.DataType.INT64)
+
+    def _weight(self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, sizes: Mapping[int, Poly]) -> ir.Value:
+        assert loss.weight is not None
+        weight = site.algebra.substitute(loss.weight, {loss.classes: site.algebra.var(0)})
+        size = [sizes[loss.classes]]
+        found = site.find(weight, size, root, dtypes=[ir.DataType.FLOAT, root.dtype], shape=size)
+        if found is None or found[1] != 1.0:
+            raise Mismatch("the weights are no value of the graph")
+        return builder.cast(builder.reshape(found[0], size), ir.DataType.FLOAT)
+
+    def _log_prob(
+        self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss, rows: list[int]
+    ) -> ir.Value:
+        sizes = dict(enumerate(form.sizes))
+        found = site.find(site.algebra.log(loss.softmax), form.sizes, root, dtypes=[root.dtype])
+        value = self._log_softmax(site, builder, root, form, loss) if found is None or found[1] != 1.0 else found[0]
+        return builder.arrange(value, list(sizes), [rows, [loss.classes]], sizes)
+
+    def _log_softmax(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> ir.Value:
+        """log p from the logits, where the graph has no value of it."""
+        (p,) = loss.softmax.terms
+        along = tuple((a, e) for a, e in p if loss.classes in site.algebra.atoms[a].free)
+        logits = site.algebra.log(Poly({along: 1.0}))
+        assert root.dtype is not None
+        found = site.find(logits, form.sizes, root, dtypes=[root.dtype], shape=site.extents(root))
+        axis = next((a for a in range(len(form.groups)) if list(form.variables(a)) == [loss.classes]), None)
+        if found is None or found[1] != 1.0 or axis is None:
+            raise Mismatch("neither the log-probabilities nor the logits are values of its type")
+        value = builder.reshape(found[0], site.extents(root))
+        return builder.op("LogSoftmax", [value], root.dtype, site.extents(root), axis=axis)
+
+
+def _rest(algebra: Algebra, form: Form, p: Poly, j: int) -> Poly | None:
+    """R of P = p T + R, where T is free of j and R has a condition; None where P is not of that form."""
+    (pm,) = p.terms
+    powers = dict(pm)
+    with_p, rest = {}, {}
+    for monomial, c in form.poly.terms.items():
+        own = dict(monomial)
+        if all(own.get(a) == e for a, e in powers.items()):
+            with_p[monomial] = c
+        else:
+            rest[monomial] = c
+    t, r = algebra.divide_monomial(Poly(with_p), pm), Poly(rest)
+    if not r or not t or j in algebra.free(t):
+        return None
+    if not any(a.kind == "eq" for a in _atoms(algebra, r)):
+        return None
+    return r
+
+
+def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
+    for a in sorted({a for monomial in poly.terms for a, _ in monomial}):
+        yield algebra.atoms[a]
+
+
+def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
+    hits = [(a, x) for a in _atoms(algebra, r) if a.kind == "eq" and (x := algebra.solve(a, j)) is not None]
+    hits = [(a, x) for a, x in hits if algebra.tensors(x)]
+    if len(hits) != 1:
+        raise Mismatch(f"{len(hits)} one-hot targets, not one")
+    hit, target = hits[0]
+    on = algebra.given(Poly({m: c for m, c in r.terms.items() if (hit.id, 1) in m}), hit, True)
+    off = Poly({m: c for m, c in r.terms.items() if (hit.id, 1) not in m})
+    on = algebra.substitute(on, {j: target})
+
+    ignore_index = NO_INDEX
+    for atom in _atoms(algebra, on):
+        if atom.kind != "eq":
+            continue
+        for sign in (1.0, -1.0):
+            value = (target - atom.args[0].scaled(sign)).integer
+            if value is not None and not algebra.given(on, atom, True) and not algebra.given(off, atom, True):
+                ignore_index = value
+                on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
+                break
+
+    weight = None
+    for atom in _atoms(algebra, on):
+        if atom.kind == "tensor" and atom.args[1:] == (target,) and all((atom.id, 1) in m for m in on.terms):
+            weight = algebra.tensor(atom.args[0], [algebra.var(j)])
+            on = algebra.divide_monomial(on, ((atom.id, 1),))
+            break
+    if not off:
+        return _Loss(p, j, target, ignore_index, weight, ((0.0, -on),))
+    # Smoothing spreads over the classes, in proportion to their weights.
+    classes = form.sizes[j].integer
+    spread = off if weight is None else algebra.divide_monomial(off, next(iter(weight.terms)))
+    if classes is None or j in algebra.free(spread):
+        raise Mismatch("it holds more than a one-hot target: target probabilities, or a further loss term")
+    ratio = algebra.ratio(spread, on)
+    if ratio is not None and ratio.constant is not None and ratio.constant > 0:
+        smoothing = ratio.constant * classes / (1.0 + ratio.constant * classes)
+        parts: tuple[tuple[float, Poly], ...] = ((smoothing, on.scaled(-1.0 / (1.0 - smoothing))),)
+    else:
+        parts = ((0.0, -on), (1.0, spread.scaled(-classes)))
+    return _Loss(p, j, target, ignore_index, weight, parts)
+
+
+def _counts(algebra: Algebra, loss: _Loss) -> Poly:
+    """1 for rows that count, 0 for ignored ones."""
+    if loss.ignore_index == NO_INDEX:
+        return UNIT
+    return UNIT - algebra.equal_zero(loss.target - number(loss.ignore_index))
+
+
+def _row_weight(algebra: Algebra, loss: _Loss) -> Poly:
+    own = UNIT if loss.weight is None else algebra.substitute(loss.weight, {loss.classes: loss.target})
+    return algebra.mul(own, _counts(algebra, loss))
+
+
+def _mean_divisor(algebra: Algebra, form: Form, loss: _Loss) -> Poly:
+    sizes = dict(enumerate(form.sizes))
+    rows = {v: s for v, s in sizes.items() if v != loss.classes}
+    return algebra.sum(_row_weight(algebra, loss), rows, sizes)
+
+
+def _reduction(algebra: Algebra, form: Form, loss: _Loss, factor: Poly, rows: list[int]) -> tuple[str, Poly]:
+    """The reduction with the simplest gradient of the loss, and that gradient."""
+    found: list[tuple[tuple[int, float], str, Poly]] = []
+    inverse = algebra.power(_mean_divisor(algebra, form, loss), -1)
+    (m,) = inverse.terms
+    mean = algebra.divide_monomial(factor, m).scaled(1 / inverse.terms[m])
+    for reduction, gradient in (("mean", mean), ("sum", factor)):
+        if not algebra.free(gradient) & set(rows):
+            size = sum(len(monomial) for monomial in gradient.terms)
+            constant = gradient.constant
+            found.append(((size, 0.0 if constant is None else abs(constant - 1.0)), reduction, gradient))
+    if not found:
+        return "none", factor
+    _, reduction, gradient = min(found, key=lambda f: f[0])
+    return reduction, gradient
+
+
+def _definition(algebra: Algebra, form: Form, loss: _Loss, smoothing: float, reduction: str, gradient: Poly) -> Poly:
+    """The op's formula in the values that it is bound to."""
+    sizes = dict(enumerate(form.sizes))
+    row = algebra.mul(gradient, _counts(algebra, loss))
+    if reduction == "mean":
+        row = algebra.mul(row, algebra.power(_mean_divisor(algebra, form, loss), -1))
+    own = UNIT if loss.weight is None else algebra.substitute(loss.weight, {loss.classes: loss.target})
+    every = UNIT if loss.weight is None else loss.weight
+    q = algebra.mul(row, own).scaled(1.0 - smoothing)
+    classes = form.sizes[loss.classes]
+    hit = algebra.equal_zero(algebra.var(loss.classes) - loss.target)
+    result = algebra.mul(q, loss.softmax - hit)
+    if smoothing:
+        s = algebra.mul(row, algebra.power(classes, -1)).scaled(smoothing)
+        total = algebra.sum(every, {loss.classes: classes}, sizes)
+        result = result + algebra.mul(s, algebra.mul(loss.softmax, total) - every)
+    return result

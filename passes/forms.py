@@ -1,0 +1,1203 @@
+"""Reads an ONNX graph as canonical forms: each tensor as a polynomial in its index variables.
+
+A :class:`Form` has one group of index variables per dimension (outermost first; a dimension of size 1 has none) and
+the value of an element as a :class:`~gradfuse.passes.algebra.Poly` over these variables, numbered 0, 1, ... in the
+order of the groups. Views (Reshape, Transpose, Expand, Cast between floats, ...) act on the groups only, arithmetic on
+the polynomial, and what has no rule is opaque: a tensor atom of its own, named by its operation and operands, so that
+equal computations have equal names.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, number
+
+Group = tuple[Poly, ...]
+Array = npt.NDArray[Any]
+
+CONSTANT_LIMIT = 1 << 20  # larger constants are opaque: their content is not read
+_VECTOR_LIMIT = 64
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+_RANDOM = {
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    "Dropout",
+}
+_ROW_OPERATORS = {"Softmax", "LogSoftmax", "ReduceMax", "ReduceLogSumExp"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """`groups`: the sizes of the index variables of each dimension; `poly`: an element."""
+
+    groups: tuple[Group, ...]
+    poly: Poly
+
+    @property
+    def sizes(self) -> Group:
+        return tuple(size for group in self.groups for size in group)
+
+    def variables(self, axis: int) -> range:
+        """The variables of a dimension."""
+        start = sum(len(group) for group in self.groups[:axis])
+        return range(start, start + len(self.groups[axis]))
+
+
+class Unreadable(Exception):
+    """A value whose rank is unknown, or which is no tensor; nothing is said about it."""
+
+
+class Opaque(Exception):
+    """An operation that no rule reads; its outputs are named, not expressed."""
+
+
+def is_float(value: ir.Value) -> bool:
+    return value.dtype in _FLOATS
+
+
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    found = node.attributes.get(name)
+    return default if found is None or found.value is None else found.value
+
+
+class Forms:
+    """The canonical forms of the values of one graph (or function body)."""
+
+    def __init__(self, graph: ir.Graph | ir.Function) -> None:
+        self.algebra = Algebra()
+        self._forms: dict[ir.Value, Form | None] = {}
+        self._vectors: dict[ir.Value, list[Poly] | None] = {}
+        self._constants: dict[ir.Value, Array | None] = {}
+        self._dims: dict[str, str] = {}
+        self._names: dict[object, str] = {}
+        self._merge_dims(graph)
+        self._row_operands = {
+            _through_casts(node.inputs[0])
+            for node in graph
+            if node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
+        }
+        self._order = {node: k for k, node in enumerate(graph)}
+        for node in graph:
+            self._read(node)
+
+    def get(self, value: ir.Value) -> Form | None:
+        """The form of a value; None where its rank is unknown."""
+        try:
+            return self.form(value)
+        except (Unreadable, TooComplex):
+            return None
+
+    # Values
+
+    def form(self, value: ir.Value) -> Form:
+        if value not in self._forms:
+            # Not produced by a node that was read: an input, an initializer, or a value of an outer graph.
+            self._forms[value] = self._leaf(value)
+        form = self._forms[value]
+        if form is None:
+            raise Unreadable(value.name)
+        return form
+
+    def alias(self, value: ir.Value, like: ir.Value) -> None:
+        """Says that a new value computes what `like` does."""
+        self._forms[value] = self.form(like)
+
+    def relative(self, root: ir.Value, source: ir.Value) -> tuple[Form, Form]:
+        """The forms of two values of which one is computed from the other, with `source` taken as opaque."""
+        cone: list[ir.Node] = []
+        todo, seen = [root], {root, source}
+        while todo:
+            node = todo.pop().producer()
+            if node is None or node in cone:
+                continue
+            cone.append(node)
+            for value in node.inputs:
+                if value is not None and value not in seen:
+                    seen.add(value)
+                    todo.append(value)
+        own = self.form(source)
+        opaque = self._named(("source", own), self._simple_groups(own), source)
+        part = copy.copy(self)
+        part._forms = dict(self._forms)
+        part._forms[source] = opaque
+        changed = {source}
+        for node in sorted(cone, key=self._order.__getitem__):
+            if any(v in changed for v in node.inputs):
+                part._read(node)
+                changed.update(node.outputs)
+        return part.form(root), opaque
+
+    def _leaf(self, value: ir.Value) -> Form | None:
+        array = self.constant(value)
+        try:
+            if array is not None:
+                return self._constant_form(array)
+            return self._named(("value", value.name), self.groups_of(value), value)
+        except Unreadable:
+            return None
+
+    def constant(self, value: ir.Value | None) -> Array | None:
+        """The content of a constant that is small enough to be looked at."""
+        if value is None:
+            return None
+        if value not in self._constants:
+            self._constants[value] = self._find_constant(value)
+        return self._constants[value]
+
+    def _find_constant(self, value: ir.Value) -> Array | None:
+        tensor = value.const_value
+        node = value.producer()
+        if tensor is None and node is not None and node.op_type == "Constant" and node.domain == "":
+            for name, attr in node.attributes.items():
+                if name in ("value_float", "value_floats"):
+                    return np.asarray(attr.value, np.float32)
+                if name in ("value_int", "value_ints"):
+                    return np.asarray(attr.value, np.int64)
+                if name == "value":
+                    tensor = attr.value
+        # An initializer that is also an input is a default that the caller may replace.
+        if tensor is None or (value.is_graph_input()) or tensor.size > CONSTANT_LIMIT:
+            return None
+        if tensor.dtype == ir.DataType.STRING:
+            return None
+        return np.asarray(tensor.numpy())
+
+    def _constant_form(self, array: Array) -> Form:
+        groups = tuple((number(n),) if n != 1 else () for n in array.shape)
+        variables = list(range(sum(n != 1 for n in array.shape)))
+        boolean = array.dtype == np.bool_
+        if array.size == 0:
+            return Form(groups, self.algebra.tensor(("empty", array.shape), ()))
+        numbers = array.astype(np.float64) if array.dtype.kind != "c" else array
+        axes = [axis for axis, n in enumerate(array.shape) if n != 1]
+        varying = [v for v, axis in zip(variables, axes, strict=True) if np.any(numbers != numbers.take([0], axis))]
+        if not varying and np.isfinite(numbers.flat[0]):
+            return Form(groups, number(float(numbers.flat[0])))
+        for v, axis in zip(reversed(variables), reversed(axes), strict=True):
+            if v not in varying:
+                numbers = numbers.take([0], axis)
+        numbers = numbers.reshape([n for n in numbers.shape if n != 1])
+        if numbers.ndim == 1 and np.all(np.isfinite(numbers)):
+            steps = np.diff(numbers)
+            index = self.algebra.var(varying[0])
+            if np.all(steps == steps[0]) and not boolean:
+                return Form(groups, index.scaled(float(steps[0])) + number(float(numbers[0])))
+            if boolean and numbers.sum() == 1:
+                return Form(groups, self.algebra.equal_zero(index - number(float(numbers.argmax()))))
+        digest = hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]
+        name = ("constant", numbers.shape, digest)
+        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean))
+
+    def _named(self, name: object, groups: tuple[Group, ...], value: ir.Value) -> Form:
+        count = sum(len(group) for group in groups)
+        indices = [self.algebra.var(v) for v in range(count)]
+        # An equal computation goes by the name of the first one.
+        first = self._names.setdefault((name, groups), str(value.name))
+        return Form(groups, self.algebra.tensor(first, indices, value.dtype == ir.DataType.BOOL))
+
+    # Dimensions
+
+    def _merge_dims(self, graph: ir.Graph | ir.Function) -> None:
+        """Symbols that elementwise operations force to be equal get one name, before any form is made."""
+        for node in graph:
+            # GatherElements and ScatterElements pair every dimension but one; a fused op would refuse other sizes.
+            indexed = {"GatherElements": 2, "ScatterElements": 3}.get(node.op_type, 0)
+            if node.domain or not (indexed or node.op_type in _ELEMENTWISE):
+                continue
+            values = node.inputs[:indexed] if indexed else (*node.inputs, *node.outputs)
+            shapes = [v.shape for v in values if v is not None and v.shape is not None]
+            rank = max((len(s) for s in shapes), default=0)
+            axis = attribute(node, "axis", 0) if indexed else None
+            for k in range(1, rank + 1):
+                if axis is not None and rank - k == axis % rank:
+                    continue
+                names = {name for s in shapes if len(s) >= k and (name := _symbol(s[-k])) is not None}
+                sizes = {s[-k] for s in shapes if len(s) >= k and isinstance(s[-k], int)} - {1}
+                if len(names) > 1 and not sizes:
+                    first, *others = sorted(self._dim_name(n) for n in names)
+                    for other in others:
+                        if other != first:
+                            self._dims[other] = first
+
+    def _dim_name(self, name: str) -> str:
+        while name in self._dims:
+            name = self._dims[name]
+        return name
+
+    def size(self, dim: int | ir.SymbolicDim, fallback: str) -> Poly:
+        if isinstance(dim, int):
+            return number(dim)
+        if dim.value is None:
+            return self.algebra.dim(self._dim_name(fallback))
+        return self._size_of_text(str(dim.value))
+
+    def _size_of_text(self, text: str) -> Poly:
+        try:
+            return self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, TooComplex):
+            return self.algebra.dim(self._dim_name(text))
+
+    def _size_of_tree(self, tree: ast.expr) -> Poly:
+        match tree:
+            case ast.Constant(value=int(n)):
+                return number(n)
+            case ast.Name(id=name):
+                return self.algebra.dim(self._dim_name(name))
+            case ast.BinOp(left=left, op=op, right=right):
+                a, b = self._size_of_tree(left), self._size_of_tree(right)
+                if isinstance(op, ast.Add):
+                    return a + b
+                if isinstance(op, ast.Sub):
+                    return a - b
+                if isinstance(op, ast.Mult):
+                    return self.algebra.mul(a, b)
+        raise ValueError
+
+    def groups_of(self, value: ir.Value) -> tuple[Group, ...]:
+        """One variable per dimension of the value's own shape."""
+        if value.shape is None:
+            raise Unreadable(value.name)
+        sizes = [self.size(d, f"?{value.name}.{k}") for k, d in enumerate(value.shape)]
+        return tuple(() if s.constant == 1 else (s,) for s in sizes)
+
+    def extent(self, group: Group) -> Poly:
+        return self.algebra.product(group)
+
+    # Layouts
+
+    def refine(self, a: Sequence[Poly], b: Sequence[Poly]) -> tuple[list[Poly], list[list[int]], list[list[int]]]:
+        """The coarsest variables of which both lists of sizes are made, and the pieces of each of their members."""
+        common: list[Poly] = []
+        left, right = list(a), list(b)
+        pieces: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
+        while left and right:
+            s, t = left[-1], right[-1]
+            k = len(common)
+            pieces[0][len(left) - 1].append(k)
+            pieces[1][len(right) - 1].append(k)
+            if s == t or self._anonymous(t) or self._anonymous(s):
+                common.append(t if self._anonymous(s) else s)
+                left.pop()
+                right.pop()
+            elif (q := self._quotient(s, t)) is not None:
+                common.append(t)
+                left[-1] = q
+                right.pop()
+            elif (q := self._quotient(t, s)) is not None:
+                common.append(s)
+                right[-1] = q
+                left.pop()
+            else:
+                raise Opaque("layouts do not align")
+        if left or right:
+            raise Opaque("layouts do not align")
+        last = len(common) - 1
+        flipped = [[[last - k for k in reversed(p)] for p in side] for side in pieces]
+        return common[::-1], flipped[0], flipped[1]
+
+    def _anonymous(self, size: Poly) -> bool:
+        if len(size) != 1:
+            return False
+        ((m, c),) = size.terms.items()
+        return c == 1 and len(m) == 1 and m[0][1] == 1 and str(self.algebra.atoms[m[0][0]].args[0]).startswith("?")
+
+    def _quotient(self, a: Poly, b: Poly) -> Poly | None:
+        q = self.algebra.ratio(a, b)
+        if q is None or any(c != int(c) for c in q.terms.values()):
+            return None
+        return None if any(e < 0 for m in q.terms for _, e in m) else q
+
+    def assembled(self, pieces: Sequence[int], sizes: Sequence[Poly]) -> Poly:
+        """The index that the pieces (outermost first) make up."""
+        index, stride = ZERO, UNIT
+        for k in reversed(pieces):
+            index = index + self.algebra.mul(stride, self.algebra.var(k))
+            stride = self.algebra.mul(stride, sizes[k])
+        return index
+
+    def regrouped(self, form: Form, sizes: Sequence[Poly]) -> Form:
+        """The form reshaped (row-major) to dimensions of these sizes."""
+        wanted = [s for s in sizes if s.constant != 1]
+        common, own, new = self.refine(form.sizes, wanted)
+        poly = self.algebra.substitute(form.poly, {v: self.assembled(p, common) for v, p in enumerate(own)})
+        parts = iter(new)
+        groups = tuple(() if s.constant == 1 else tuple(common[k] for k in next(parts)) for s in sizes)
+        return Form(groups, poly)
+
+    def broadcast(self, forms: Sequence[Form]) -> tuple[tuple[Group, ...], list[Poly]]:
+        """The forms by the variables of the shape that they broadcast to (NumPy's rules)."""
+        rank = max(len(f.groups) for f in forms)
+        names: list[dict[int, Poly]] = [{} for _ in forms]
+        groups: list[Group] = []
+        start = 0
+        for axis in range(rank):
+            present = [(n, f, axis - rank + len(f.groups)) for n, f in enumerate(forms)]
+            present = [(n, f, k) for n, f, k in present if k >= 0 and f.groups[k]]
+            common: list[Poly] = list(present[0][1].groups[present[0][2]]) if present else []
+            for _, f, k in present[1:]:
+                common, _, _ = self.refine(common, f.groups[k])
+            for n, f, k in present:
+                _, own, _ = self.refine(f.groups[k], common)
+                for v, pieces in zip(f.variables(k), own, strict=True):
+                    index, stride = ZERO, UNIT
+                    for piece in reversed(pieces):
+                        index = index + self.algebra.mul(stride, self.algebra.var(start + piece))
+                        stride = self.algebra.mul(stride, common[piece])
+                    names[n][v] = index
+            groups.append(tuple(common))
+            start += len(common)
+        return tuple(groups), [self.algebra.substitute(f.poly, m) for f, m in zip(forms, names, strict=True)]
+
+    def moved(self, form: Form, order: Sequence[int | None]) -> Form:
+        """Dimensions permuted, dropped (they must have size 1) and put in (None, of size 1)."""
+        names: dict[int, Poly] = {}
+        groups: list[Group] = []
+        start = 0
+        for axis in order:
+            group: Group = () if axis is None else form.groups[axis]
+            if axis is not None:
+                for k, v in enumerate(form.variables(axis)):
+                    names[v] = self.algebra.var(start + k)
+            groups.append(group)
+            start += len(group)
+        return Form(tuple(groups), self.algebra.substitute(form.poly, names))
+
+    # Reading nodes
+
+    def _read(self, node: ir.Node) -> None:
+        reader = _READERS.get((node.domain, node.op_type))
+        forms: Sequence[Form | None]
+        try:
+            if reader is None or len(node.outputs) == 0:
+                raise Opaque(node.op_type)
+            result = reader(self, node)
+            forms = [result] if isinstance(result, Form) else result
+        except (Opaque, TooComplex, Unreadable):
+            forms = [None] * len(node.outputs)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            # A node that breaks its operator's schema: what it means is not for us to say.
+            forms = [None] * len(node.outputs)
+        for k, value in enumerate(node.outputs):
+            form = forms[k] if k < len(forms) else None
+            try:
+                if form is None:
+                    form = self._opaque(node, k)
+                elif value in self._row_operands:
+                    form = self._named(("operand", form), self._simple_groups(form), value)
+            except (Unreadable, TooComplex):
+                form = None
+            self._forms[value] = form
+
+    def _simple_groups(self, form: Form) -> tuple[Group, ...]:
+        return tuple((self.extent(g),) if g else () for g in form.groups)
+
+    def _opaque(self, node: ir.Node, output: int) -> Form:
+        value = node.outputs[output]
+        constant = self.constant(value)
+        if constant is not None:
+            return self._constant_form(constant)
+        name: object = ("value", value.name)
+        if node.op_type not in _RANDOM and not any(a.type in _GRAPHS for a in node.attributes.values()):
+            try:
+                operands = tuple(None if v is None else self.form(v) for v in node.inputs)
+                attributes = tuple(sorted((n, _attribute_key(a)) for n, a in node.attributes.items()))
+                name = (node.domain, node.op_type, attributes, operands, output)
+            except Unreadable:
+                pass
+        return self._named(name, self._opaque_groups(node, value), value)
+
+    def _opaque_groups(self, node: ir.Node, value: ir.Value) -> tuple[Group, ...]:
+        if value.shape is not None and not any(isinstance(d, ir.SymbolicDim) and d.value is None for d in value.shape):
+            return self.groups_of(value)
+        first = None if not node.inputs or node.inputs[0] is None else self._forms.get(node.inputs[0])
+        if node.op_type in _SAME_SHAPE and first is not None:
+            return self._simple_groups(first)
+        return self.groups_of(value)
+
+    # Shape arithmetic
+
+    def vector(self, value: ir.Value | None) -> list[Poly] | None:
+        """The elements of an integer tensor of rank 0 or 1 as functions of dimensions; None where they are not."""
+        if value is None:
+            return None
+        if value not in self._vectors:
+            try:
+                self._vectors[value] = self._read_vector(value)
+            except (Opaque, Unreadable, TooComplex):
+                self._vectors[value] = None
+        return self._vectors[value]
+
+    def _read_vector(self, value: ir.Value) -> list[Poly] | None:
+        array = self.constant(value)
+        if array is not None:
+            if array.ndim > 1 or array.size > _VECTOR_LIMIT or array.dtype.kind not in "iu":
+                return None
+            return [number(int(x)) for x in array.ravel()]
+        node = value.producer()
+        if node is None or node.domain:
+            return None
+        inputs = node.inputs
+        match node.op_type:
+            case "Shape":
+                sizes = [self.extent(g) for g in self.form(_given(inputs, 0)).groups]
+                return sizes[slice(attribute(node, "start", 0), attribute(node, "end", None))]
+            case "Size":
+                return [self.extent(self.form(_given(inputs, 0)).sizes)]
+            case "Identity" | "Squeeze" | "Unsqueeze" | "Reshape" | "Cast" | "Flatten":
+                return self.vector(inputs[0]) if value.shape is None or len(value.shape) <= 1 else None
+            case "Concat":
+                parts = [self.vector(v) for v in inputs]
+                return None if any(p is None for p in parts) else [x for p in parts if p is not None for x in p]
+            case "Gather":
+                data, index = self.vector(inputs[0]), self.vector(inputs[1])
+                if data is None or index is None:
+                    return None
+                return [data[k] for x in index if (k := x.integer) is not None]
+            case "Slice":
+                data = self.vector(inputs[0])
+                ends = [self.vector(v) for v in inputs[1:3]]
+                step = self.vector(inputs[4]) if len(inputs) > 4 else [UNIT]
+                if data is None or step is None or any(e is None or len(e) != 1 for e in ends):
+                    return None
+                start, stop = (e[0].integer for e in ends if e is not None)
+                if start is None or stop is None:
+                    return None
+                return data[start : stop : step[0].integer]
+            case "Add" | "Sub" | "Mul" | "Div":
+                pair = [self.vector(v) for v in inputs]
+                if pair[0] is None or pair[1] is None:
+                    return None
+                count = max(len(pair[0]), len(pair[1]))
+                left, right = (p * count if len(p) == 1 else p for p in (pair[0], pair[1]))
+                if len(left) != len(right):
+                    return None
+                return [self._vector_arithmetic(node.op_type, a, b) for a, b in zip(left, right, strict=True)]
+            case "ReduceProd":
+                data = self.vector(inputs[0])
+                return None if data is None else [self.algebra.product(data)]
+            case _:
+                return None
+
+    def _vector_arithmetic(self, op: str, a: Poly, b: Poly) -> Poly:
+        match op:
+            case "Add":
+                return a + b
+            case "Sub":
+                return a - b
+            case "Mul":
+                return self.algebra.mul(a, b)
+            case _:
+                quotient = self._quotient(a, b)
+                if quotient is None:
+                    raise Opaque("division of dimensions")
+                return quotient
+
+    def axes(self, node: ir.Node, position: int, rank: int) -> list[int] | None:
+        """The axes of a node, from the input at the position or the attribute; None where it has none."""
+        given: Iterable[int]
+        if len(node.inputs) > position and node.inputs[position] is not None:
+            array = self.constant(node.inputs[position])
+            if array is None:
+                raise Opaque("axes are not constant")
+            given = (int(x) for x in array.ravel())
+        elif "axes" in node.attributes:
+            given = node.attributes["axes"].as_ints()
+        else:
+            return None
+        return sorted(a % rank for a in given)
+
+
+def _given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
+    value = inputs[k] if k < len(inputs) else None
+    if value is None:
+        raise Opaque("an input is absent")
+    return value
+
+
+def _symbol(dim: object) -> str | None:
+    """The name of a dimension that is a lone symbol."""
+    if isinstance(dim, ir.SymbolicDim) and dim.value is not None and str(dim.value).isidentifier():
+        return str(dim.value)
+    return None
+
+
+def _through_casts(value: ir.Value) -> ir.Value:
+    """The first value of the chain of Identity and Cast between floats that ends here."""
+    while (node := value.producer()) is not None and node.domain == "" and node.op_type in ("Identity", "Cast"):
+        source = node.inputs[0]
+        if source is None or (node.op_type == "Cast" and not (is_float(value) and is_float(source))):
+            break
+        value = source
+    return value
+
+
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_ELEMENTWISE = {
+    *("Add", "Sub", "Mul", "Div", "Pow", "Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And"),
+    *(
+        "Or",
+        "Xor",
+        "Sum",
+        "Mean",
+        "Max",
+        "Min",
+        "Identity",
+        "Cast",
+        "Neg",
+        "Exp",
+        "Log",
+        "Softmax",
+        "LogSoftmax",
+        "Relu",
+    ),
+}
+_SAME_SHAPE = {
+    *(
+        "Relu",
+        "Sigmoid",
+        "Tanh",
+        "Erf",
+        "Gelu",
+        "Abs",
+        "Sign",
+        "Floor",
+        "Ceil",
+        "Cast",
+        "Sin",
+        "Cos",
+        "LeakyRelu",
+        "Elu",
+    ),
+    *("Exp", "Log", "Sqrt", "Neg", "IsNaN", "IsInf", "Not", "Clip", "Dropout", "LayerNormalization", "Softplus"),
+}
+
+
+def _attribute_key(attr: ir.Attr) -> object:
+    value = attr.value
+    if isinstance(value, ir.TensorProtocol):
+        array = np.asarray(value.numpy())
+        return (str(array.dtype), array.shape, array.tobytes())
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+# One reader per operation. A reader gives the forms of a node's outputs; where it raises Opaque they are named instead.
+
+Reader = Callable[[Forms, ir.Node], "Form | Sequence[Form | None]"]
+_READERS: dict[tuple[str, str], Reader] = {}
+
+
+def reads(*ops: str, domain: str = "") -> Callable[[Reader], Reader]:
+    def add(reader: Reader) -> Reader:
+        for op in ops:
+            _READERS[domain, op] = reader
+        return reader
+
+    return add
+
+
+def _inputs(forms: Forms, node: ir.Node) -> list[Form]:
+    return [forms.form(_given(node.inputs, k)) for k in range(len(node.inputs))]
+
+
+@reads("Identity")
+def _identity(forms: Forms, node: ir.Node) -> Form:
+    return forms.form(_given(node.inputs, 0))
+
+
+@reads("Cast", "CastLike")
+def _cast(forms: Forms, node: ir.Node) -> Form:
+    source, target = _given(node.inputs, 0), node.outputs[0]
+    form = forms.form(source)
+    to = ir.DataType(node.attributes["to"].as_int()) if node.op_type == "Cast" else _given(node.inputs, 1).dtype
+    if to is None or source.dtype is None:
+        raise Opaque("unknown type")
+    if to == ir.DataType.BOOL:
+        if source.dtype == ir.DataType.BOOL or forms.algebra.is_boolean(form.poly):
+            return form
+        return Form(form.groups, UNIT - forms.algebra.equal_zero(form.poly))
+    if target.dtype in _FLOATS or source.dtype not in _FLOATS:
+        return form
+    if all(c == int(c) for c in form.poly.terms.values()) and not forms.algebra.tensors(form.poly):
+        return form
+    raise Opaque("a cast that rounds")
+
+
+@reads("Add", "Sum")
+def _add(forms: Forms, node: ir.Node) -> Form:
+    groups, polys = forms.broadcast(_inputs(forms, node))
+    return Form(groups, sum(polys[1:], polys[0]))
+
+
+@reads("Mean")
+def _mean(forms: Forms, node: ir.Node) -> Form:
+    groups, polys = forms.broadcast(_inputs(forms, node))
+    return Form(groups, sum(polys[1:], polys[0]).scaled(1 / len(polys)))
+
+
+@reads("Sub")
+def _sub(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    return Form(groups, a - b)
+
+
+@reads("Mul")
+def _mul(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    return Form(groups, forms.algebra.mul(a, b))
+
+
+@reads("Div")
+def _div(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    if node.outputs[0].dtype not in _FLOATS:
+        quotient = forms._quotient(a, b)
+        if quotient is None:
+            raise Opaque("integer division")
+        return Form(groups, quotient)
+    return Form(groups, forms.algebra.mul(a, forms.algebra.power(b, -1)))
+
+
+@reads("Neg")
+def _neg(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return Form(x.groups, -x.poly)
+
+
+@reads("Reciprocal")
+def _reciprocal(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return Form(x.groups, forms.algebra.power(x.poly, -1))
+
+
+@reads("Sqrt")
+def _sqrt(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return Form(x.groups, forms.algebra.exponentiate(x.poly, 0.5))
+
+
+@reads("Pow")
+def _pow(forms: Forms, node: ir.Node) -> Form:
+    groups, (base, exponent) = forms.broadcast(_inputs(forms, node))
+    if exponent.constant is None:
+        raise Opaque("an exponent that is no constant")
+    return Form(groups, forms.algebra.exponentiate(base, exponent.constant))
+
+
+@reads("Exp")
+def _exp(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return Form(x.groups, forms.algebra.exp(x.poly))
+
+
+@reads("Log")
+def _log(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return Form(x.groups, forms.algebra.log(x.poly))
+
+
+def _row_sum_of_exp(forms: Forms, x: Form, axes: Sequence[int]) -> tuple[Poly, Poly]:
+    e = forms.algebra.exp(x.poly)
+    sizes = x.sizes
+    variables = {v: sizes[v] for axis in axes for v in x.variables(axis)}
+    return e, forms.algebra.sum(e, variables, dict(enumerate(sizes)))
+
+
+@reads("Softmax")
+def _softmax(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    e, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
+    return Form(x.groups, forms.algebra.mul(e, forms.algebra.power(total, -1)))
+
+
+@reads("LogSoftmax")
+def _log_softmax(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    _, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
+    return Form(x.groups, x.poly - forms.algebra.log(total))
+
+
+@reads("SoftmaxCrossEntropyLoss")
+def _softmax_cross_entropy_loss(forms: Forms, node: ir.Node) -> list[Form | None]:
+    x = forms.form(_given(node.inputs, 0))
+    _, total = _row_sum_of_exp(forms, x, [1])
+    return [None, Form(x.groups, x.poly - forms.algebra.log(total))]
+
+
+def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
+    """The axes of a reduction, and the order of the dimensions that are left."""
+    rank = len(x.groups)
+    axes = forms.axes(node, 1, rank)
+    if not axes:
+        axes = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
+    keep = bool(attribute(node, "keepdims", 1))
+    return axes, [None if a in axes else a for a in range(rank) if keep or a not in axes]
+
+
+@reads("ReduceSum", "ReduceMean", "ReduceLogSumExp")
+def _reduce(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    x = forms.form(_given(node.inputs, 0))
+    axes, order = _reduced(forms, node, x)
+    sizes = x.sizes
+    variables = {v: sizes[v] for axis in axes for v in x.variables(axis)}
+    if node.op_type == "ReduceLogSumExp":
+        poly = algebra.log(_row_sum_of_exp(forms, x, axes)[1])
+    else:
+        poly = algebra.sum(x.poly, variables, dict(enumerate(sizes)))
+        if node.op_type == "ReduceMean":
+            poly = algebra.mul(poly, algebra.power(algebra.product(variables.values()), -1))
+    groups = tuple(() if a in axes else g for a, g in enumerate(x.groups))
+    left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in variables)}
+    return forms.moved(Form(groups, algebra.substitute(poly, left)), order)
+
+
+# Views
+
+
+@reads("Transpose")
+def _transpose(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return forms.moved(x, attribute(node, "perm", range(len(x.groups))[::-1]))
+
+
+@reads("Squeeze")
+def _squeeze(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(_given(node.inputs, 0))
+    rank = len(x.groups)
+    axes = forms.axes(node, 1, rank)
+    if axes is None:
+        axes = [a for a, g in enumerate(x.groups) if not g]
+    if any(x.groups[a] for a in axes):
+        raise Opaque("a squeezed dimension is symbolic")
+    return forms.moved(x, [a for a in range(rank) if a not in axes])
+
+
+@reads("Unsqueeze")
+def _unsqueeze(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(_given(node.inputs, 0))
+    axes = forms.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if axes is None:
+        raise Opaque("axes are not constant")
+    rank = len(x.groups) + axes.size
+    new = {int(a) % rank for a in axes.ravel()}
+    old = iter(range(len(x.groups)))
+    return forms.moved(x, [None if a in new else next(old) for a in range(rank)])
+
+
+@reads("Reshape", "Flatten")
+def _reshape(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(_given(node.inputs, 0))
+    if node.op_type == "Flatten":
+        axis = attribute(node, "axis", 1)
+        axis = axis + len(x.groups) if axis < 0 else axis
+        sizes = [forms.extent(tuple(s for g in part for s in g)) for part in (x.groups[:axis], x.groups[axis:])]
+        return forms.regrouped(x, sizes)
+    target = forms.vector(node.inputs[1])
+    if target is None:
+        target = [forms.extent(g) for g in forms.groups_of(node.outputs[0])]
+    if not attribute(node, "allowzero", 0):
+        target = [forms.extent(x.groups[k]) if s.constant == 0 else s for k, s in enumerate(target)]
+    if any(s.constant == -1 for s in target):
+        known = forms.algebra.product(s for s in target if s.constant != -1)
+        rest = forms._quotient(forms.extent(x.sizes), known)
+        if rest is None:
+            raise Opaque("a dimension of a Reshape is unknown")
+        target = [rest if s.constant == -1 else s for s in target]
+    return forms.regrouped(x, target)
+
+
+@reads("Expand")
+def _expand(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(_given(node.inputs, 0))
+    target = forms.vector(node.inputs[1])
+    if target is None:
+        target = [forms.extent(g) for g in forms.groups_of(node.outputs[0])]
+    shape = Form(tuple(() if s.constant == 1 else (s,) for s in target), ZERO)
+    groups, (poly, _) = forms.broadcast([x, shape])
+    return Form(groups, poly)
+
+
+@reads("ConstantOfShape")
+def _constant_of_shape(forms: Forms, node: ir.Node) -> Form:
+    target = forms.vector(node.inputs[0])
+    groups = (
+        tuple(() if s.constant == 1 else (s,) for s in target)
+        if target is not None
+        else forms.groups_of(node.outputs[0])
+    )
+    value = attribute(node, "value", None)
+    fill = 0.0 if value is None else float(value.numpy().ravel()[0])
+    if not math.isfinite(fill):
+        raise Opaque("not finite")
+    return Form(groups, number(fill))
+
+
+@reads("Constant")
+def _constant(forms: Forms, node: ir.Node) -> Form:
+    array = forms.constant(node.outputs[0])
+    if array is None:
+        raise Opaque("a large constant")
+    return forms._constant_form(array)
+
+
+@reads("Shape", "Size")
+def _dimension(forms: Forms, node: ir.Node) -> Form:
+    return _scalar_of_vector(forms, node.outputs[0])
+
+
+def _scalar_of_vector(forms: Forms, value: ir.Value) -> Form:
+    vector = forms.vector(value)
+    if vector is None or len(vector) != 1:
+        raise Opaque("a vector of dimensions")
+    rank = 1 if value.shape is None else len(value.shape)
+    return Form(((),) * rank, vector[0])
+
+
+@reads("Range")
+def _range(forms: Forms, node: ir.Node) -> Form:
+    start, limit, step = (f.poly for f in _inputs(forms, node))
+    if step.constant is None:
+        raise Opaque("an unknown step")
+    size = forms._quotient(limit - start, step)
+    group = (size,) if size is not None else forms.groups_of(node.outputs[0])[0]
+    if len(group) == 1 and group[0].constant == 1:
+        return Form(((),), start)
+    return Form((group,), start + forms.algebra.mul(step, forms.algebra.var(0)))
+
+
+def _sliced(forms: Forms, x: Form, axis: int, start: int, step: int, size: Poly) -> Form:
+    """size elements from `start` on along an axis of one variable."""
+    if len(x.groups[axis]) != 1:
+        raise Opaque("a slice of a composed dimension")
+    v = x.variables(axis)[0]
+    index = number(start) if size.constant == 1 else forms.algebra.var(v).scaled(step) + number(start)
+    names = {v: index}
+    groups = tuple((() if size.constant == 1 else (size,)) if a == axis else g for a, g in enumerate(x.groups))
+    if size.constant == 1:
+        names |= {w: forms.algebra.var(w - 1) for w in range(v + 1, len(x.sizes))}
+    return Form(groups, forms.algebra.substitute(x.poly, names))
+
+
+@reads("Slice")
+def _slice(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(_given(node.inputs, 0))
+    rank = len(x.groups)
+    arrays = [forms.constant(v) for v in node.inputs[1:]]
+    if any(a is None for a, v in zip(arrays, node.inputs[1:], strict=True) if v is not None):
+        raise Opaque("a slice that is not constant")
+    starts, ends = ([int(k) for k in a.ravel()] for a in arrays[:2] if a is not None)
+    axes = (
+        [int(a) % rank for a in arrays[2].ravel()]
+        if len(arrays) > 2 and arrays[2] is not None
+        else list(range(len(starts)))
+    )
+    steps = [int(s) for s in arrays[3].ravel()] if len(arrays) > 3 and arrays[3] is not None else [1] * len(starts)
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        size = forms.extent(x.groups[axis])
+        if start == 0 and step == 1 and end >= (1 << 31) - 1:
+            continue
+        total = size.integer
+        if total is None:
+            end_size = size if end >= (1 << 31) - 1 else (size + number(end) if end < 0 else None)
+            if step != 1 or start < 0 or end_size is None:
+                raise Opaque("a slice of a symbolic dimension")
+            x = _sliced(forms, x, axis, start, 1, end_size - number(start))
+            continue
+        span = range(total)[start:end:step]
+        if span == range(total):
+            continue
+        if not len(span):
+            raise Opaque("an empty slice")
+        x = _sliced(forms, x, axis, span[0], span.step, number(len(span)))
+    return x
+
+
+@reads("Split")
+def _split(forms: Forms, node: ir.Node) -> list[Form | None]:
+    x = forms.form(_given(node.inputs, 0))
+    axis = attribute(node, "axis", 0) % len(x.groups)
+    total = forms.extent(x.groups[axis]).integer
+    if total is None:
+        raise Opaque("a split of a symbolic dimension")
+    array = forms.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    count = len(node.outputs)
+    if array is not None:
+        sizes = [int(n) for n in array.ravel()]
+    elif len(node.inputs) > 1 and node.inputs[1] is not None:
+        raise Opaque("a split that is not constant")
+    else:
+        part = -(-total // count)
+        sizes = [min(part, total - k * part) for k in range(count)]
+    result: list[Form | None] = []
+    start = 0
+    for size in sizes:
+        result.append(x if size == total else _sliced(forms, x, axis, start, 1, number(size)) if size > 0 else None)
+        start += size
+    return result
+
+
+def _window(forms: Forms, x: Form, axis: int, start: int, size: Poly, total: Poly) -> Form:
+    """x at positions start, start + 1, ... of a dimension of `total` elements, 0 elsewhere."""
+    algebra = forms.algebra
+    if len(x.groups[axis]) > 1:
+        raise Opaque("a padded dimension is composed")
+    first = sum(len(g) for g in x.groups[:axis])
+    if not x.groups[axis]:
+        shifted = {w: algebra.var(w + 1) for w in range(first, len(x.sizes))}
+        inside = algebra.equal_zero(algebra.var(first) - number(start))
+    else:
+        v = algebra.var(first)
+        shifted = {first: v - number(start)}
+        above = UNIT if start <= 0 else UNIT - algebra.less_than_zero(v - number(start))
+        below = UNIT if number(start) + size == total else algebra.less_than_zero(v - number(start) - size)
+        inside = algebra.mul(above, below)
+    groups = tuple((total,) if a == axis else g for a, g in enumerate(x.groups))
+    return Form(groups, algebra.mul(inside, algebra.substitute(x.poly, shifted)))
+
+
+@reads("Concat")
+def _concat(forms: Forms, node: ir.Node) -> Form:
+    if node.outputs[0].shape is not None and len(node.outputs[0].shape) == 1 and node.outputs[0].dtype not in _FLOATS:
+        vector = forms.vector(node.outputs[0])
+        if vector is not None and len(vector) == 1:
+            return _scalar_of_vector(forms, node.outputs[0])
+    parts = _inputs(forms, node)
+    axis = attribute(node, "axis", 0) % len(parts[0].groups)
+    sizes = [forms.extent(p.groups[axis]) for p in parts]
+    live = [k for k, s in enumerate(sizes) if s.constant != 0]
+    if len(live) == 1:
+        return parts[live[0]]
+    total = sum(sizes[1:], sizes[0])
+    placed, start = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        placed.append(_window(forms, part, axis, start, size, total))
+        if size.integer is None:
+            raise Opaque("a part of symbolic size")
+        start += size.integer
+    groups, polys = forms.broadcast(placed)
+    return Form(groups, sum(polys[1:], polys[0]))
+
+
+@reads("Pad")
+def _pad(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(_given(node.inputs, 0))
+    pads = forms.constant(_given(node.inputs, 1))
+    rank = len(x.groups)
+    if pads is None or attribute(node, "mode", "constant") != "constant" or pads.size != 2 * rank:
+        raise Opaque("a pad that is not constant")
+    if len(node.inputs) > 2 and node.inputs[2] is not None and forms.form(node.inputs[2]).poly.constant != 0:
+        raise Opaque("a pad that is not zero")
+    for axis in range(rank):
+        before, after = int(pads[axis]), int(pads[axis + rank])
+        if before or after:
+            if before < 0 or after < 0:
+                raise Opaque("a negative pad")
+            size = forms.extent(x.groups[axis])
+            x = _window(forms, x, axis, before, size, size + number(before + after))
+    return x
+
+
+# Indexing
+
+
+@reads("Gather")
+def _gather(forms: Forms, node: ir.Node) -> Form:
+    vector = forms.vector(node.outputs[0])
+    if vector is not None and len(vector) == 1:
+        return _scalar_of_vector(forms, node.outputs[0])
+    data, index = _inputs(forms, node)
+    return _gathered(forms, data, index, attribute(node, "axis", 0) % len(data.groups))
+
+
+def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
+    algebra = forms.algebra
+    if len(data.groups[axis]) != 1:
+        raise Opaque("a gather from a composed dimension")
+    v = data.variables(axis)[0]
+    width = len(index.sizes)
+    x = algebra.substitute(index.poly, {w: algebra.var(v + w) for w in range(width)})
+    if x.constant is not None and x.constant < 0:
+        x = x + data.groups[axis][0]
+    names = {v: x} | {w: algebra.var(w + width - 1) for w in range(v + 1, len(data.sizes))}
+    groups = (*data.groups[:axis], *index.groups, *data.groups[axis + 1 :])
+    return Form(groups, algebra.substitute(data.poly, names))
+
+
+@reads("GatherElements")
+def _gather_elements(forms: Forms, node: ir.Node) -> Form:
+    data, index = _inputs(forms, node)
+    axis = attribute(node, "axis", 0) % len(data.groups)
+    if len(data.groups[axis]) != 1:
+        raise Opaque("a gather from a composed dimension")
+    # Other dimensions pair up; the indexed one gets the index.
+    blank = tuple(() if a == axis else g for a, g in enumerate(data.groups))
+    v = data.variables(axis)[0]
+    far = -3_000_000
+    names = {v: forms.algebra.var(far)} | {w: forms.algebra.var(w - 1) for w in range(v + 1, len(data.sizes))}
+    groups, (element, x) = forms.broadcast([Form(blank, forms.algebra.substitute(data.poly, names)), index])
+    return Form(groups, forms.algebra.substitute(element, {far: x}))
+
+
+@reads("GatherND")
+def _gather_nd(forms: Forms, node: ir.Node) -> Form:
+    data, index = _inputs(forms, node)
+    if attribute(node, "batch_dims", 0) or index.groups[-1]:
+        raise Opaque("a gather by several indices")
+    return _gathered(forms, data, forms.moved(index, range(len(index.groups) - 1)), 0)
+
+
+@reads("ScatterElements")
+def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    data, index, updates = _inputs(forms, node)
+    axis = attribute(node, "axis", 0) % len(data.groups)
+    reduction = attribute(node, "reduction", "none")
+    if len(data.groups[axis]) != 1 or reduction not in ("none", "add"):
+        raise Opaque("a scatter that is not read")
+    for a, g in enumerate(data.groups):
+        if a != axis and forms.extent(g) != forms.extent(index.groups[a]):
+            raise Opaque("a scatter into a part of the data")
+    summed = index.groups[axis]
+    if summed and reduction == "none":
+        raise Opaque("a scatter that overwrites")
+    groups, (x, u) = forms.broadcast([index, updates])
+    joined = Form(groups, ZERO)
+    # The variables of the indexed dimension of the updates move out of the way, to be summed.
+    inner = list(joined.variables(axis))
+    start = inner[0] if inner else sum(len(g) for g in groups[:axis])
+    names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
+    names |= {w: algebra.var(w - len(inner) + 1) for w in range(start + len(inner), len(joined.sizes))}
+    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names))
+    groups = tuple(data.groups[axis] if a == axis else g for a, g in enumerate(groups))
+    sizes = dict(enumerate(s for g in groups for s in g))
+    bound = {-3_000_000 - k: s for k, s in enumerate(summed)}
+    placed = algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)
+    if not data.poly:
+        return Form(groups, placed)
+    groups, (old, new, where) = forms.broadcast([data, Form(groups, placed), Form(groups, hit if not inner else ZERO)])
+    kept = old if reduction == "add" else algebra.mul(UNIT - where, old)
+    return Form(groups, kept + new)
+
+
+@reads("ScatterND")
+def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    data, index, updates = _inputs(forms, node)
+    reduction = attribute(node, "reduction", "none")
+    depth = forms.extent(index.groups[-1]).integer if index.groups else None
+    if reduction != "add" or depth is None or any(len(g) != 1 for g in data.groups[:depth]):
+        raise Opaque("a scatter that is not read")
+    lead = len(index.groups) - 1
+    width = sum(len(g) for g in index.groups[:lead])
+    # Align the updates with the indices, then name the summed variables apart.
+    picks = []
+    for k in range(depth):
+        element = index if depth == 1 else _sliced(forms, index, lead, k, 1, UNIT)
+        picks.append(Form((*element.groups[:lead], *((),) * (len(updates.groups) - lead)), element.poly))
+    groups, polys = forms.broadcast([updates, *picks])
+    width = sum(len(g) for g in groups[:lead])
+    tail = len([s for g in groups for s in g]) - width
+    names = {v: algebra.var(-3_000_000 - v) for v in range(width)}
+    names |= {width + k: algebra.var(depth + k) for k in range(tail)}
+    moved = [algebra.substitute(p, names) for p in polys]
+    term = moved[0]
+    for k, x in enumerate(moved[1:]):
+        term = algebra.mul(algebra.equal_zero(algebra.var(k) - x), term)
+    sizes = [s for g in groups for s in g]
+    out = (*data.groups[:depth], *groups[lead:])
+    bound = {-3_000_000 - v: sizes[v] for v in range(width)}
+    placed = algebra.sum(term, bound, dict(enumerate(s for g in out for s in g)))
+    joined, (a, b) = forms.broadcast([data, Form(out, placed)])
+    return Form(joined, a + b)
+
+
+@reads("OneHot")
+def _one_hot(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    index, _, values = (forms.form(_given(node.inputs, k)) for k in range(3))
+    depth = forms.vector(node.inputs[1])
+    size = depth[0] if depth else None
+    rank = len(index.groups) + 1
+    axis = attribute(node, "axis", -1) % rank
+    if size is None or size.constant == 1:
+        raise Opaque("an unknown depth")
+    pair = forms.constant(node.inputs[2])
+    if pair is None or len(values.groups) != 1:
+        raise Opaque("unknown values")
+    order: list[int | None] = list(range(axis))
+    order += [None, *range(axis, rank - 1)]
+    x = forms.moved(index, order)
+    groups, (i, _) = forms.broadcast([x, Form(tuple((size,) if a == axis else () for a in range(rank)), ZERO)])
+    v = sum(len(g) for g in groups[:axis])
+    hit = algebra.equal_zero(algebra.var(v) - i)
+    off, on = (float(p) for p in pair.ravel())
+    return Form(groups, hit.scaled(on - off) + number(off))
+
+
+# Conditions
+
+
+@reads("Equal")
+def _equal(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    return Form(groups, forms.algebra.equal_zero(a - b))
+
+
+@reads("Less", "Greater", "LessOrEqual", "GreaterOrEqual")
+def _compare(forms: Forms, node: ir.Node) -> Form:
+    operands = _inputs(forms, node)
+    groups, (a, b) = forms.broadcast(operands)
+    if node.op_type in ("Greater", "LessOrEqual"):
+        a, b = b, a
+    below = forms.algebra.less_than_zero(a - b)
+    if node.op_type in ("Less", "Greater"):
+        return Form(groups, below)
+    if is_float(_given(node.inputs, 0)):
+        raise Opaque("not less is not greater or equal where there are NaNs")
+    return Form(groups, UNIT - below)
+
+
+@reads("Not")
+def _not(forms: Forms, node: ir.Node) -> Form:
+    (x,) = _inputs(forms, node)
+    return Form(x.groups, UNIT - x.poly)
+
+
+@reads("And")
+def _and(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    return Form(groups, forms.algebra.mul(a, b))
+
+
+@reads("Or")
+def _or(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    return Form(groups, a + b - forms.algebra.mul(a, b))
+
+
+@reads("Where")
+def _where(forms: Forms, node: ir.Node) -> Form:
+    condition = forms.form(_given(node.inputs, 0))
+    if condition.poly.constant is not None:
+        # The branch that is never taken gives its shape only.
+        taken, other = (1, 2) if condition.poly.constant else (2, 1)
+        x, dead = forms.form(_given(node.inputs, taken)), forms.form(_given(node.inputs, other))
+        groups, (poly, _, _) = forms.broadcast([x, Form(dead.groups, ZERO), Form(condition.groups, ZERO)])
+        return Form(groups, poly)
+    groups, (c, a, b) = forms.broadcast(_inputs(forms, node))
+    return Form(groups, forms.algebra.mul(c, a) + forms.algebra.mul(UNIT - c, b))

@@ -1,0 +1,71 @@
+"""What a run of the pipeline did, as data; `str()` is the table that the command line shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One fused node. `replaced` names the nodes that it made superfluous; `bytes_saved` is the predicted difference
+    in memory traffic of one run, with :data:`~gradfuse.passes.rewriting.ASSUMED_DIM` for each symbolic dimension."""
+
+    op: str
+    node: str
+    rule: str
+    replaced: tuple[str, ...]
+    bytes_saved: int
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A node whose value has the form of a fused op, and the reason why it was left alone."""
+
+    node: str
+    rule: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """The fusions and near misses of a model, and how many nodes of each operator it had `before` and has `after`."""
+
+    fusions: list[Fusion] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+    before: Mapping[str, int] = field(default_factory=dict)
+    after: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.fusions:
+            lines = ["nothing to fuse: no backward subgraph of the fused operators was found"]
+        else:
+            lines = [f"fused {len(self.fusions)}, {sum(self.before.values())} -> {sum(self.after.values())} nodes"]
+            lines += [
+                f"  {f.op:28} {f.node:28} replaces {len(f.replaced):3} nodes, {_bytes(f.bytes_saved)}  [{f.rule}]"
+                for f in self.fusions
+            ]
+            names = [
+                n for n in sorted(self.before.keys() | self.after.keys()) if self._count(n)[0] != self._count(n)[1]
+            ]
+            lines += ["  operator                         before   after"]
+            lines += ["  {:30} {:>8} {:>7}".format(n, *self._count(n)) for n in names]
+        lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in self.near_misses]
+        return "\n".join(lines)
+
+    def _count(self, op: str) -> tuple[int, int]:
+        return self.before.get(op, 0), self.after.get(op, 0)
+
+
+def _bytes(n: int) -> str:
+    size, unit = float(abs(n)), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit} {'less' if n >= 0 else 'more'} traffic"

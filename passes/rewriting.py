@@ -1,0 +1,597 @@
+"""What the rules share: finding a value by what it computes, making the few nodes that an op's layout needs, and
+putting a fused node in the place of the subgraph that it computes.
+
+A rule proposes; the algebra decides: a proposal is taken only where the fused op's own definition, written in the
+forms of the values that it was bound to, is the form of the value that it replaces.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from gradfuse import custom_ops
+from gradfuse.passes.algebra import UNIT, Algebra, Exponent, Monomial, Poly, TooComplex, number
+from gradfuse.passes.forms import Forms, Opaque
+from gradfuse.passes.report import Fusion, NearMiss
+
+Policy = Literal["profitable", "all"]
+
+ASSUMED_DIM = 64  # size of a symbolic dimension in predictions of memory traffic
+
+VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Expand", "Flatten", "Shape", "Size", "Constant"}
+_FREE = VIEWS - {"Transpose", "Expand"}
+
+# How far constants of a type may be from the ones of the formula: a few roundings of that type.
+TOLERANCE = {
+    ir.DataType.DOUBLE: 1e-6,
+    ir.DataType.FLOAT: 1e-6,
+    ir.DataType.FLOAT16: 4e-3,
+    ir.DataType.BFLOAT16: 3e-2,
+}
+
+Layout = Sequence[Sequence[int]]
+"""Dimensions as lists of index variables, outermost first."""
+
+
+class Mismatch(Exception):
+    """The value has something of an op's form, but cannot be replaced; the text says why."""
+
+
+@dataclass
+class Rewrite:
+    """A fused node ready to be put in: `output` arranges its result as the root's shape."""
+
+    operator: str
+    rule: str
+    root: ir.Value
+    nodes: list[ir.Node]
+    fused: list[ir.Node]
+    output: ir.Value
+
+
+class Builder:
+    """Makes nodes beside the graph; they are put in only when the rewrite is accepted."""
+
+    def __init__(self, site: Site, root: ir.Value) -> None:
+        self.site = site
+        self.root = root
+        self.nodes: list[ir.Node] = []
+        self._initializers: list[ir.Value] = []
+
+    def op(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        dtype: ir.DataType | None,
+        sizes: Sequence[Poly] | None = None,
+        *,
+        domain: str = "",
+        **attributes: int | float | str | Sequence[int],
+    ) -> ir.Value:
+        name = self.site.fresh(op_type)
+        node = ir.Node(domain, op_type, inputs, ir.convenience.convert_attributes(attributes), name=name)
+        out = node.outputs[0]
+        out.name = name
+        if dtype is not None:
+            out.type = ir.TensorType(dtype)
+        if sizes is not None:
+            out.shape = ir.Shape([self.site.dim(s) for s in sizes])
+            self.site.sizes_of[out] = list(sizes)
+        self.nodes.append(node)
+        return out
+
+    def constant(self, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
+        tensor = ir.tensor(array.astype(dtype.numpy()), dtype=dtype, name=self.site.fresh("constant"))
+        value = ir.Value(name=tensor.name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
+        self.site.sizes_of[value] = [number(n) for n in array.shape]
+        self._initializers.append(value)
+        return value
+
+    def ints(self, values: Sequence[int]) -> ir.Value:
+        return self.constant(np.asarray(values, np.int64), ir.DataType.INT64)
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        if value.dtype == dtype:
+            return value
+        return self.op("Cast", [value], dtype, self.site.extents(value), to=int(dtype))
+
+    def reshape(self, value: ir.Value, sizes: Sequence[Poly]) -> ir.Value:
+        """The value in row-major order as dimensions of these sizes."""
+        if list(sizes) == self.site.extents(value):
+            return value
+        symbolic = [k for k, s in enumerate(sizes) if s.integer is None]
+        if len(symbolic) <= 1:
+            shape = self.ints([-1 if (n := s.integer) is None else n for s in sizes])
+        else:
+            inferred = next((k for k in symbolic if not self._donor(sizes[k])), symbolic[0])
+            parts = [
+                self.ints([-1])
+                if k == inferred
+                else self.ints([n])
+                if (n := s.integer) is not None
+                else self._extent(s)
+                for k, s in enumerate(sizes)
+            ]
+            shape = self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
+        return self.op("Reshape", [value, shape], value.dtype, sizes)
+
+    def _donor(self, size: Poly) -> tuple[ir.Value, int] | None:
+        for value in self.site.donors(self.root):
+            for axis, extent in enumerate(self.site.extents(value)):
+                if extent == size:
+                    return value, axis
+        return None
+
+    def _extent(self, size: Poly) -> ir.Value:
+        found = self._donor(size)
+        if found is None:
+            raise Mismatch(f"a dimension {self.site.algebra.text(size)} is in no shape")
+        value, axis = found
+        return self.op("Shape", [value], ir.DataType.INT64, [UNIT], start=axis, end=axis + 1)
+
+    def arrange(self, value: ir.Value, variables: Sequence[int], layout: Layout, sizes: Mapping[int, Poly]) -> ir.Value:
+        """A value whose row-major elements run over `variables`, in the given layout of them."""
+        target = [v for group in layout for v in group]
+        if target != list(variables):
+            value = self.reshape(value, [sizes[v] for v in variables])
+            order = [list(variables).index(v) for v in target]
+            value = self.op("Transpose", [value], value.dtype, [sizes[v] for v in target], perm=order)
+        return self.reshape(value, [self.site.algebra.product(sizes[v] for v in group) for group in layout])
+
+    def fused(
+        self, operator: str, inputs: Sequence[ir.Value], sizes: Sequence[Poly], **attributes: int | float | str
+    ) -> ir.Value:
+        return self.op(operator, inputs, self.root.dtype, sizes, domain=custom_ops.DOMAIN, **attributes)
+
+    def rewrite(self, rule: str, fused: Sequence[ir.Value], output: ir.Value) -> Rewrite:
+        nodes = [node for value in fused if (node := value.producer()) is not None]
+        return Rewrite(nodes[0].op_type, rule, self.root, self.nodes, nodes, output)
+
+    def discard(self) -> None:
+        for node in self.nodes:
+            for k in range(len(node.inputs)):
+                node.replace_input_with(k, None)
+        self.nodes.clear()
+
+    def commit(self) -> None:
+        for value in self._initializers:
+            if any(u.node in self.nodes for u in value.uses()):
+                self.site.add_constant(value, self.root)
+
+
+class Site:
+    """One graph (or function body) under rewriting, with the forms of its values."""
+
+    def __init__(self, graph: ir.Graph | ir.Function, names: set[str]) -> None:
+        self.graph = graph
+        self.forms = Forms(graph)
+        self.algebra: Algebra = self.forms.algebra
+        self.near_misses: list[NearMiss] = []
+        self.sizes_of: dict[ir.Value, list[Poly]] = {}
+        self._names = names
+        self.position: dict[ir.Value, int] = {}
+        self._index: dict[frozenset[object], list[ir.Value]] = {}
+        for value in self._leaves():
+            self._enter(value, -1)
+        for k, node in enumerate(graph):
+            for value in node.outputs:
+                self._enter(value, k)
+        self._differences = [
+            n for n in graph if n.op_type == "Sub" and n.domain == "" and n.outputs[0].dtype in TOLERANCE
+        ]
+
+    def _leaves(self) -> Iterator[ir.Value]:
+        seen: set[ir.Value] = set(self.graph.inputs)
+        yield from self.graph.inputs
+        for node in self.graph:
+            for value in node.inputs:
+                if value is not None and value not in seen and value.producer() is None:
+                    seen.add(value)
+                    yield value
+
+    def _enter(self, value: ir.Value, position: int) -> None:
+        self.position[value] = position
+        form = self.forms.get(value)
+        if form is not None:
+            self._index.setdefault(self.algebra.tensors(form.poly), []).append(value)
+
+    def fresh(self, stem: str) -> str:
+        k = 0
+        while (name := f"{stem.lower()}_{k}") in self._names:
+            k += 1
+        self._names.add(name)
+        return name
+
+    def dim(self, size: Poly) -> int | ir.SymbolicDim:
+        n = size.integer
+        if n is not None:
+            return n
+        text = self.algebra.text(size)
+        return ir.SymbolicDim(text if text.isidentifier() else None)
+
+    def extents(self, value: ir.Value) -> list[Poly]:
+        """The sizes of the dimensions of a value."""
+        known = self.sizes_of.get(value)
+        if known is None:
+            known = self.sizes_of[value] = [self.forms.extent(g) for g in self.forms.form(value).groups]
+        return known
+
+    def donors(self, root: ir.Value) -> Iterator[ir.Value]:
+        """Values whose shape is known to be there before the root."""
+        limit = self.position[root]
+        for value, position in self.position.items():
+            if position < limit and self.forms.get(value) is not None:
+                yield value
+
+    def differences(self) -> list[ir.Node]:
+        """The subtractions of the graph, of floats."""
+        return self._differences
+
+    # Finding values
+
+    def find(
+        self,
+        poly: Poly,
+        sizes: Sequence[Poly],
+        root: ir.Value,
+        *,
+        dtypes: Iterable[ir.DataType | None],
+        shape: Sequence[Poly] | None = None,
+    ) -> tuple[ir.Value, float] | None:
+        """A value ahead of the root whose row-major elements are factor * poly, and the factor.
+
+        The polynomial's variables 0, 1, ... have these sizes. A value with the factor 1 and the wanted shape comes
+        first, then the earliest.
+        """
+        wanted = set(dtypes)
+        limit = self.position[root]
+        best: tuple[tuple[bool, bool, int], ir.Value, float] | None = None
+        for value in self._index.get(self.algebra.tensors(poly), ()):
+            if self.position[value] >= limit or value.dtype not in wanted:
+                continue
+            factor = self._factor(value, poly, sizes)
+            if factor is None:
+                continue
+            rank = (factor != 1.0, shape is not None and self.extents(value) != list(shape), self.position[value])
+            if best is None or rank < best[0]:
+                best = (rank, value, factor)
+        return None if best is None else (best[1], best[2])
+
+    def _factor(self, value: ir.Value, poly: Poly, sizes: Sequence[Poly]) -> float | None:
+        form = self.forms.get(value)
+        if form is None or len(form.poly) != len(poly):
+            return None
+        try:
+            own = self.forms.regrouped(form, sizes).poly
+        except (Opaque, TooComplex):
+            return None
+        if own == poly:
+            return 1.0
+        ratio = self.algebra.ratio(own, poly)
+        return None if ratio is None else ratio.constant
+
+    def materialise(
+        self,
+        builder: Builder,
+        poly: Poly,
+        variables: Sequence[int],
+        sizes: Mapping[int, Poly],
+        dtype: ir.DataType,
+        layout: Layout,
+    ) -> ir.Value:
+        """The polynomial as a tensor: a constant, a value of the graph, or a few small nodes on such values."""
+        algebra = self.algebra
+        if poly.constant is not None:
+            return builder.constant(np.asarray(poly.constant), dtype)
+        names = {v: algebra.var(k) for k, v in enumerate(variables)}
+        extents = [sizes[v] for v in variables]
+        local = algebra.substitute(poly, names)
+        shape = [algebra.product(sizes[v] for v in group) for group in layout]
+        for dtypes in ([dtype], [t for t in TOLERANCE if t != dtype]):
+            found = self.find(local, extents, builder.root, dtypes=dtypes, shape=shape)
+            if found is not None and math.isfinite(found[1]):
+                value = builder.cast(builder.arrange(found[0], variables, layout, sizes), dtype)
+                if abs(found[1] - 1.0) > TOLERANCE[dtype]:
+                    factor = builder.constant(np.asarray(1.0 / found[1]), dtype)
+                    value = builder.op("Mul", [value, factor], dtype, shape)
+                return value
+        if len(poly) > 4:
+            raise Mismatch(f"no value of the graph is {algebra.text(poly)[:120]}")
+        terms = [self._term(builder, m, c, variables, sizes, dtype, layout) for m, c in sorted(poly.terms.items())]
+        total = terms[0]
+        for term in terms[1:]:
+            total = builder.op("Add", [total, term], dtype, shape)
+        return total
+
+    def _term(
+        self,
+        builder: Builder,
+        monomial: Monomial,
+        coefficient: float,
+        variables: Sequence[int],
+        sizes: Mapping[int, Poly],
+        dtype: ir.DataType,
+        layout: Layout,
+    ) -> ir.Value:
+        algebra = self.algebra
+        if len(monomial) == 1 and monomial[0][1] == 1 and coefficient == 1.0:
+            atom = algebra.atoms[monomial[0][0]]
+            if atom.indicator:
+                local = algebra.substitute(algebra.of(atom), {v: algebra.var(k) for k, v in enumerate(variables)})
+                found = self.find(local, [sizes[v] for v in variables], builder.root, dtypes=[ir.DataType.BOOL])
+                if found is not None and found[1] == 1.0:
+                    return builder.cast(builder.arrange(found[0], variables, layout, sizes), dtype)
+            raise Mismatch(f"no value of the graph is {algebra.text(algebra.of(atom))[:120]}")
+        result = builder.constant(np.asarray(coefficient), dtype)
+        shape: list[Poly] = []
+        for a, e in monomial:
+            atom = algebra.atoms[a]
+            used = [v for v in variables if v in atom.free]
+            part_layout = [[v for v in group if v in atom.free] for group in layout]
+            if abs(e) != 1:
+                raise Mismatch(f"no value of the graph is {algebra.text(Poly({monomial: 1.0}))[:120]}")
+            factor = self.materialise(builder, algebra.of(atom), used, sizes, dtype, part_layout)
+            shape = [algebra.product(sizes[v] for v in group) for group in layout]
+            result = builder.op("Mul" if e > 0 else "Div", [result, factor], dtype, shape)
+        return result
+
+    def find_mask(
+        self, builder: Builder, poly: Poly, variables: Sequence[int], sizes: Mapping[int, Poly], layout: Layout
+    ) -> ir.Value:
+        """A boolean tensor that is the polynomial, or a few nodes that make it from such tensors."""
+        algebra = self.algebra
+        shape = [algebra.product(sizes[v] for v in group) for group in layout]
+        names = {v: algebra.var(k) for k, v in enumerate(variables)}
+        extents = [sizes[v] for v in variables]
+        for negated in (False, True):
+            local = algebra.substitute(UNIT - poly if negated else poly, names)
+            found = self.find(local, extents, builder.root, dtypes=[ir.DataType.BOOL], shape=shape)
+            if found is None or found[1] != 1.0:
+                number_like = self.find(local, extents, builder.root, dtypes=TOLERANCE, shape=shape)
+                found = number_like if number_like is not None and number_like[1] == 1.0 else None
+            if found is not None:
+                value = builder.cast(builder.arrange(found[0], variables, layout, sizes), ir.DataType.BOOL)
+                return builder.op("Not", [value], ir.DataType.BOOL, shape) if negated else value
+        keep = UNIT - poly
+        if len(keep) == 1 and len(next(iter(keep.terms))) > 1 and next(iter(keep.terms.values())) == 1.0:
+            # Kept where every one of several conditions keeps: masked where one of them masks.
+            parts = [UNIT - algebra.of(algebra.atoms[a], e) for a, e in next(iter(keep.terms))]
+            masks = []
+            for part in parts:
+                used = [v for v in variables if v in algebra.free(part)]
+                part_layout = [[v for v in group if v in used] for group in layout]
+                masks.append(self.find_mask(builder, part, used, sizes, part_layout))
+            result = masks[0]
+            for mask in masks[1:]:
+                result = builder.op("Or", [result, mask], ir.DataType.BOOL, shape)
+            return result
+        raise Mismatch("the mask is no boolean value of the graph")
+
+    # Shapes of softmax
+
+    def softmaxes(self, poly: Poly, variables: Iterable[int]) -> Iterator[tuple[Poly, int]]:
+        """Softmax rows that divide some term: y, an element of the row, and the variable that runs along it."""
+        variables = list(variables)
+        seen: set[int] = set()
+        for monomial in poly.terms:
+            for a, e in monomial:
+                atom = self.algebra.atoms[a]
+                if atom.kind != "sum" or e >= 0 or a in seen or len(atom.args[0]) != 1 or not atom.positive:
+                    continue
+                seen.add(a)
+                for j in variables:
+                    summand = self.algebra.opened(atom, [j])
+                    if j not in self.algebra.free(summand) or len(summand) != 1:
+                        continue
+                    (m,) = summand.terms
+                    if any(self.divides(m, n) for n in poly.terms):
+                        yield self.algebra.mul(summand, self.algebra.of(atom, -1)), j
+
+    def divides(self, factor: Monomial, monomial: Monomial) -> bool:
+        """Whether the monomial has every power of the factor, or a higher one of the same sign."""
+        powers: dict[int, Exponent] = dict(monomial)
+        return all((p := powers.get(a, 0)) * e > 0 and abs(p) >= abs(e) for a, e in factor)
+
+    # Putting the fused node in
+
+    def superfluous(self, rewrite: Rewrite) -> list[ir.Node]:
+        """The nodes that nothing needs any more once the root has its new producer."""
+        needed = {v for node in rewrite.nodes for v in node.inputs if v is not None}
+        producer = rewrite.root.producer()
+        assert producer is not None
+        if any(v is not rewrite.root and (v.uses() or v.is_graph_output()) for v in producer.outputs):
+            return []
+        dead: dict[ir.Node, None] = {producer: None}
+        todo = [producer]
+        while todo:
+            for value in todo.pop().inputs:
+                node = None if value is None else value.producer()
+                if node is None or node in dead:
+                    continue
+                if all(
+                    not v.is_graph_output() and v not in needed and all(u.node in dead for u in v.uses())
+                    for v in node.outputs
+                ):
+                    dead[node] = None
+                    todo.append(node)
+        return list(dead)
+
+    def traffic(self, nodes: Iterable[ir.Node]) -> int:
+        """Bytes that the nodes read and write, views for nothing, symbolic dimensions assumed."""
+        total = 0
+        for node in nodes:
+            if node.op_type in _FREE and node.domain == "":
+                continue
+            for value in (*node.inputs, *node.outputs):
+                if value is not None:
+                    total += self._bytes(value)
+        return total
+
+    def _bytes(self, value: ir.Value) -> int:
+        if value.dtype is None:
+            return 0
+        if value not in self.sizes_of and self.forms.get(value) is None:
+            return 0
+        count = 1.0
+        for size in self.extents(value):
+            count *= sum(c * ASSUMED_DIM ** sum(int(e) for _, e in m) for m, c in size.terms.items())
+        return int(count * value.dtype.itemsize)
+
+    def apply(self, rewrite: Rewrite, builder: Builder, dead: Sequence[ir.Node], saved: int) -> Fusion:
+        root = rewrite.root
+        anchor = root.producer()
+        assert anchor is not None
+        name = root.name
+        replaced = tuple(str(n.name) for n in dead if n.op_type not in ("Constant",))
+        builder.commit()
+        self.graph.insert_before(anchor, rewrite.nodes)
+        output = rewrite.output
+        root.name = self.fresh(f"{name}_plain")
+        output.name = name
+        output.shape, output.type = root.shape, root.type
+        output.metadata_props.update(root.metadata_props)
+        for node in rewrite.nodes:
+            node.metadata_props["gradfuse.rule"] = rewrite.rule
+        for node in rewrite.fused:
+            node.metadata_props["gradfuse.replaced"] = ", ".join(replaced)
+        ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=True)
+        self.forms.alias(output, root)
+        self.position[output] = self.position[root]
+        self.graph.remove(dead, safe=True)
+        for node in dead:
+            for value in node.outputs:
+                self.position.pop(value, None)
+        for bucket in self._index.values():
+            bucket[:] = [v for v in bucket if v in self.position]
+        self._enter(output, self.position[output])
+        return Fusion(rewrite.operator, str(rewrite.fused[0].name), rewrite.rule, replaced, saved)
+
+    def add_constant(self, value: ir.Value, root: ir.Value) -> None:
+        if isinstance(self.graph, ir.Graph):
+            self.graph.register_initializer(value)
+            return
+        # Functions have no initializers.
+        node = ir.node("Constant", [], {"value": value.const_value}, outputs=[value])
+        anchor = root.producer()
+        assert anchor is not None
+        self.graph.insert_before(anchor, node)
+
+
+class Sites:
+    """The sites of a model, shared by the passes of a pipeline: what one pass replaces, the next still knows."""
+
+    def __init__(self) -> None:
+        self._model: ir.Model | None = None
+        self._sites: list[Site] = []
+
+    def of(self, model: ir.Model) -> list[Site]:
+        if self._model is not model:
+            _infer_shapes(model)
+            names = {
+                str(v.name)
+                for graph in _graphs(model)
+                for node in graph
+                for v in (node, *node.inputs, *node.outputs)
+                if v
+            }
+            names |= {str(v.name) for graph in _graphs(model) for v in (*graph.inputs, *graph.initializers.values())}
+            self._sites = [Site(graph, names) for graph in _graphs(model)]
+            self._model = model
+        return self._sites
+
+
+def _infer_shapes(model: ir.Model) -> None:
+    """Fills in types and shapes where an exporter left them out, as far as they can be inferred."""
+    if any(v.dtype is None or v.shape is None for g in _graphs(model) for n in g for v in n.outputs if v.name):
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+
+
+def _graphs(model: ir.Model) -> list[ir.Graph]:
+    functions = [f.graph for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
+    graphs = [model.graph, *functions]
+    return graphs + [sub for graph in graphs for sub in graph.subgraphs()]
+
+
+class FusePass(ir.passes.InPlacePass):
+    """Puts one fused operator in the place of every subgraph that computes it.
+
+    Args:
+        policy: "profitable" leaves alone what would not move fewer bytes; "all" takes every legal match.
+        sites: the analyses to share with other passes of the same pipeline.
+
+    After a call, `fusions` and `near_misses` say what was done.
+    """
+
+    operator: ClassVar[str]
+
+    def __init__(self, policy: Policy = "profitable", sites: Sites | None = None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.sites = sites if sites is not None else Sites()
+        self.fusions: list[Fusion] = []
+        self.near_misses: list[NearMiss] = []
+
+    @abstractmethod
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        """The rewrite of a value; None where it has nothing of the op, Mismatch where it has but cannot be replaced."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        self.fusions, self.near_misses = [], []
+        for site in self.sites.of(model):
+            # From the end: the whole of a backward subgraph before its parts.
+            for node in reversed(list(site.graph)):
+                if (
+                    node.graph is None
+                    or (node.op_type in VIEWS and node.domain == "")
+                    or node.domain == custom_ops.DOMAIN
+                ):
+                    continue
+                for root in node.outputs:
+                    self._try(site, root)
+        if self.fusions:
+            model.graph.opset_imports.setdefault(custom_ops.DOMAIN, custom_ops.VERSION)
+        return ir.passes.PassResult(model, bool(self.fusions))
+
+    def _try(self, site: Site, root: ir.Value) -> None:
+        if root.dtype not in TOLERANCE or root not in site.position or site.forms.get(root) is None:
+            return
+        builder = Builder(site, root)
+        reason = None
+        try:
+            rewrite = self.propose(site, builder, root)
+            if rewrite is not None:
+                dead = site.superfluous(rewrite)
+                saved = site.traffic(dead) - site.traffic(rewrite.nodes)
+                if not dead:
+                    reason = "another output of its node is in use"
+                elif all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in dead):
+                    pass  # The arithmetic lives on for another consumer: it is the root.
+                elif saved <= 0 and self.policy == "profitable":
+                    reason = f"not profitable: would move {-saved} bytes more"
+                else:
+                    self.fusions.append(site.apply(rewrite, builder, dead, saved))
+                    return
+        except Mismatch as miss:
+            reason = str(miss)
+        except (Opaque, TooComplex) as error:
+            reason = f"its form outgrew the analysis ({error})"
+        builder.discard()
+        if reason is not None:
+            node = root.producer()
+            assert node is not None
+            self.near_misses.append(NearMiss(str(node.name or root.name), self.operator, reason))
+
+
+def require_same(site: Site, root: ir.Value, expected: Poly) -> None:
+    """The op's definition, in the values that it was bound to, must be what the root computes."""
+    assert root.dtype is not None
+    if not site.forms.form(root).poly.close_to(expected, 8 * TOLERANCE[root.dtype]):
+        raise Mismatch("the fused op, bound to these values, would compute something else")

@@ -1,0 +1,169 @@
+"""ScaledMaskedSoftmaxBackward: ``scale y (g - sum(g y))`` along the rows of a softmax, zero where masked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT, ZERO, Poly, number
+from gradfuse.passes.forms import Form
+from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+
+
+class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
+    """Finds, in a value P, a softmax y along j with
+
+    1. P = K y G - K y sum_j(G y): the summed terms give K y (what does not depend on the bound variable) and G;
+    2. K = scale * keep, keep being 0 or 1;
+    3. values of P's type that are y and a multiple of G, boolean values for keep or its opposite, or nothing to keep.
+    """
+
+    operator = "ScaledMaskedSoftmaxBackward"
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        form = site.forms.form(root)
+        miss: Mismatch | None = None
+        for y, j in _rows(site, form):
+            split = _cofactors(site, form, y, j)
+            if split is None:
+                continue
+            try:
+                return self._bound(site, builder, root, form, y, j, *split)
+            except Mismatch as reason:
+                miss = reason
+                builder.discard()
+        if miss is not None:
+            raise miss
+        return None
+
+    def _bound(
+        self, site: Site, builder: Builder, root: ir.Value, form: Form, y: Poly, j: int, k: Poly, g: Poly
+    ) -> Rewrite:
+        algebra = site.algebra
+        sizes = dict(enumerate(form.sizes))
+        variables = list(sizes)
+        scale, keep = _scale_and_keep(site, k)
+        assert root.dtype is not None
+        shape = site.extents(root)
+        found_y = site.find(y, form.sizes, root, dtypes=[root.dtype], shape=shape)
+        if found_y is None or found_y[1] != 1.0:
+            raise Mismatch("no value of its type is the softmax")
+        found_g = site.find(g, form.sizes, root, dtypes=[root.dtype], shape=shape)
+        if found_g is None:
+            raise Mismatch("no value of its type is the gradient of the softmax")
+        g, scale = g.scaled(found_g[1]), scale / found_g[1]
+        # The definition, in these values.
+        total = algebra.sum(algebra.mul(g, y), {j: sizes[j]}, sizes)
+        inside = algebra.mul(y, g - total)
+        require_same(site, root, algebra.mul(keep.scaled(scale), inside))
+
+        layout = _layout(form, variables, j, algebra.free(keep))
+        inputs = [builder.arrange(v, variables, layout, sizes) for v in (found_g[0], found_y[0])]
+        if keep.constant is None:
+            inputs.append(self._mask(site, builder, keep, layout, sizes, inputs[0]))
+        extents = [algebra.product(sizes[v] for v in group) for group in layout]
+        fused = builder.fused(self.operator, inputs, extents, scale=float(np.float32(scale)), fix_triu_mask=0)
+        ordered = [v for group in layout for v in group]
+        output = builder.arrange(fused, ordered, [list(form.variables(a)) for a in range(len(form.groups))], sizes)
+        return builder.rewrite("softmax-backward", [fused], output)
+
+    def _mask(
+        self,
+        site: Site,
+        builder: Builder,
+        keep: Poly,
+        layout: Sequence[Sequence[int]],
+        sizes: Mapping[int, Poly],
+        like: ir.Value,
+    ) -> ir.Value:
+        free = site.algebra.free(keep)
+        own = [[v for v in group if v in free] for group in layout]
+        variables = sorted(v for group in own for v in group)
+        mask = builder.cast(site.find_mask(builder, UNIT - keep, variables, sizes, own), ir.DataType.BOOL)
+        if own[2:] == [list(group) for group in layout[2:]]:
+            return mask
+        # The op wants the last two dimensions whole.
+        extents = [site.algebra.product(sizes[v] for v in group) for group in (*own[:2], *layout[2:])]
+        ones = builder.ints([1, 1])
+        last = builder.op("Shape", [like], ir.DataType.INT64, [number(2)], start=2, end=4)
+        target = builder.op("Concat", [ones, last], ir.DataType.INT64, [number(4)], axis=0)
+        return builder.op("Expand", [mask, target], ir.DataType.BOOL, extents)
+
+
+def _rows(site: Site, form: Form) -> list[tuple[Poly, int]]:
+    """Candidates for y: softmaxes that the form divides by, and tensors that stand inside and outside of a row sum."""
+    rows = list(site.softmaxes(form.poly, range(len(form.sizes))))
+    algebra = site.algebra
+    for monomial in form.poly.terms:
+        for a, e in monomial:
+            atom = algebra.atoms[a]
+            if atom.kind != "sum" or e != 1 or len(atom.args[0]) != 1:
+                continue
+            for j in set(range(len(form.sizes))) - atom.free:
+                for inside in algebra.opened(atom, [j]).terms:
+                    tensors = [algebra.atoms[b] for b, f in inside if f == 1 and (b, 1) in monomial]
+                    rows += [(algebra.of(t), j) for t in tensors if t.kind == "tensor" and j in t.free]
+    return list(dict.fromkeys(rows))
+
+
+def _cofactors(site: Site, form: Form, y: Poly, j: int) -> tuple[Poly, Poly] | None:
+    """K and G of P = K y G - K y sum(G y); None where P is not of that form."""
+    algebra = site.algebra
+    (ym,) = y.terms
+    along = [(a, e) for a, e in ym if j in algebra.atoms[a].free]
+    summed: dict[int, Poly] = {}
+    for monomial, c in form.poly.terms.items():
+        if not site.divides(ym, monomial):
+            return None
+        for a, e in monomial:
+            atom = algebra.atoms[a]
+            if atom.kind != "sum" or e != 1 or len(atom.args[0]) != 1 or j in atom.free:
+                continue
+            if all(site.divides(tuple(along), inside) for inside in algebra.opened(atom, [j]).terms):
+                rest = algebra.divide_monomial(Poly({monomial: -c}), ((a, 1),))
+                summed[a] = summed.get(a, ZERO) + rest
+                break
+    if not summed or len(summed) == len(form.poly) == 1:
+        return None
+    # The second part is the sum of R_a A_a over its sum atoms, R_a = K y r_a. What of y does not run along the row has
+    # left the sums, so R has it twice. G is the sum of r_a times the summand of A_a without y.
+    (first, lead), *others = summed.items()
+    k = algebra.divide_monomial(
+        algebra.divide_monomial(lead, ym), tuple((a, e) for a, e in ym if j not in algebra.atoms[a].free)
+    )
+    g = algebra.divide_monomial(algebra.opened(algebra.atoms[first], [j]), tuple(along))
+    for a, rest in others:
+        r = algebra.ratio(rest, lead)
+        if r is None:
+            return None
+        g = g + algebra.mul(r, algebra.divide_monomial(algebra.opened(algebra.atoms[a], [j]), tuple(along)))
+    # Factors of K that are no mask, such as a loss scale, belong to the gradient.
+    factors = tuple((a, e) for a, e in algebra.content(k)[1] if not algebra.atoms[a].indicator)
+    return algebra.divide_monomial(k, factors), algebra.mul(g, Poly({factors: 1.0}))
+
+
+def _scale_and_keep(site: Site, k: Poly) -> tuple[float, Poly]:
+    for c in sorted(set(k.terms.values()), key=abs):
+        for scale in (c, -c):
+            keep = k.scaled(1 / scale)
+            if site.algebra.is_boolean(keep):
+                return scale, keep
+    raise Mismatch(f"its factor {site.algebra.text(k)[:80]} is no scale and mask")
+
+
+def _layout(form: Form, variables: Sequence[int], j: int, masked: frozenset[int]) -> list[list[int]]:
+    """The variables as (B, H, S1, S2): j last, the mask's among the others whole or absent in B and H."""
+    if len(form.groups) and list(form.variables(len(form.groups) - 1)) == [j]:
+        lead = [list(form.variables(a)) for a in range(len(form.groups) - 1)]
+    else:
+        lead = [[v] for v in variables if v != j]
+    rows = lead.pop() if lead else []
+    rest = [v for group in lead for v in group]
+    splits = sorted(range(len(rest) + 1), key=lambda p: p != (len(lead[0]) if len(lead) > 1 else 0))
+    for p in splits:
+        parts = [rest[:p], rest[p:]]
+        if all(not (set(part) & masked) or set(part) <= masked for part in parts):
+            return [*parts, rows, [j]]
+    raise Mismatch("the mask varies on a part of the leading dimensions")

@@ -1,0 +1,87 @@
+"""`fuse`: the fused backward operators put in the place of the subgraphs that compute them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradfuse import checking, custom_ops, model_io
+from gradfuse.custom_ops import functions
+from gradfuse.errors import CheckError
+from gradfuse.passes.pipeline import default_pipeline
+from gradfuse.passes.report import Report
+from gradfuse.passes.rewriting import FusePass, Policy
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class FuseResult:
+    """`model` is of the kind that was given (a path gives a ModelProto); `report` says what was done."""
+
+    model: Any
+    report: Report
+
+
+def fuse(
+    model: Any,
+    only: Collection[str] | None = None,
+    skip: Collection[str] | None = None,
+    policy: Policy = "profitable",
+    check: int = 0,
+    *,
+    bodies: bool = True,
+) -> FuseResult:
+    """Replaces decomposed backward subgraphs by fused operators of the domain `aclnn`.
+
+    The result runs with the kernels where gradfuse's library is registered (:func:`gradfuse.register`) and, by the
+    function bodies that it carries, on standard operators everywhere else. The argument is not changed.
+
+    Args:
+        model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
+        only: names of the operators to fuse; all of them if None.
+        skip: names of operators to leave alone.
+        policy: "profitable" never adds memory traffic; "all" takes every legal match.
+        check: so many runs of the original against the fused model on random inputs.
+        bodies: whether to attach the function bodies; without them the model needs the library.
+
+    Raises:
+        ModelError: the model cannot be read.
+        ArgumentError: an unknown operator or policy.
+        CheckError: a run of the fused model differed from the original's beyond the bounds of :func:`gradfuse.check`.
+    """
+    pipeline = default_pipeline(policy, only, skip)
+    loaded = model_io.load(model)
+    report = Report(before=_count(loaded.ir))
+    if pipeline.passes:
+        pipeline(loaded.ir)
+    for step in pipeline.passes:
+        assert isinstance(step, FusePass)
+        report.fusions += step.fusions
+        report.near_misses += step.near_misses
+    report.after = _count(loaded.ir)
+    if report.fusions:
+        loaded.ir.metadata_props["gradfuse.version"] = _version()
+        if bodies:
+            functions.attach(loaded.ir)
+    result = loaded.restore(loaded.ir)
+    if check > 0 and report.fusions:
+        outcome = checking.check(model, result, runs=check)
+        if not outcome.ok:
+            raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
+    return FuseResult(result, report)
+
+
+def _version() -> str:
+    from gradfuse import __version__
+
+    return __version__
+
+
+def _count(model: ir.Model) -> dict[str, int]:
+    nodes = list(model.graph.all_nodes())
+    nodes += [n for f in model.functions.values() if f.domain != custom_ops.DOMAIN for n in f.all_nodes()]
+    return dict(Counter(f"{n.domain}::{n.op_type}" if n.domain else n.op_type for n in nodes).most_common())
