@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.rewriting import FusePass, Policy, Sites
+from gradfuse.passes.rewriting import ForgetPass, FusePass, Policy, Sites
 
 # The squared error goes last: its form, a product with a difference, is the least telling one.
 ORDER = ("CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward", "GroupedBiasAddGrad", "MseLossBackward")
@@ -43,4 +43,4 @@ def default_pipeline(
                 raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(ORDER)}")
     sites = Sites()
     chosen = [op for op in ORDER if (not only or op in only) and op not in (skip or ())]
-    return ir.passes.PassManager([pass_of(op)(policy, sites) for op in chosen])
+    return ir.passes.PassManager([*(pass_of(op)(policy, sites) for op in chosen), ForgetPass(sites)])

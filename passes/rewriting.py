@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from gradfuse import custom_ops
-from gradfuse.passes.algebra import UNIT, Algebra, Exponent, Monomial, Poly, TooComplex, number
+from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Forms, Opaque
 from gradfuse.passes.report import Fusion, NearMiss
 
@@ -397,8 +397,8 @@ class Site:
 
     def divides(self, factor: Monomial, monomial: Monomial) -> bool:
         """Whether the monomial has every power of the factor, or a higher one of the same sign."""
-        powers: dict[int, Exponent] = dict(monomial)
-        return all((p := powers.get(a, 0)) * e > 0 and abs(p) >= abs(e) for a, e in factor)
+        powers = {a: float(e) for a, e in monomial}
+        return all(powers.get(a, 0.0) * float(e) > 0 and abs(powers[a]) >= abs(float(e)) for a, e in factor)
 
     # Putting the fused node in
 
@@ -486,32 +486,47 @@ class Site:
 
 
 class Sites:
-    """The sites of a model, shared by the passes of a pipeline: what one pass replaces, the next still knows."""
+    """The sites of a model, shared by the passes of a pipeline: what one pass replaces, the next still knows.
+
+    Types and shapes that an exporter left out are inferred for the time of the work.
+    """
 
     def __init__(self) -> None:
         self._model: ir.Model | None = None
         self._sites: list[Site] = []
+        self._left_out: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
 
     def of(self, model: ir.Model) -> list[Site]:
         if self._model is not model:
-            _infer_shapes(model)
-            names = {
-                str(v.name)
-                for graph in _graphs(model)
-                for node in graph
-                for v in (node, *node.inputs, *node.outputs)
-                if v
-            }
-            names |= {str(v.name) for graph in _graphs(model) for v in (*graph.inputs, *graph.initializers.values())}
-            self._sites = [Site(graph, names) for graph in _graphs(model)]
+            graphs = _graphs(model)
+            values = [v for g in graphs for n in g for v in n.outputs]
+            if any(v.dtype is None or v.shape is None for v in values if v.name):
+                self._left_out = [(v, v.type, v.shape) for v in values]
+                ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            names = {str(v.name) for v in values}
+            names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
+            names |= {str(n.name) for g in graphs for n in g}
+            self._sites = [Site(graph, names) for graph in graphs]
             self._model = model
         return self._sites
 
+    def forget(self) -> None:
+        """Drops the analyses, and the types and shapes that the model did not have."""
+        for value, type_, shape in self._left_out:
+            value.type, value.shape = type_, shape
+        self._model, self._sites, self._left_out = None, [], []
 
-def _infer_shapes(model: ir.Model) -> None:
-    """Fills in types and shapes where an exporter left them out, as far as they can be inferred."""
-    if any(v.dtype is None or v.shape is None for g in _graphs(model) for n in g for v in n.outputs if v.name):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+
+class ForgetPass(ir.passes.InPlacePass):
+    """Ends a pipeline whose passes share their analyses."""
+
+    def __init__(self, sites: Sites) -> None:
+        super().__init__()
+        self._sites = sites
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        self._sites.forget()
+        return ir.passes.PassResult(model, False)
 
 
 def _graphs(model: ir.Model) -> list[ir.Graph]:
@@ -525,7 +540,7 @@ class FusePass(ir.passes.InPlacePass):
 
     Args:
         policy: "profitable" leaves alone what would not move fewer bytes; "all" takes every legal match.
-        sites: the analyses to share with other passes of the same pipeline.
+        sites: the analyses to share with the other passes of a pipeline, which then ends with a ForgetPass.
 
     After a call, `fusions` and `near_misses` say what was done.
     """
@@ -535,7 +550,8 @@ class FusePass(ir.passes.InPlacePass):
     def __init__(self, policy: Policy = "profitable", sites: Sites | None = None) -> None:
         super().__init__()
         self.policy = policy
-        self.sites = sites if sites is not None else Sites()
+        self._sites = sites if sites is not None else Sites()
+        self._alone = sites is None
         self.fusions: list[Fusion] = []
         self.near_misses: list[NearMiss] = []
 
@@ -545,17 +561,16 @@ class FusePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.fusions, self.near_misses = [], []
-        for site in self.sites.of(model):
+        for site in self._sites.of(model):
             # From the end: the whole of a backward subgraph before its parts.
             for node in reversed(list(site.graph)):
-                if (
-                    node.graph is None
-                    or (node.op_type in VIEWS and node.domain == "")
-                    or node.domain == custom_ops.DOMAIN
-                ):
+                view = node.op_type in VIEWS and node.domain == ""
+                if node.graph is None or view or node.domain == custom_ops.DOMAIN:
                     continue
                 for root in node.outputs:
                     self._try(site, root)
+        if self._alone:
+            self._sites.forget()
         if self.fusions:
             model.graph.opset_imports.setdefault(custom_ops.DOMAIN, custom_ops.VERSION)
         return ir.passes.PassResult(model, bool(self.fusions))

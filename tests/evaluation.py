@@ -1,0 +1,77 @@
+"""Evaluates canonical forms with numbers, to compare them with what onnxruntime computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradfuse.passes.algebra import Algebra, Monomial, Poly
+from gradfuse.passes.forms import Form
+
+Array = np.ndarray[Any, Any]
+
+
+class Evaluation:
+    """Numbers for the atoms of an algebra: tensors by name (without their dimensions of size 1) and dimensions."""
+
+    def __init__(self, algebra: Algebra, tensors: Mapping[object, Array], dims: Mapping[str, int]) -> None:
+        self.algebra = algebra
+        self.tensors = tensors
+        self.dims = dims
+
+    def form(self, form: Form) -> Array:
+        """The tensor that a form stands for."""
+        sizes = [int(self.poly(s, {}).item()) for s in form.sizes]
+        grid = np.meshgrid(*(np.arange(n) for n in sizes), indexing="ij", sparse=True)
+        flat = np.broadcast_to(self.poly(form.poly, dict(enumerate(grid))), sizes)
+        return flat.reshape([int(np.prod([int(self.poly(s, {}).item()) for s in g])) for g in form.groups])
+
+    def poly(self, poly: Poly, env: Mapping[int, Array]) -> Array:
+        total: Array = np.zeros((), np.float64)
+        for m, c in poly.terms.items():
+            total = total + c * self.monomial(m, env)
+        return total
+
+    def monomial(self, monomial: Monomial, env: Mapping[int, Array]) -> Array:
+        result: Array = np.ones((), np.float64)
+        for a, e in monomial:
+            result = result * self.atom(a, env) ** float(e)
+        return result
+
+    def atom(self, a: int, env: Mapping[int, Array]) -> Array:
+        atom = self.algebra.atoms[a]
+        match atom.kind:
+            case "var":
+                return env[atom.args[0]].astype(np.float64)
+            case "dim":
+                return np.float64(self.dims[atom.args[0]])
+            case "tensor":
+                data = self.tensors[atom.args[0]]
+                indices = [np.rint(self.poly(p, env)).astype(np.int64) for p in atom.args[1:]]
+                # An index may be out of range where an indicator makes the term zero.
+                return data[tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, data.shape, strict=True))].astype(
+                    np.float64
+                )
+            case "exp":
+                return np.exp(self.monomial(atom.args[0], env))
+            case "log":
+                return np.log(self.poly(atom.args[0], env))
+            case "pow":
+                return self.poly(atom.args[0], env)
+            case "eq":
+                return (self.poly(atom.args[0], env) == 0).astype(np.float64)
+            case "lt":
+                return (self.poly(atom.args[0], env) < 0).astype(np.float64)
+            case "sum":
+                sizes = [int(self.poly(s, {}).item()) for s in atom.args[0]]
+                count = len(sizes)
+                inner = {v: i[(..., *(None,) * count)] for v, i in env.items()}
+                for k, (v, n) in enumerate(zip(self.algebra.bound_of(atom), sizes, strict=True)):
+                    inner[v] = np.arange(n).reshape([n if k == axis else 1 for axis in range(count)])
+                summand = np.asarray(self.monomial(atom.args[1], inner))
+                lead = summand.shape[: max(summand.ndim - count, 0)]
+                return np.broadcast_to(summand, (*lead, *sizes)).sum(axis=tuple(range(-count, 0)))
+            case kind:
+                raise AssertionError(kind)

@@ -1,0 +1,89 @@
+"""The canonical form of every value of real training graphs, evaluated, against what onnxruntime computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from evaluation import Array, Evaluation
+from onnx_ir.passes.common import ShapeInferencePass
+from producers import COMMITTED, Case, cases
+
+from gradfuse.passes.algebra import Algebra
+from gradfuse.passes.forms import Form, Forms
+
+
+def _committed() -> list[Case]:
+    names = {f"{p.parent.name}/{p.stem}" for p in COMMITTED.glob("*/*.onnx")}
+    return [c for c in cases() if str(c) in names and c.runs and "dropout" not in c.name]
+
+
+def _squeezed(array: Array, value: ir.Value) -> Array:
+    """The array without the dimensions that are known to have size 1."""
+    shape = np.shape(array) if value.shape is None else value.shape
+    return np.asarray(array).reshape([n for n, d in zip(np.shape(array), shape, strict=True) if d != 1])
+
+
+def _constants(forms: Forms, graph: ir.Graph) -> dict[object, Array]:
+    """The content of opaque constants, by the names that forms give them."""
+    found: dict[object, Array] = {}
+    values = [*graph.initializers.values(), *(v for n in graph if n.op_type == "Constant" for v in n.outputs)]
+    for value in values:
+        array, form = forms.constant(value), forms.get(value)
+        if array is None or array.size == 0 or form is None or len(form.poly) != 1:
+            continue
+        ((monomial, _),) = form.poly.terms.items()
+        for a, _ in monomial:
+            atom = forms.algebra.atoms[a]
+            if atom.kind == "tensor":
+                data = _squeezed(array, value)
+                used = {forms.algebra.atoms[b].args[0] for p in atom.args[1:] for m in p.terms for b, _ in m}
+                found[atom.args[0]] = data[tuple(slice(None) if v in used else 0 for v in range(data.ndim))]
+    return found
+
+
+@pytest.mark.parametrize("case", _committed(), ids=str)
+def test_forms_are_worth_what_onnxruntime_computes(case: Case) -> None:
+    model = ShapeInferencePass(strict_mode=False)(ir.load(case.path)).model
+    forms = Forms(model.graph)
+    feeds = case.arrays("in")
+    outputs = {o.name for o in model.graph.outputs}
+    values = [v for n in model.graph for v in n.outputs if v.name]
+    typed = [v for v in values if v.dtype is not None and (v.shape is not None or v.name in outputs)]
+    model.graph.outputs.extend(v for v in typed if v.name not in outputs)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    got = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+
+    dims = {}
+    for value in (*model.graph.inputs, *typed):
+        array = feeds.get(str(value.name), got.get(str(value.name)))
+        for d, n in zip(value.shape or (), np.shape(array), strict=False):
+            if isinstance(d, ir.SymbolicDim) and d.value is not None:
+                dims[str(d.value)] = n
+    named = [(v, (got | feeds)[str(v.name)]) for v in (*typed, *model.graph.inputs)]
+    named += [(v, a) for v in model.graph.initializers.values() if (a := forms.constant(v)) is not None]
+    tensors: dict[object, Array] = {v.name: _squeezed(a, v) for v, a in named}
+    evaluation = Evaluation(forms.algebra, tensors | _constants(forms, model.graph), dims)
+
+    # The forms see through casts: where a part of the graph is in half precision, all of it may be rounded to it.
+    eps = 1e-3 if any(v.dtype == ir.DataType.FLOAT16 for v in typed) else 1.2e-7
+    compared = 0
+    for value in typed:
+        form = forms.get(value)
+        array = got[str(value.name)].astype(np.float64)
+        if form is None or not np.all(np.isfinite(array)) or _is_opaque(forms.algebra, form):
+            continue
+        with np.errstate(all="ignore"):
+            worth = evaluation.form(form)
+        if np.all(np.isfinite(worth)):
+            bound = 64 * eps * max(1.0, float(np.abs(array).max(initial=0)))
+            np.testing.assert_allclose(worth, array, rtol=0, atol=bound, err_msg=str(value.name))
+            compared += 1
+    assert compared >= len(typed) / 6
+
+
+def _is_opaque(algebra: Algebra, form: Form) -> bool:
+    """Whether the form is only a name."""
+    monomials = list(form.poly.terms)
+    return len(monomials) == 1 and len(monomials[0]) == 1 and algebra.atoms[monomials[0][0][0]].kind == "tensor"
