@@ -507,15 +507,15 @@ class Algebra:
             raise TooComplex("sum over more than four variables")
         height = self.height_of(monomial) + 1
         first = -1 - (height - 1) * _SUM_WIDTH
-        best: tuple[Any, ...] | None = None
+        candidates = []
         for order in itertools.permutations(variables):
             renamed = self.substitute(Poly({monomial: 1.0}), {v: self.var(first - k) for k, v in enumerate(order)})
+            if len(renamed) != 1 or self.height_of(next(iter(renamed.terms))) != height - 1:
+                raise TooComplex("a summand that its variables' names change")
             ((m, c),) = renamed.terms.items()
-            candidate = (m, tuple(variables[v] for v in order))
-            if best is None or m < best[0]:
-                best = candidate
-        assert best is not None and c == 1.0
-        return self.of(self._intern("sum", best[1], best[0]))
+            candidates.append((m, c, tuple(variables[v] for v in order)))
+        m, c, sizes = min(candidates, key=lambda candidate: candidate[0])
+        return self.of(self._intern("sum", sizes, m)).scaled(c)
 
     def opened(self, atom: Atom, variables: Iterable[int]) -> Poly:
         """The summand of a sum atom, with the given variables in place of the bound ones."""

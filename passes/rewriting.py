@@ -465,7 +465,14 @@ class Site:
         ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=True)
         self.forms.alias(output, root)
         self.position[output] = self.position[root]
+        read = {v for node in dead for v in node.inputs if v is not None}
         self.graph.remove(dead, safe=True)
+        if isinstance(self.graph, ir.Graph):
+            for value in read:
+                unused = not value.uses() and not value.is_graph_output() and not value.is_graph_input()
+                if unused and self.graph.initializers.get(str(value.name)) is value:
+                    del self.graph.initializers[str(value.name)]
+                    self.position.pop(value, None)
         for node in dead:
             for value in node.outputs:
                 self.position.pop(value, None)

@@ -46,14 +46,13 @@ class Evaluation:
             case "var":
                 return env[atom.args[0]].astype(np.float64)
             case "dim":
-                return np.float64(self.dims[atom.args[0]])
+                return np.asarray(self.dims[atom.args[0]], np.float64)
             case "tensor":
                 data = self.tensors[atom.args[0]]
                 indices = [np.rint(self.poly(p, env)).astype(np.int64) for p in atom.args[1:]]
                 # An index may be out of range where an indicator makes the term zero.
-                return data[tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, data.shape, strict=True))].astype(
-                    np.float64
-                )
+                clipped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, data.shape, strict=True))
+                return np.asarray(data[clipped], np.float64)
             case "exp":
                 return np.exp(self.monomial(atom.args[0], env))
             case "log":
@@ -61,9 +60,9 @@ class Evaluation:
             case "pow":
                 return self.poly(atom.args[0], env)
             case "eq":
-                return (self.poly(atom.args[0], env) == 0).astype(np.float64)
+                return np.asarray(self.poly(atom.args[0], env) == 0, np.float64)
             case "lt":
-                return (self.poly(atom.args[0], env) < 0).astype(np.float64)
+                return np.asarray(self.poly(atom.args[0], env) < 0, np.float64)
             case "sum":
                 sizes = [int(self.poly(s, {}).item()) for s in atom.args[0]]
                 count = len(sizes)
@@ -72,6 +71,6 @@ class Evaluation:
                     inner[v] = np.arange(n).reshape([n if k == axis else 1 for axis in range(count)])
                 summand = np.asarray(self.monomial(atom.args[1], inner))
                 lead = summand.shape[: max(summand.ndim - count, 0)]
-                return np.broadcast_to(summand, (*lead, *sizes)).sum(axis=tuple(range(-count, 0)))
+                return np.asarray(np.broadcast_to(summand, (*lead, *sizes)).sum(axis=tuple(range(-count, 0))))
             case kind:
                 raise AssertionError(kind)

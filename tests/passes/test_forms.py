@@ -58,6 +58,7 @@ def test_forms_are_worth_what_onnxruntime_computes(case: Case) -> None:
     dims = {}
     for value in (*model.graph.inputs, *typed):
         array = feeds.get(str(value.name), got.get(str(value.name)))
+        assert array is not None
         for d, n in zip(value.shape or (), np.shape(array), strict=False):
             if isinstance(d, ir.SymbolicDim) and d.value is not None:
                 dims[str(d.value)] = n

@@ -1,0 +1,60 @@
+# make demo, make test and make lint set everything up by themselves: they need Python 3.11 or newer, make and a C++17
+# compiler. Everything that is installed goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+DEPENDENCIES := $(VENV)/.dependencies
+INSTALLED := $(VENV)/.installed
+CXX_SOURCES := CMakeLists.txt $(shell find cpp_ext -type f -not -path '*/__pycache__/*' 2>/dev/null)
+CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES))
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format wheel clean
+
+help:
+	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
+	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
+	@echo "make lint    check style and types of Python, and the format of C++"
+	@echo "make format  format Python and C++"
+	@echo "make wheel   build a wheel into dist/"
+	@echo "make clean   remove everything that was built or installed"
+
+# The dependencies change with pyproject.toml and constraints.txt only; the library also with the C++ sources.
+$(DEPENDENCIES): pyproject.toml constraints.txt tools/create_venv.py
+	$(PYTHON) tools/create_venv.py $(VENV)
+	$(PIP) install --constraint constraints.txt --upgrade pip
+	$(PIP) install --constraint constraints.txt $$($(BIN)/python tools/requirements.py)
+	@touch $@
+
+$(INSTALLED): $(DEPENDENCIES) $(CXX_SOURCES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python samples/digits.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEPENDENCIES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FORMATTED)
+
+format: $(DEPENDENCIES)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FORMATTED)
+
+wheel: $(DEPENDENCIES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist $(VENV) .venv-ort-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

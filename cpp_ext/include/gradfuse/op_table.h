@@ -1,0 +1,26 @@
+#pragma once
+
+#include "gradfuse/ops/cross_entropy_loss_grad.h"
+#include "gradfuse/ops/ctc_loss.h"
+#include "gradfuse/ops/ctc_loss_backward.h"
+#include "gradfuse/ops/grouped_bias_add_grad.h"
+#include "gradfuse/ops/mse_loss_backward.h"
+#include "gradfuse/ops/scaled_masked_softmax_backward.h"
+
+namespace gradfuse {
+
+template <class... Args>
+struct OpList {};
+
+// The table of all ops. A new op is its header and kernels, and a row here.
+using OpTable = OpList<  //
+    CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
+    GroupedBiasAddGradArgs>;
+
+// Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
+template <class Visit, class... Args>
+void ForEachOp(OpList<Args...>, const Visit& visit) {
+  (visit(static_cast<Args*>(nullptr)), ...);
+}
+
+}  // namespace gradfuse

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "gradfuse/status.h"
+#include "gradfuse/tensor.h"
+
+namespace gradfuse {
+
+// The element types that an argument takes. Empty stands for T, the type that an op's main arguments share.
+class TypeSet {
+ public:
+  constexpr TypeSet() = default;
+  constexpr TypeSet(DType type) : TypeSet({type}) {}
+  constexpr TypeSet(std::initializer_list<DType> types) {
+    for (DType type : types) types_[size_++] = type;
+  }
+
+  constexpr bool is_t() const { return size_ == 0; }
+  constexpr int size() const { return size_; }
+  constexpr DType operator[](int index) const { return types_[index]; }
+  constexpr const DType* begin() const { return types_; }
+  constexpr const DType* end() const { return types_ + size_; }
+  constexpr bool Contains(DType type) const {
+    for (DType member : *this) {
+      if (member == type) return true;
+    }
+    return false;
+  }
+
+ private:
+  DType types_[8] = {};
+  int size_ = 0;
+};
+
+inline constexpr TypeSet kT{};
+
+// Every op is a struct of its arguments: inputs (std::optional where they may be absent), attributes with their
+// defaults, and outputs. Its static Visit(args, visitor) shows each to a visitor, in the order of the ONNX signature:
+//
+//   visitor.Input(name, tensor_or_optional, types)
+//   visitor.Attribute(name, int64_t_or_float_or_string)
+//   visitor.Output(name, tensor, types)
+//
+// so that what adapts ops to a host (ONNX Runtime, a C API) is written once for all of them. Beside the struct an op
+// has
+//
+//   Status Check(const Args&);                       whether inputs and attributes are ones that it takes
+//   std::vector<Shape> OutputShapes(const Args&);    of checked arguments
+//   void cpu::Run(const Args&, const ParallelFor&);  of checked arguments with their outputs
+
+// "float32(2,3)".
+std::string Describe(const Tensor& tensor);
+std::string Describe(DType dtype, const Shape& shape);
+
+// As short as it can be: "0.5".
+std::string Describe(double number);
+
+// InvalidArgument: `<argument> is <got>; expected <wanted>`.
+Status Refuse(const std::string& argument, const std::string& got, const std::string& wanted);
+
+#define GRADFUSE_RETURN_IF_ERROR(expression)  \
+  do {                                        \
+    ::gradfuse::Status status = (expression); \
+    if (!status.ok()) return status;          \
+  } while (false)
+
+#define GRADFUSE_EXPECT(condition, argument, got, wanted)                     \
+  do {                                                                        \
+    if (!(condition)) return ::gradfuse::Refuse((argument), (got), (wanted)); \
+  } while (false)
+
+namespace internal {
+
+class LayoutCheck {
+ public:
+  explicit LayoutCheck(const TypeSet& t) : t_(t) {}
+
+  void Input(const char* name, const Tensor& tensor, const TypeSet& types) {
+    if (!status.ok()) return;
+    status = types.is_t() ? CheckT(name, tensor) : CheckType(name, tensor, types);
+    if (status.ok() && tensor.shape.rank() > kMaxRank) {
+      status = Refuse(name, "of rank " + std::to_string(tensor.shape.rank()), "rank 8 or less");
+    }
+    if (status.ok() && !tensor.IsDense()) status = Refuse(name, "strided", "a contiguous tensor");
+  }
+  void Input(const char* name, const std::optional<Tensor>& tensor, const TypeSet& types) {
+    if (tensor) Input(name, *tensor, types);
+  }
+  template <class Value>
+  void Attribute(const char*, const Value&) {}
+  void Output(const char*, const Tensor&, const TypeSet&) {}
+
+  Status status;
+
+ private:
+  static Status CheckType(const char* name, const Tensor& tensor, const TypeSet& types);
+  Status CheckT(const char* name, const Tensor& tensor);
+
+  TypeSet t_;
+  const char* first_name_ = nullptr;
+  DType first_type_ = DType::kFloat32;
+};
+
+}  // namespace internal
+
+// What every op asks of every input: an element type that it takes, one type for all that share T, a rank that fits
+// and contiguous elements.
+template <class Args>
+Status CheckLayout(const Args& args) {
+  internal::LayoutCheck check(Args::kTypes);
+  Args::Visit(args, check);
+  return check.status;
+}
+
+}  // namespace gradfuse

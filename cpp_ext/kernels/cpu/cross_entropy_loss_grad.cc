@@ -1,0 +1,120 @@
+#include "gradfuse/ops/cross_entropy_loss_grad.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/flush_subnormals.h"
+#include "kernels/cpu/vector_math.h"
+
+namespace gradfuse::cpu {
+namespace {
+
+// grad_input = exp(log_prob) scale - shift, with one shift for all classes.
+template <class T>
+GRADFUSE_MULTIVERSION void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out) {
+#pragma omp simd
+  for (int64_t c = 0; c < count; ++c) out[c] = FromCompute<T>(Exp(ToCompute(log_prob[c])) * scale - shift);
+}
+
+// The same with a weight for each class.
+template <class T>
+GRADFUSE_MULTIVERSION void WeightedGradRow(const T* log_prob, const float* weight, float scale, float shift,
+                                           int64_t count, T* out) {
+#pragma omp simd
+  for (int64_t c = 0; c < count; ++c) {
+    out[c] = FromCompute<T>(Exp(ToCompute(log_prob[c])) * scale - shift * weight[c]);
+  }
+}
+
+// The scalars of all rows, as in the formula at CrossEntropyLossGradArgs.
+struct Coefficients {
+  double target = 0;     // q_i = target * g_i * w[y_i]
+  double smoothing = 0;  // s_i = smoothing * g_i
+  double weight_sum = 0;
+};
+
+Coefficients CoefficientsOf(const CrossEntropyLossGradArgs& args) {
+  const int64_t rows = args.log_prob.shape[0];
+  const int64_t classes = args.log_prob.shape[1];
+  const int64_t* target = args.target.Data<int64_t>();
+  const float* weight = args.weight ? args.weight->Data<float>() : nullptr;
+  double denominator = 1;
+  if (args.reduction == "mean") {
+    denominator = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      if (target[row] != args.ignore_index) denominator += weight ? weight[target[row]] : 1;
+    }
+  }
+  double weight_sum = static_cast<double>(classes);
+  if (weight) {
+    weight_sum = 0;
+    for (int64_t c = 0; c < classes; ++c) weight_sum += weight[c];
+  }
+  const double smoothing = args.label_smoothing;
+  return {(1 - smoothing) / denominator, smoothing / (denominator * static_cast<double>(classes)), weight_sum};
+}
+
+template <class T>
+void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel) {
+  const int64_t rows = args.log_prob.shape[0];
+  const int64_t classes = args.log_prob.shape[1];
+  const T* grad_loss = args.grad_loss.Data<T>();
+  const int64_t grad_stride = args.reduction == "none" ? 1 : 0;
+  const T* log_prob = args.log_prob.Data<T>();
+  const int64_t* target = args.target.Data<int64_t>();
+  const float* weight = args.weight ? args.weight->Data<float>() : nullptr;
+  T* out = args.grad_input.MutableData<T>();
+  const Coefficients coefficients = CoefficientsOf(args);
+  const bool smooths = args.label_smoothing != 0;
+
+  // Classes [begin, end) of one row.
+  const auto grad_part = [&](int64_t row, int64_t begin, int64_t end) {
+    const T* part = log_prob + row * classes + begin;
+    T* out_part = out + row * classes + begin;
+    const int64_t label = target[row];
+    if (label == args.ignore_index) {
+      std::memset(out_part, 0, static_cast<size_t>(end - begin) * sizeof(T));
+      return;
+    }
+    const double g = ToCompute(grad_loss[row * grad_stride]);
+    const double label_weight = weight ? weight[label] : 1;
+    const double q = coefficients.target * g * label_weight;
+    const double s = smooths ? coefficients.smoothing * g : 0;
+    const auto scale = static_cast<float>(q + s * coefficients.weight_sum);
+    const auto shift = static_cast<float>(s);
+    if (weight && smooths) {
+      WeightedGradRow(part, weight + begin, scale, shift, end - begin, out_part);
+    } else {
+      GradRow(part, scale, shift, end - begin, out_part);
+    }
+    if (label >= begin && label < end) {
+      // exp(log_prob) - 1 would cancel where the label is likely.
+      const double x = ToCompute(log_prob[row * classes + label]);
+      const double grad = q * std::expm1(x) + s * (std::exp(x) * coefficients.weight_sum - label_weight);
+      out[row * classes + label] = FromCompute<T>(static_cast<float>(grad));
+    }
+  };
+
+  // A task is some whole rows, or a part of one long row.
+  constexpr int64_t kTask = 16384;
+  const int64_t rows_per_task = std::max<int64_t>(1, kTask / classes);
+  const int64_t parts = CeilDiv(classes, kTask);
+  parallel(CeilDiv(rows, rows_per_task) * parts, 2 * args.log_prob.NumBytes(), [&](int64_t task) {
+    const FlushSubnormals flush;
+    const int64_t begin = task % parts * kTask;
+    const int64_t first = task / parts * rows_per_task;
+    for (int64_t row = first; row < std::min(rows, first + rows_per_task); ++row) {
+      grad_part(row, begin, std::min(classes, begin + kTask));
+    }
+  });
+}
+
+}  // namespace
+
+void Run(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel) {
+  WithShortFloatType(args.log_prob.dtype, [&](auto type) { RunTyped<decltype(type)>(args, parallel); });
+}
+
+}  // namespace gradfuse::cpu

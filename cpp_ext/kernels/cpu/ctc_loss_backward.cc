@@ -1,0 +1,196 @@
+#include "gradfuse/ops/ctc_loss_backward.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/cpu/ctc_labels.h"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/flush_subnormals.h"
+#include "kernels/cpu/vector_math.h"
+
+namespace gradfuse::cpu {
+namespace {
+
+// The gradient needs the posterior gamma_t(s) of each state s at each step t, given the labels. With the forward pass's
+// alpha it needs no backward recursion over beta: alpha says how the probability of state s' at step t + 1 divides
+// among its predecessors p in {s', s' - 1, s' - 2}, and gamma flows back along the same division:
+//   gamma_t(p) = sum over s' of gamma_{t+1}(s') exp(alpha_t(p)) / sum over predecessors p' of s' of exp(alpha_t(p'))
+//
+// Divides the posterior gamma of step t + 1 among the predecessors of each state: stay (s' itself), next (s' - 1) and
+// jump (s' - 2). alpha is that of step t; alpha[-1] and alpha[-2] are -inf.
+template <class Real>
+GRADFUSE_MULTIVERSION void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t states, Real* stay,
+                                  Real* next, Real* jump) {
+  constexpr Real kNever = -std::numeric_limits<Real>::infinity();
+#pragma omp simd
+  for (int64_t s = 0; s < states; ++s) {
+    const Real a = alpha[s];
+    const Real b = alpha[s - 1];
+    const Real c = alpha[s - 2] + skip[s];
+    Real largest = a > b ? a : b;
+    largest = c > largest ? c : largest;
+    const Real base = largest == kNever ? Real(0) : largest;
+    const Real exp_a = Exp(a - base);
+    const Real exp_b = Exp(b - base);
+    const Real exp_c = Exp(c - base);
+    // Where nothing flows the division is of no matter, and may be 0 / 0 or NaN.
+    const Real share = gamma[s] / (exp_a + exp_b + exp_c);
+    const bool flows = gamma[s] != 0 && largest != kNever;
+    stay[s] = flows ? share * exp_a : Real(0);
+    next[s] = flows ? share * exp_b : Real(0);
+    jump[s] = flows ? share * exp_c : Real(0);
+  }
+}
+
+// gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0.
+template <class Real>
+GRADFUSE_MULTIVERSION void Collect(const Real* stay, const Real* next, const Real* jump, int64_t states, Real* gamma) {
+#pragma omp simd
+  for (int64_t s = 0; s < states; ++s) gamma[s] = stay[s] + next[s + 1] + jump[s + 2];
+}
+
+// gamma of the last step: the paths that end in the last blank and those that end in the last label.
+template <class Real>
+void EndPosterior(const Real* alpha, int64_t states, Real* gamma) {
+  std::fill_n(gamma, states, Real(0));
+  const Real blank = alpha[states - 1];
+  const Real label = alpha[states - 2];
+  const Real largest = std::max(blank, label);
+  if (largest == -std::numeric_limits<Real>::infinity()) return;
+  const Real exp_blank = std::exp(blank - largest);
+  const Real exp_label = std::exp(label - largest);
+  gamma[states - 1] = exp_blank / (exp_blank + exp_label);
+  if (states > 1) gamma[states - 2] = exp_label / (exp_blank + exp_label);
+}
+
+// The gradient where no path goes: of all classes, before those that the item uses are mended.
+template <class T>
+GRADFUSE_MULTIVERSION void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out) {
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) out[c] = FromCompute<T>(Exp(ToCompute(log_probs[c])) * grad_out);
+}
+
+// The classes that an item uses, blank first, and which of them each of its labels is.
+class UsedClasses {
+ public:
+  UsedClasses(const CtcLabels& labels, int64_t items, int64_t blank) : stride_(labels.longest() + 1) {
+    classes_.resize(static_cast<size_t>(items * stride_));
+    slots_.resize(static_cast<size_t>(items * stride_));
+    counts_.resize(static_cast<size_t>(items));
+    for (int64_t item = 0; item < items; ++item) Fill(labels.labels(item), labels.length(item), item, blank);
+  }
+
+  int64_t count(int64_t item) const { return counts_[static_cast<size_t>(item)]; }
+  const int64_t* classes(int64_t item) const { return classes_.data() + item * stride_; }
+  // Of each label, its class's place in classes(item).
+  const int64_t* slots(int64_t item) const { return slots_.data() + item * stride_; }
+
+ private:
+  void Fill(const int64_t* labels, int64_t length, int64_t item, int64_t blank) {
+    int64_t* classes = classes_.data() + item * stride_;
+    classes[0] = blank;
+    int64_t* end = std::copy_n(labels, length, classes + 1);
+    std::sort(classes + 1, end);
+    end = std::unique(classes + 1, end);
+    end = std::remove(classes + 1, end, blank);
+    counts_[static_cast<size_t>(item)] = end - classes;
+    for (int64_t index = 0; index < length; ++index) {
+      const bool is_blank = labels[index] == blank;
+      const int64_t place = is_blank ? 0 : std::lower_bound(classes + 1, end, labels[index]) - classes;
+      slots_[static_cast<size_t>(item * stride_ + index)] = place;
+    }
+  }
+
+  int64_t stride_;
+  std::vector<int64_t> classes_;
+  std::vector<int64_t> slots_;
+  std::vector<int64_t> counts_;
+};
+
+template <class T>
+void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
+  using Real = ComputeType<T>;
+  constexpr Real kNever = -std::numeric_limits<Real>::infinity();
+  const int64_t steps = args.log_probs.shape[0];
+  const int64_t items = args.log_probs.shape[1];
+  const int64_t classes = args.log_probs.shape[2];
+  const int64_t width = args.log_alpha.shape[2];
+  const T* log_probs = args.log_probs.Data<T>();
+  const T* log_alpha = args.log_alpha.Data<T>();
+  T* out = args.grad_input.MutableData<T>();
+  const CtcLabels labels(args.targets, args.target_lengths);
+  const UsedClasses used(labels, items, args.blank);
+  // Seven rows of states an item, where log_alpha has one a step.
+  Scratch<Real> scratch(items, /*arrays=*/7, 2 * labels.longest() + 3);
+
+  constexpr int64_t kCostOfState = 64;  // about what a state's three exponentials take, in bytes moved
+  const int64_t cost = 2 * args.grad_input.NumBytes() + items * steps * (2 * labels.longest() + 1) * kCostOfState;
+  parallel(items, cost, [&](int64_t item) {
+    const FlushSubnormals flush;
+    const int64_t input_length = args.input_lengths.Data<int64_t>()[item];
+    const Real grad_out = ToCompute(args.grad_out.Data<T>()[item]);
+    const Real loss = ToCompute(args.neg_log_likelihood.Data<T>()[item]);
+    const bool infeasible = loss == std::numeric_limits<Real>::infinity();
+    const auto out_row = [&](int64_t t) { return out + (t * items + item) * classes; };
+
+    const bool is_zero = infeasible && args.zero_infinity != 0;
+    for (int64_t t = is_zero ? 0 : input_length; t < steps; ++t) {
+      std::memset(static_cast<void*>(out_row(t)), 0, static_cast<size_t>(classes) * sizeof(T));
+    }
+    if (is_zero) return;
+    if (!std::isfinite(loss)) {
+      const T nan = FromCompute<T>(std::numeric_limits<Real>::quiet_NaN());
+      for (int64_t t = 0; t < input_length; ++t) std::fill_n(out_row(t), classes, nan);
+      return;
+    }
+
+    const int64_t length = labels.length(item);
+    const int64_t states = 2 * length + 1;
+    const int64_t used_count = used.count(item);
+    const int64_t* used_classes = used.classes(item);
+    const int64_t* slots = used.slots(item);
+    Real* skip = scratch.Array(item, 0);
+    Real* alpha = scratch.Array(item, 1) + 2;
+    Real* gamma = scratch.Array(item, 2);
+    Real* stay = scratch.Array(item, 3);
+    Real* next = scratch.Array(item, 4);
+    Real* jump = scratch.Array(item, 5);
+    Real* occupied = scratch.Array(item, 6);  // the posterior of each used class
+    FillSkip(labels.labels(item), length, skip);
+    std::fill_n(alpha - 2, 2, kNever);
+    std::fill_n(next + states, 1, Real(0));
+    std::fill_n(jump + states, 2, Real(0));
+
+    for (int64_t t = input_length - 1; t >= 0; --t) {
+      const T* alpha_row = log_alpha + (item * steps + t) * width;
+      for (int64_t s = 0; s < states; ++s) alpha[s] = ToCompute(alpha_row[s]);
+      if (t == input_length - 1) {
+        EndPosterior(alpha, states, gamma);
+      } else {
+        Divide(gamma, alpha, skip, states, stay, next, jump);
+        Collect(stay, next, jump, states, gamma);
+      }
+
+      std::fill_n(occupied, used_count, Real(0));
+      for (int64_t index = 0; index < length; ++index) occupied[slots[index]] += gamma[2 * index + 1];
+      for (int64_t s = 0; s < states; s += 2) occupied[0] += gamma[s];
+
+      const T* row = log_probs + (t * items + item) * classes;
+      ExpRow(row, grad_out, classes, out_row(t));
+      for (int64_t index = 0; index < used_count; ++index) {
+        const int64_t c = used_classes[index];
+        out_row(t)[c] = FromCompute<T>((Exp(ToCompute(row[c])) - occupied[index]) * grad_out);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void Run(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
+  WithFloatType(args.log_probs.dtype, [&](auto type) { RunTyped<decltype(type)>(args, parallel); });
+}
+
+}  // namespace gradfuse::cpu

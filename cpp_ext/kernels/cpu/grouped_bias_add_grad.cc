@@ -1,0 +1,152 @@
+#include "gradfuse/ops/grouped_bias_add_grad.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "kernels/cpu/dispatch.h"
+
+namespace gradfuse::cpu {
+namespace {
+
+constexpr int64_t kRowsPerChunk = 128;
+constexpr int64_t kColumnsPerPanel = 2048;
+
+// sum += the columns of `count` rows that lie `stride` apart, four rows at a time.
+template <class T>
+GRADFUSE_MULTIVERSION void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, float* sum) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) {
+    const T* r0 = rows + row * stride;
+    const T* r1 = r0 + stride;
+    const T* r2 = r1 + stride;
+    const T* r3 = r2 + stride;
+#pragma omp simd
+    for (int64_t c = 0; c < columns; ++c) {
+      sum[c] += (ToCompute(r0[c]) + ToCompute(r1[c])) + (ToCompute(r2[c]) + ToCompute(r3[c]));
+    }
+  }
+  for (; row < count; ++row) {
+    const T* r0 = rows + row * stride;
+#pragma omp simd
+    for (int64_t c = 0; c < columns; ++c) sum[c] += ToCompute(r0[c]);
+  }
+}
+
+template <class T>
+void Round(const float* sum, int64_t columns, T* out) {
+  for (int64_t c = 0; c < columns; ++c) out[c] = FromCompute<T>(sum[c]);
+}
+
+// The rows of each group. They lie one after the other, so that one end a group says all.
+class Groups {
+ public:
+  explicit Groups(const GroupedBiasAddGradArgs& args)
+      : count_(args.grad_bias.shape[0]), group_size_(args.group_idx ? 0 : args.grad_y.shape[1]) {
+    if (args.group_idx && args.group_idx->dtype == DType::kInt32) ends32_ = args.group_idx->Data<int32_t>();
+    if (args.group_idx && args.group_idx->dtype == DType::kInt64) ends64_ = args.group_idx->Data<int64_t>();
+  }
+
+  int64_t count() const { return count_; }
+  int64_t Begin(int64_t group) const { return group == 0 ? 0 : End(group - 1); }
+  int64_t End(int64_t group) const {
+    if (ends32_) return ends32_[group];
+    if (ends64_) return ends64_[group];
+    return (group + 1) * group_size_;
+  }
+
+  // The group that `row` belongs to.
+  int64_t Of(int64_t row) const {
+    int64_t low = 0;
+    int64_t high = count_ - 1;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (End(middle) > row) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+ private:
+  int64_t count_;
+  int64_t group_size_;
+  const int32_t* ends32_ = nullptr;
+  const int64_t* ends64_ = nullptr;
+};
+
+// Rows are summed in chunks that do not depend on the groups. A group inside one chunk is done with it; one that
+// reaches over chunks leaves a partial sum in each, and these are added up in order, in double. Of the groups in a
+// chunk only the first and the last can reach over, so two partial sums a chunk are room enough.
+template <class T>
+void RunTyped(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
+  const Groups groups(args);
+  const int64_t columns = args.grad_bias.shape[1];
+  if (groups.count() == 0 || columns == 0) return;
+  const int64_t rows = groups.End(groups.count() - 1);
+  const T* grad_y = args.grad_y.Data<T>();
+  T* out = args.grad_bias.MutableData<T>();
+
+  const int64_t chunks = CeilDiv(rows, kRowsPerChunk);
+  const int64_t panels = CeilDiv(columns, kColumnsPerPanel);
+  const std::unique_ptr<float[]> partials(new float[static_cast<size_t>(2 * chunks * columns)]);
+  // A group's partial sum in the chunk that holds its last row comes first, those in earlier chunks second.
+  const auto partial = [&](int64_t chunk, bool ends_here) {
+    return partials.get() + (2 * chunk + !ends_here) * columns;
+  };
+
+  parallel(chunks * panels, args.grad_y.NumBytes(), [&](int64_t task) {
+    const int64_t chunk = task / panels;
+    const int64_t column = task % panels * kColumnsPerPanel;
+    const int64_t width = std::min(columns - column, kColumnsPerPanel);
+    const int64_t chunk_begin = chunk * kRowsPerChunk;
+    const int64_t chunk_end = std::min(rows, chunk_begin + kRowsPerChunk);
+    float sum[kColumnsPerPanel];
+    int64_t row = chunk_begin;
+    for (int64_t group = groups.Of(row); row < chunk_end; ++group) {
+      const int64_t group_end = groups.End(group);
+      const int64_t end = std::min(group_end, chunk_end);
+      if (end == row) continue;
+      std::fill_n(sum, width, 0.0f);
+      AddRows(grad_y + row * columns + column, end - row, columns, width, sum);
+      if (groups.Begin(group) >= chunk_begin && group_end <= chunk_end) {
+        Round(sum, width, out + group * columns + column);
+      } else {
+        std::copy_n(sum, width, partial(chunk, group_end <= chunk_end) + column);
+      }
+      row = end;
+    }
+  });
+
+  parallel(groups.count(), args.grad_bias.NumBytes() + 8 * chunks * columns, [&](int64_t group) {
+    const int64_t begin = groups.Begin(group);
+    const int64_t end = groups.End(group);
+    T* group_out = out + group * columns;
+    if (begin == end) {
+      std::fill_n(group_out, columns, T{});
+      return;
+    }
+    const int64_t first = begin / kRowsPerChunk;
+    const int64_t last = (end - 1) / kRowsPerChunk;
+    if (first == last) return;
+    constexpr int64_t kWidth = 512;
+    for (int64_t column = 0; column < columns; column += kWidth) {
+      const int64_t width = std::min(columns - column, kWidth);
+      double sum[kWidth] = {};
+      for (int64_t chunk = first; chunk <= last; ++chunk) {
+        const float* part = partial(chunk, chunk == last) + column;
+        for (int64_t c = 0; c < width; ++c) sum[c] += part[c];
+      }
+      for (int64_t c = 0; c < width; ++c) group_out[column + c] = FromCompute<T>(static_cast<float>(sum[c]));
+    }
+  });
+}
+
+}  // namespace
+
+void Run(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
+  WithShortFloatType(args.grad_y.dtype, [&](auto type) { RunTyped<decltype(type)>(args, parallel); });
+}
+
+}  // namespace gradfuse::cpu

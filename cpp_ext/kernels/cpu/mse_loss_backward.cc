@@ -1,0 +1,131 @@
+#include "gradfuse/ops/mse_loss_backward.h"
+
+#include <algorithm>
+
+#include "kernels/cpu/dispatch.h"
+
+namespace gradfuse::cpu {
+namespace {
+
+constexpr int kOperands = 3;  // grad_output, self, target
+
+// Neighbouring elements of an operand along a row: others, or all the same one.
+template <bool kVaries, class T>
+GRADFUSE_INLINE float At(const T* row, float first, int64_t index) {
+  if constexpr (kVaries) return ToCompute(row[index]);
+  return first;
+}
+
+template <class T, bool kGradVaries, bool kSelfVaries, bool kTargetVaries>
+GRADFUSE_MULTIVERSION void GradRow(const T* grad, const T* self, const T* target, float factor, int64_t count, T* out) {
+  const float grad0 = ToCompute(*grad);
+  const float self0 = ToCompute(*self);
+  const float target0 = ToCompute(*target);
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float difference = At<kSelfVaries>(self, self0, i) - At<kTargetVaries>(target, target0, i);
+    out[i] = FromCompute<T>(factor * difference * At<kGradVaries>(grad, grad0, i));
+  }
+}
+
+template <class T>
+using RowFunction = void (*)(const T*, const T*, const T*, float, int64_t, T*);
+
+template <class T>
+RowFunction<T> RowFunctionFor(bool grad_varies, bool self_varies, bool target_varies) {
+  static constexpr RowFunction<T> kFunctions[2][2][2] = {
+      {{GradRow<T, false, false, false>, GradRow<T, false, false, true>},
+       {GradRow<T, false, true, false>, GradRow<T, false, true, true>}},
+      {{GradRow<T, true, false, false>, GradRow<T, true, false, true>},
+       {GradRow<T, true, true, false>, GradRow<T, true, true, true>}},
+  };
+  return kFunctions[grad_varies][self_varies][target_varies];
+}
+
+// The broadcast as loops: dimensions of size 1 dropped, those that all operands cross with one stride merged. The last
+// one is the row, along which every stride is 0 or 1.
+struct Loops {
+  int rank = 1;
+  int64_t sizes[kMaxRank] = {1};
+  int64_t strides[kMaxRank][kOperands] = {};
+};
+
+Loops LoopsOf(const MseLossBackwardArgs& args) {
+  const Tensor* const operands[kOperands] = {&args.grad_output, &args.self, &args.target};
+  const Shape& whole = args.grad_input.shape;
+  Loops loops;
+  loops.rank = 0;
+  for (int axis = 0; axis < whole.rank(); ++axis) {
+    if (whole[axis] == 1) continue;
+    int64_t strides[kOperands];
+    for (int k = 0; k < kOperands; ++k) {
+      const int own_axis = axis - (whole.rank() - operands[k]->shape.rank());
+      const bool repeats = own_axis < 0 || operands[k]->shape[own_axis] == 1;
+      strides[k] = repeats ? 0 : operands[k]->strides[own_axis];
+    }
+    const int last = loops.rank - 1;
+    bool merges = last >= 0;
+    for (int k = 0; k < kOperands && merges; ++k) merges = loops.strides[last][k] == strides[k] * whole[axis];
+    const int at = merges ? last : loops.rank++;
+    loops.sizes[at] = merges ? loops.sizes[last] * whole[axis] : whole[axis];
+    std::copy_n(strides, kOperands, loops.strides[at]);
+  }
+  return loops.rank == 0 ? Loops() : loops;
+}
+
+template <class T>
+void RunTyped(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
+  const int64_t total = args.grad_input.NumElements();
+  if (total == 0) return;
+  const T* const grad = args.grad_output.Data<T>();
+  const T* const self = args.self.Data<T>();
+  const T* const target = args.target.Data<T>();
+  T* const out = args.grad_input.MutableData<T>();
+  const double divisor =
+      args.reduction == MseLossBackwardArgs::kMean ? static_cast<double>(args.self.NumElements()) : 1;
+  const auto factor = static_cast<float>(2 / divisor);
+
+  const Loops loops = LoopsOf(args);
+  const int row_axis = loops.rank - 1;
+  const int64_t row_size = loops.sizes[row_axis];
+  const int64_t* row_strides = loops.strides[row_axis];
+  const RowFunction<T> grad_row = RowFunctionFor<T>(row_strides[0] != 0, row_strides[1] != 0, row_strides[2] != 0);
+
+  constexpr int64_t kTask = 32768;
+  const int64_t cost =
+      args.grad_input.NumBytes() + args.grad_output.NumBytes() + args.self.NumBytes() + args.target.NumBytes();
+  parallel(CeilDiv(total, kTask), cost, [&](int64_t task) {
+    const int64_t begin = task * kTask;
+    const int64_t end = std::min(total, begin + kTask);
+    int64_t position[kMaxRank];
+    int64_t offsets[kOperands] = {};
+    int64_t rest = begin;
+    for (int axis = row_axis; axis >= 0; --axis) {
+      position[axis] = rest % loops.sizes[axis];
+      rest /= loops.sizes[axis];
+      for (int k = 0; k < kOperands; ++k) offsets[k] += position[axis] * loops.strides[axis][k];
+    }
+    for (int64_t at = begin; at < end;) {
+      const int64_t count = std::min(end - at, row_size - position[row_axis]);
+      grad_row(grad + offsets[0], self + offsets[1], target + offsets[2], factor, count, out + at);
+      at += count;
+      // On to the start of the next row.
+      for (int k = 0; k < kOperands; ++k) offsets[k] -= position[row_axis] * row_strides[k];
+      position[row_axis] = 0;
+      for (int axis = row_axis - 1; axis >= 0; --axis) {
+        for (int k = 0; k < kOperands; ++k) offsets[k] += loops.strides[axis][k];
+        if (++position[axis] < loops.sizes[axis]) break;
+        for (int k = 0; k < kOperands; ++k) offsets[k] -= loops.sizes[axis] * loops.strides[axis][k];
+        position[axis] = 0;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void Run(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
+  WithShortFloatType(args.self.dtype, [&](auto type) { RunTyped<decltype(type)>(args, parallel); });
+}
+
+}  // namespace gradfuse::cpu

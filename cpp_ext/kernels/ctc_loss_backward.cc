@@ -1,0 +1,28 @@
+#include "gradfuse/ops/ctc_loss_backward.h"
+
+#include "kernels/ctc_common.h"
+
+namespace gradfuse {
+
+Status Check(const CtcLossBackwardArgs& args) {
+  GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
+  GRADFUSE_RETURN_IF_ERROR(
+      CheckCtc(args.log_probs, args.targets, args.input_lengths, args.target_lengths, args.blank, args.zero_infinity));
+  const int64_t steps = args.log_probs.shape[0];
+  const Shape per_item{args.log_probs.shape[1]};
+  GRADFUSE_EXPECT(args.grad_out.shape == per_item, "grad_out", Describe(args.grad_out),
+                  Describe(args.grad_out.dtype, per_item) + ", one value an item");
+  GRADFUSE_EXPECT(args.neg_log_likelihood.shape == per_item, "neg_log_likelihood", Describe(args.neg_log_likelihood),
+                  Describe(args.neg_log_likelihood.dtype, per_item) + ", one value an item");
+  const Shape& alpha = args.log_alpha.shape;
+  const int64_t states = args.target_lengths.on_host ? 2 * LongestTarget(args.target_lengths) + 1 : 1;
+  GRADFUSE_EXPECT(alpha.rank() == 3 && alpha[0] == per_item[0] && alpha[1] == steps && alpha[2] >= states, "log_alpha",
+                  Describe(args.log_alpha),
+                  "shape (" + std::to_string(per_item[0]) + "," + std::to_string(steps) + ",X) with X at least " +
+                      std::to_string(states) + ", twice the longest target and one");
+  return {};
+}
+
+std::vector<Shape> OutputShapes(const CtcLossBackwardArgs& args) { return {args.log_probs.shape}; }
+
+}  // namespace gradfuse

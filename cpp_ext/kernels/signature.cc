@@ -1,0 +1,57 @@
+#include "gradfuse/signature.h"
+
+#include <cstdio>
+
+namespace gradfuse {
+
+std::string Describe(DType dtype, const Shape& shape) {
+  std::string text = std::string(Name(dtype)) + "(";
+  for (int axis = 0; axis < shape.rank() && axis < kMaxRank; ++axis) {
+    text += (axis ? "," : "") + std::to_string(shape[axis]);
+  }
+  return text + (shape.rank() > kMaxRank ? ",...)" : ")");
+}
+
+std::string Describe(const Tensor& tensor) { return Describe(tensor.dtype, tensor.shape); }
+
+std::string Describe(double number) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.15g", number);
+  return text;
+}
+
+Status Refuse(const std::string& argument, const std::string& got, const std::string& wanted) {
+  return {StatusCode::kInvalidArgument, argument + " is " + got + "; expected " + wanted};
+}
+
+namespace internal {
+namespace {
+
+std::string List(const TypeSet& types) {
+  std::string text;
+  for (int index = 0; index < types.size(); ++index) {
+    text += (index == 0 ? "" : index + 1 == types.size() ? " or " : ", ") + std::string(Name(types[index]));
+  }
+  return text;
+}
+
+}  // namespace
+
+Status LayoutCheck::CheckType(const char* name, const Tensor& tensor, const TypeSet& types) {
+  GRADFUSE_EXPECT(types.Contains(tensor.dtype), name, Name(tensor.dtype), List(types));
+  return {};
+}
+
+Status LayoutCheck::CheckT(const char* name, const Tensor& tensor) {
+  if (first_name_ == nullptr) {
+    first_name_ = name;
+    first_type_ = tensor.dtype;
+    return CheckType(name, tensor, t_);
+  }
+  GRADFUSE_EXPECT(tensor.dtype == first_type_, name, Name(tensor.dtype),
+                  std::string(Name(first_type_)) + " as " + first_name_);
+  return {};
+}
+
+}  // namespace internal
+}  // namespace gradfuse

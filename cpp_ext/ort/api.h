@@ -1,0 +1,69 @@
+#pragma once
+
+#include <onnxruntime_c_api.h>
+
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "gradfuse/status.h"
+#include "gradfuse/tensor.h"
+
+// ONNX Runtime through its raw C API: the C++ wrappers of a header call functions that older runtimes lack.
+namespace gradfuse::ort {
+
+// A call into ONNX Runtime failed, with what it says about that.
+class OrtError : public std::exception {
+ public:
+  explicit OrtError(std::string message) : message_(std::move(message)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
+inline void ThrowIfError(const OrtApi& api, OrtStatus* status) {
+  if (status == nullptr) return;
+  std::string message = api.GetErrorMessage(status);
+  api.ReleaseStatus(status);
+  throw OrtError(std::move(message));
+}
+
+// Whether `status` means success. Releases it.
+inline bool Succeeded(const OrtApi& api, OrtStatus* status) {
+  if (status == nullptr) return true;
+  api.ReleaseStatus(status);
+  return false;
+}
+
+// Runs body, which returns a Status, where ONNX Runtime calls in: every failure becomes an OrtStatus, and no exception
+// leaves.
+template <class Body>
+OrtStatus* Guarded(const OrtApi& api, const Body& body) noexcept {
+  try {
+    const Status status = body();
+    if (status.ok()) return nullptr;
+    const bool not_supported = status.code() == StatusCode::kNotSupported;
+    return api.CreateStatus(not_supported ? ORT_NOT_IMPLEMENTED : ORT_INVALID_ARGUMENT, status.message().c_str());
+  } catch (const std::bad_alloc&) {
+    return api.CreateStatus(ORT_FAIL, "gradfuse: out of memory");
+  } catch (const std::exception& error) {
+    return api.CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+constexpr ONNXTensorElementDataType ToOnnx(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    case DType::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    case DType::kFloat64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
+    case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    case DType::kBool: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+  }
+  return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+}
+
+}  // namespace gradfuse::ort

@@ -1,0 +1,105 @@
+#include "ort/custom_op.h"
+
+#include <climits>
+
+namespace gradfuse::ort {
+namespace {
+
+Shape ShapeOf(const OrtApi& api, const OrtValue* value) {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  ThrowIfError(api, api.GetTensorTypeAndShape(value, &info));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(api.ReleaseTensorTypeAndShapeInfo)> owner(
+      info, api.ReleaseTensorTypeAndShapeInfo);
+  size_t rank = 0;
+  ThrowIfError(api, api.GetDimensionsCount(info, &rank));
+  std::vector<int64_t> dims(rank);
+  ThrowIfError(api, api.GetDimensions(info, dims.data(), rank));
+  return Shape(dims.data(), rank);
+}
+
+}  // namespace
+
+std::optional<Tensor> InputReader::Next() {
+  const size_t index = index_++;
+  if (index >= count_) return std::nullopt;
+  const OrtValue* value = nullptr;
+  ThrowIfError(api_, api_.KernelContext_GetInput(context_, index, &value));
+  if (value == nullptr) return std::nullopt;
+  void* data = nullptr;
+  // The function has a mutable argument for the sake of other callers; the tensor is only read.
+  ThrowIfError(api_, api_.GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  return Tensor(data, types_[index], ShapeOf(api_, value));
+}
+
+void OutputMaker::Output(const char* name, Tensor& tensor, const TypeSet&) {
+  const size_t index = index_++;
+  const Shape& shape = shapes_[index];
+  OrtValue* value = nullptr;
+  if (index < count_) {
+    ThrowIfError(
+        api_, api_.KernelContext_GetOutput(context_, index, shape.dims(), static_cast<size_t>(shape.rank()), &value));
+  }
+  if (value == nullptr) {
+    if (status.ok()) status = Refuse(name, "absent", "a named output");
+    return;
+  }
+  void* data = nullptr;
+  ThrowIfError(api_, api_.GetTensorMutableData(value, &data));
+  tensor = Tensor(data, types_[index], shape);
+}
+
+std::vector<Signature::Types> Signature::Combinations() const {
+  int count = t_.size();
+  for (const TypeSet& types : inputs_) count *= types.is_t() ? 1 : types.size();
+  std::vector<Types> combinations(static_cast<size_t>(count));
+  for (int index = 0; index < count; ++index) {
+    const DType t = t_[index % t_.size()];
+    int rest = index / t_.size();
+    Types& combination = combinations[static_cast<size_t>(index)];
+    for (const TypeSet& types : inputs_) {
+      combination.inputs.push_back(types.is_t() ? t : types[rest % types.size()]);
+      if (!types.is_t()) rest /= types.size();
+    }
+    for (const TypeSet& types : outputs_) combination.outputs.push_back(types.is_t() ? t : types[0]);
+  }
+  return combinations;
+}
+
+CustomOp::CustomOp(const OrtApi& api_, uint32_t version_, const char* name_, const Signature& signature,
+                   Signature::Types types_)
+    : OrtCustomOp{},
+      api(api_),
+      name(name_),
+      input_is_optional(signature.input_is_optional()),
+      types(std::move(types_)) {
+  version = version_;
+  GetName = [](const OrtCustomOp* op) { return From(op).name; };
+  GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // the CPU
+  GetInputTypeCount = [](const OrtCustomOp* op) { return From(op).types.inputs.size(); };
+  GetInputType = [](const OrtCustomOp* op, size_t index) { return ToOnnx(From(op).types.inputs[index]); };
+  GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+    return From(op).input_is_optional[index] ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  };
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  GetOutputTypeCount = [](const OrtCustomOp* op) { return From(op).types.outputs.size(); };
+  GetOutputType = [](const OrtCustomOp* op, size_t index) { return ToOnnx(From(op).types.outputs[index]); };
+  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  GetEndVersion = [](const OrtCustomOp*) { return INT_MAX; };
+}
+
+std::string PrefixOf(const OrtApi& api, const char* op, const OrtKernelInfo* info) {
+  size_t size = 0;  // with the terminating zero
+  std::string node;
+  if (Succeeded(api, api.KernelInfo_GetNodeName(info, nullptr, &size)) && size > 0) {
+    node.resize(size);
+    if (Succeeded(api, api.KernelInfo_GetNodeName(info, node.data(), &size))) node.resize(size - 1);
+  }
+  return std::string(op) + " (node '" + node + "'): ";
+}
+
+}  // namespace gradfuse::ort

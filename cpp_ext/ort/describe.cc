@@ -1,0 +1,65 @@
+// The op table as text, so that the Python table of the same ops can be held against it.
+
+#include <string>
+#include <type_traits>
+
+#include "gradfuse/op_table.h"
+
+namespace gradfuse {
+namespace {
+
+std::string Quoted(const std::string& text) { return '"' + text + '"'; }
+
+// Writes an op as a JSON object.
+class Describer {
+ public:
+  void Input(const char* name, const Tensor&, const TypeSet& types) { AddInput(name, types, false); }
+  void Input(const char* name, const std::optional<Tensor>&, const TypeSet& types) { AddInput(name, types, true); }
+  void Attribute(const char* name, int64_t value) { AddAttribute(name, std::to_string(value)); }
+  void Attribute(const char* name, float value) { AddAttribute(name, std::to_string(value)); }
+  void Attribute(const char* name, const std::string& value) { AddAttribute(name, Quoted(value)); }
+  void Output(const char* name, const Tensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
+
+  std::string Object(const char* name, const TypeSet& types) const {
+    return "{\"name\": " + Quoted(name) + ", \"types\": " + List(types) + ", \"inputs\": [" + inputs_ +
+           "], \"attributes\": {" + attributes_ + "}, \"outputs\": [" + outputs_ + "]}";
+  }
+
+ private:
+  static void Append(std::string& list, const std::string& item) { list += (list.empty() ? "" : ", ") + item; }
+  static std::string List(const TypeSet& types) {
+    std::string list;
+    for (DType type : types) Append(list, Quoted(Name(type)));
+    return "[" + list + "]";
+  }
+  void AddInput(const char* name, const TypeSet& types, bool optional) {
+    Append(inputs_, "{\"name\": " + Quoted(name) + ", \"types\": " + (types.is_t() ? "\"T\"" : List(types)) +
+                        ", \"optional\": " + (optional ? "true" : "false") + "}");
+  }
+  void AddAttribute(const char* name, const std::string& value) { Append(attributes_, Quoted(name) + ": " + value); }
+
+  std::string inputs_;
+  std::string attributes_;
+  std::string outputs_;
+};
+
+std::string DescribeOps() {
+  std::string ops;
+  ForEachOp(OpTable(), [&](auto* null) {
+    using Args = std::remove_pointer_t<decltype(null)>;
+    Describer describer;
+    const Args args;
+    Args::Visit(args, describer);
+    ops += (ops.empty() ? "" : ", ") + describer.Object(Args::kName, Args::kTypes);
+  });
+  return "[" + ops + "]";
+}
+
+}  // namespace
+}  // namespace gradfuse
+
+// A JSON list of all ops: name, the types of T, inputs, attributes with their defaults, outputs. Lives forever.
+extern "C" __attribute__((visibility("default"))) const char* gradfuse_describe_ops() {
+  static const std::string& text = *new std::string(gradfuse::DescribeOps());
+  return text.c_str();
+}

@@ -1,0 +1,58 @@
+"""The operators of the ONNX domain ``aclnn``: schemas, shape inference and function bodies.
+
+Importing this package registers the schemas with onnx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import onnx
+
+from gradfuse.custom_ops import (
+    cross_entropy_loss_grad,
+    ctc_loss,
+    ctc_loss_backward,
+    grouped_bias_add_grad,
+    mse_loss_backward,
+    scaled_masked_softmax_backward,
+)
+from gradfuse.custom_ops.operator import DOMAIN, VERSION, Operator
+
+if TYPE_CHECKING:
+    import onnxscript.values
+
+    opset: onnxscript.values.Opset
+
+__all__ = ["DOMAIN", "OPS", "VERSION", "Operator", "opset"]
+
+OPS: Mapping[str, Operator] = MappingProxyType(
+    {
+        module.OPERATOR.name: module.OPERATOR
+        for module in (
+            cross_entropy_loss_grad,
+            mse_loss_backward,
+            scaled_masked_softmax_backward,
+            ctc_loss_backward,
+            grouped_bias_add_grad,
+            ctc_loss,
+        )
+    }
+)
+"""Every operator, by its ONNX name."""
+
+for _operator in OPS.values():
+    if not onnx.defs.has(_operator.name, VERSION, DOMAIN):
+        onnx.defs.register_schema(_operator.schema)
+
+
+def __getattr__(name: str) -> object:
+    if name != "opset":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import onnxscript.values
+
+    # onnxscript takes half a second to import, and only those who write onnxscript functions need this.
+    globals()["opset"] = onnxscript.values.Opset(DOMAIN, VERSION)
+    return globals()["opset"]

@@ -1,0 +1,304 @@
+"""What an aclnn operator is: its ONNX schema, its type and shape inference and its body in standard operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from string import Template
+from typing import TypeAlias
+
+import onnx
+from onnx import TensorProto, TypeProto
+from onnx.defs import OpSchema
+
+from gradfuse.errors import ArgumentError
+
+DOMAIN = "aclnn"
+VERSION = 1
+OLDEST_OPSET = 17
+
+Value: TypeAlias = int | float | str
+"""The value of an attribute."""
+Dim: TypeAlias = int | str | None
+"""A dimension: its size, its name, or None where nothing is known."""
+Shape: TypeAlias = tuple[Dim, ...] | None
+"""The dimensions of a tensor, or None where its rank is not known."""
+
+FLOAT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of a tensor before a run; ``dtype`` is a ``TensorProto.DataType``, 0 where it is not known."""
+
+    dtype: int = TensorProto.UNDEFINED
+    shape: Shape = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of an operator: its present inputs by name, and all its attributes, defaults included."""
+
+    op: str
+    node: str
+    inputs: Mapping[str, Tensor]
+    attributes: Mapping[str, Value]
+
+    def error(self, argument: str, got: object, wanted: str) -> ArgumentError:
+        """The error for an argument that is not accepted, to be raised by the caller."""
+        where = f"{self.op} (node '{self.node}')" if self.node else self.op
+        return ArgumentError(f"{where}: {argument} is {got}; expected {wanted}")
+
+    def shape(self, name: str, *dims: str) -> tuple[Dim, ...]:
+        """The shape of an input whose rank must be that of ``dims`` (names for the message); unknown where absent."""
+        shape = self.inputs[name].shape if name in self.inputs else None
+        if shape is None:
+            return (None,) * len(dims)
+        if len(shape) != len(dims):
+            raise self.error(name, f"of shape {show(shape)}", f"shape {show(dims)}")
+        return shape
+
+    def same(self, name: str, dim: str, *found: Dim) -> Dim:
+        """The one dimension that all of ``found`` are; ``name`` and ``dim`` say whose it is, the last found."""
+        sizes = [size for size in found if isinstance(size, int)]
+        for size in sizes[1:]:
+            if size != sizes[0]:
+                raise self.error(name, f"of {dim} {size}", f"{dim} {sizes[0]}")
+        names = [label for label in found if isinstance(label, str)]
+        return sizes[0] if sizes else names[0] if names else None
+
+    def flag(self, name: str) -> None:
+        """Refuse an integer attribute that is neither 0 nor 1."""
+        if self.attributes[name] not in (0, 1):
+            raise self.error(name, self.attributes[name], "0 or 1")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the text of a function body depends on.
+
+    Attributes:
+        opset: the version of the default domain which the body is to use.
+        inputs: the names of the inputs that the node has, in order.
+        choices: what the operator reads from attributes and types, as words ("mean", "double", ...).
+    """
+
+    opset: int
+    inputs: tuple[str, ...]
+    choices: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def wide(self) -> bool:
+        """Whether the body computes in float64."""
+        return "double" in self.choices
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input: its name, its type variable and its documentation."""
+
+    name: str
+    type: str
+    doc: str
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output, all of type T."""
+
+    name: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute: its type is that of its default."""
+
+    name: str
+    default: Value
+    doc: str
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the domain ``aclnn``.
+
+    Attributes:
+        name: the ONNX operator type.
+        stem: the name that its files carry all over the project.
+        doc: what it computes.
+        inputs, outputs, attributes: in the order of the schema.
+        constraints: type variable -> ONNX type strings it may stand for; ``T`` is the type of the outputs.
+        infer: gives the outputs' types and shapes, raises :class:`gradfuse.ArgumentError` for what contradicts.
+        choices: the words which decide the text of the body, besides the inputs that are there.
+        body: gives the body as ONNX text; ``$real`` is the number and ``$real_type`` the name of the type that it
+            computes in.
+    """
+
+    name: str
+    stem: str
+    doc: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    attributes: tuple[Attribute, ...]
+    constraints: Mapping[str, tuple[str, ...]]
+    infer: Callable[[Call], Sequence[Tensor]]
+    choices: Callable[[Call], Iterable[str]]
+    body: Callable[[Variant], str]
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The ONNX type strings that T may stand for."""
+        return self.constraints["T"]
+
+    @cached_property
+    def schema(self) -> OpSchema:
+        """The ONNX schema, with type and shape inference."""
+        option = OpSchema.FormalParameterOption
+        schema = OpSchema(
+            self.name,
+            DOMAIN,
+            VERSION,
+            self.doc,
+            inputs=[
+                OpSchema.FormalParameter(
+                    i.name, i.type, i.doc, param_option=option.Optional if i.optional else option.Single
+                )
+                for i in self.inputs
+            ],
+            outputs=[OpSchema.FormalParameter(o.name, "T", o.doc) for o in self.outputs],
+            type_constraints=[(name, types, "") for name, types in self.constraints.items()],
+            attributes=[
+                OpSchema.Attribute(a.name, onnx.helper.make_attribute(a.name, a.default), a.doc)
+                for a in self.attributes
+            ],
+        )
+        schema.set_type_and_shape_inference_function(self._infer_in_onnx)
+        return schema
+
+    def call(self, node: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Value]) -> Call:
+        """Describe a use of the operator by its inputs in order (None: absent) and the attributes that are given.
+
+        Raises:
+            ArgumentError: an input or attribute too many, too few, or of a wrong type.
+        """
+        given = {i.name: tensor for i, tensor in zip(self.inputs, inputs, strict=False) if tensor is not None}
+        defaults: dict[str, Value] = {a.name: a.default for a in self.attributes}
+        call = Call(self.name, node, given, {**defaults, **attributes})
+        if len(inputs) > len(self.inputs):
+            raise call.error("number of inputs", len(inputs), f"at most {len(self.inputs)}")
+        for name in attributes:
+            if name not in defaults:
+                raise call.error(name, "an unknown attribute", f"one of {', '.join(defaults)}")
+            if type(attributes[name]) is not type(defaults[name]):
+                found = type(attributes[name]).__name__
+                raise call.error(name, f"of type {found}", f"type {type(defaults[name]).__name__}")
+        bound: dict[str, Input] = {}
+        for i in self.inputs:
+            if i.name not in given:
+                if not i.optional:
+                    raise call.error(i.name, "absent", "a tensor")
+                continue
+            dtype = given[i.name].dtype
+            if dtype == TensorProto.UNDEFINED:
+                continue
+            if type_string(dtype) not in self.constraints[i.type]:
+                raise call.error(i.name, type_string(dtype), f"one of {', '.join(self.constraints[i.type])}")
+            first = bound.setdefault(i.type, i)
+            if dtype != given[first.name].dtype:
+                wanted = f"{type_string(given[first.name].dtype)}, as {first.name}"
+                raise call.error(i.name, type_string(dtype), wanted)
+        return call
+
+    def dtype(self, call: Call) -> int:
+        """The element type of the outputs: that of any input of type T, or 0 where none is known."""
+        found = (call.inputs[i.name].dtype for i in self.inputs if i.type == "T" and i.name in call.inputs)
+        return next((dtype for dtype in found if dtype != TensorProto.UNDEFINED), TensorProto.UNDEFINED)
+
+    def variant(self, call: Call, opset: int) -> Variant:
+        """The variant of the body which serves a call; refuses calls that the operator does not accept.
+
+        Raises:
+            ArgumentError: the call contradicts the operator's contract.
+        """
+        self.infer(call)
+        present = tuple(i.name for i in self.inputs if i.name in call.inputs)
+        return Variant(opset, present, frozenset(self.choices(call)))
+
+    def function(self, variant: Variant) -> onnx.FunctionProto:
+        """The body of a variant, in standard operators only.
+
+        It has the inputs up to the last that the variant has, and every attribute with its default; attributes which
+        decide the text (see :class:`Variant`) are listed but not read.
+        """
+        kinds = {int: "int", float: "float", str: "string"}
+        attributes = ", ".join(
+            f'{a.name}: {kinds[type(a.default)]} = "{a.default}"'
+            if isinstance(a.default, str)
+            else f"{a.name}: {kinds[type(a.default)]} = {a.default}"
+            for a in self.attributes
+        )
+        names = [i.name for i in self.inputs]
+        inputs = ", ".join(names[: 1 + max(names.index(name) for name in variant.inputs)])
+        outputs = ", ".join(o.name for o in self.outputs)
+        real, real_type = (TensorProto.DOUBLE, "double") if variant.wide else (TensorProto.FLOAT, "float")
+        body = Template(self.body(variant)).substitute(real=int(real), real_type=real_type)
+        head = f'<domain: "{DOMAIN}", opset_import: ["": {variant.opset}]>'
+        signature = f"{self.name} {f'<{attributes}>' if attributes else ''} ({inputs}) => ({outputs})"
+        function = onnx.parser.parse_function(f"{head}\n{signature} {{\n{body}\n}}")
+        function.doc_string = self.doc
+        return function
+
+    def _infer_in_onnx(self, context: onnx.shape_inference.InferenceContext) -> None:
+        tensors = [
+            _read_type(context.get_input_type(i)) if context.has_input(i) else None
+            for i in range(context.get_num_inputs())
+        ]
+        found = {a.name: context.get_attribute(a.name) for a in self.attributes}
+        attributes = {
+            name: attribute_value(attribute)
+            for name, attribute in found.items()
+            if attribute is not None and not attribute.ref_attr_name
+        }
+        call = self.call(_node_name(context.get_display_name()), tensors, attributes)
+        for i, tensor in enumerate(self.infer(call)):
+            if context.has_output(i):
+                shape = None if tensor.shape is None else list(tensor.shape)
+                context.set_output_type(i, onnx.helper.make_tensor_type_proto(tensor.dtype, shape))
+
+
+def attribute_value(attribute: onnx.AttributeProto) -> Value:
+    """The value of an attribute of one of the types that the operators use."""
+    value = onnx.helper.get_attribute_value(attribute)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def type_string(dtype: int) -> str:
+    """The ONNX name of a tensor type, such as ``tensor(float16)``."""
+    return f"tensor({TensorProto.DataType.Name(dtype).lower()})"
+
+
+def show(shape: Iterable[Dim]) -> str:
+    """A shape as messages write it: ``(N, 3, ?)``."""
+    return f"({', '.join('?' if dim is None else str(dim) for dim in shape)})"
+
+
+def _read_type(proto: TypeProto | None) -> Tensor:
+    if proto is None or not proto.HasField("tensor_type"):
+        return Tensor()
+    tensor = proto.tensor_type
+    if not tensor.HasField("shape"):
+        return Tensor(tensor.elem_type)
+    return Tensor(
+        tensor.elem_type,
+        tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim),
+    )
+
+
+def _node_name(display_name: str) -> str:
+    """The name in what onnx calls a node for display: ``node Op[domain] (name)``."""
+    found = re.search(r"\] \((.*)\)$", display_name)
+    return found.group(1) if found else ""

@@ -1,0 +1,74 @@
+"""Fuse decomposed training backward subgraphs in ONNX models into single operators.
+
+Importing this package is cheap: names are looked up in their modules on first use (PEP 562), so that neither numpy,
+onnx, onnxruntime nor torch is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradfuse import custom_ops, passes, testing
+    from gradfuse.checking import CheckReport, check
+    from gradfuse.environment import info
+    from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
+    from gradfuse.export import TrainingStep, export_training_step
+    from gradfuse.fusion import FuseResult, fuse
+    from gradfuse.library import get_library_path, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CheckError",
+    "CheckReport",
+    "ExportError",
+    "FuseResult",
+    "GradfuseError",
+    "ModelError",
+    "TrainingStep",
+    "__version__",
+    "check",
+    "custom_ops",
+    "export_training_step",
+    "fuse",
+    "get_library_path",
+    "info",
+    "passes",
+    "register",
+    "testing",
+]
+
+_SUBMODULES = frozenset({"custom_ops", "passes", "testing"})
+_MODULE_OF = {
+    "ArgumentError": "gradfuse.errors",
+    "CheckError": "gradfuse.errors",
+    "CheckReport": "gradfuse.checking",
+    "ExportError": "gradfuse.errors",
+    "FuseResult": "gradfuse.fusion",
+    "GradfuseError": "gradfuse.errors",
+    "ModelError": "gradfuse.errors",
+    "TrainingStep": "gradfuse.export",
+    "check": "gradfuse.checking",
+    "export_training_step": "gradfuse.export",
+    "fuse": "gradfuse.fusion",
+    "get_library_path": "gradfuse.library",
+    "info": "gradfuse.environment",
+    "register": "gradfuse.library",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"gradfuse.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gradfuse' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,293 @@
+"""The command `gradfuse`.
+
+Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed. Results go to standard
+output, errors to standard error in one line. An output file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from gradfuse import __version__
+from gradfuse.errors import CheckError, GradfuseError, ModelError
+
+if TYPE_CHECKING:
+    import onnx.defs
+
+    from gradfuse.fusion import FuseResult
+
+EXIT_BAD_INPUT = 2
+EXIT_CHECK_FAILED = 3
+
+_SHOW_PROGRESS_AFTER_SECONDS = 1.0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit the process with its code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        result = commands.main(arguments, prog_name="gradfuse", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        return _fail(error.format_message(), EXIT_BAD_INPUT)
+    except click.Abort:
+        return _fail("interrupted", EXIT_BAD_INPUT)
+    except CheckError as error:
+        return _fail(str(error), EXIT_CHECK_FAILED)
+    except GradfuseError as error:
+        return _fail(str(error), EXIT_BAD_INPUT)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="gradfuse")
+def commands() -> None:
+    """Fuse decomposed training backward subgraphs in ONNX models into single operators."""
+
+
+@commands.command()
+@click.argument("source", metavar="IN.onnx")
+@click.argument("target", metavar="[OUT.onnx]", required=False)
+@click.option("--only", multiple=True, metavar="OP", help="Fuse this operator; may be repeated.")
+@click.option("--skip", multiple=True, metavar="OP", help="Do not fuse this operator; may be repeated.")
+@click.option(
+    "--policy",
+    type=click.Choice(["profitable", "all"]),
+    default="profitable",
+    show_default=True,
+    help="profitable never adds memory traffic; all takes every legal match.",
+)
+@click.option(
+    "--check", "runs", type=click.IntRange(min=0), default=0, metavar="K", help="Compare IN and OUT in K runs."
+)
+@click.option("--no-bodies", is_flag=True, help="Leave out the function bodies: OUT then needs gradfuse's library.")
+@click.option("--report", "report_path", metavar="R.json", help="Write what was done as JSON.")
+@click.option("--in-place", is_flag=True, help="Overwrite IN.onnx.")
+@click.option("-v", "--verbose", is_flag=True, help="List the nodes that each fused node replaces.")
+def fuse(
+    source: str,
+    target: str | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    policy: Literal["profitable", "all"],
+    runs: int,
+    no_bodies: bool,
+    report_path: str | None,
+    in_place: bool,
+    verbose: bool,
+) -> None:
+    """Fuse IN.onnx and write the result to OUT.onnx."""
+    target = _target(source, target, in_place)
+    if report_path is not None:
+        _require_report_path(report_path, source, target)
+    from gradfuse import model_io
+    from gradfuse.fusion import fuse as fuse_model
+
+    with _busy("reading"):
+        loaded = model_io.load(source)
+    with _busy("fusing"):
+        # Given as onnx_ir.Model, so that external data stays in its files.
+        result = fuse_model(loaded.ir, list(only) or None, list(skip) or None, policy, bodies=not no_bodies)
+    document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **result.report.to_dict()}
+    if runs:
+        document["check"] = _checked(loaded, dataclasses.replace(loaded, ir=result.model, source=target), runs)
+    with _busy("writing"):
+        _write(result, loaded, source, target, in_place)
+    if report_path is not None:
+        model_io.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode())
+    _print_report(result, verbose)
+    if runs:
+        click.echo(f"checked: {document['check']['summary']}")
+
+
+@commands.command()
+@click.argument("first", metavar="A.onnx")
+@click.argument("second", metavar="B.onnx")
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Runs with inputs of their own.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def check(first: str, second: str, runs: int, seed: int, as_json: bool) -> int:
+    """Run two models on the same random inputs and compare every output."""
+    from gradfuse.checking import check as check_models
+
+    with _busy("running"):
+        report = check_models(first, second, runs, seed=seed)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+    return 0 if report.ok else EXIT_CHECK_FAILED
+
+
+@commands.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the operators as JSON.")
+def ops(as_json: bool) -> None:
+    """List the fused operators: inputs, outputs, attributes and types."""
+    from gradfuse import custom_ops
+
+    described = [_described(operator.schema) for operator in custom_ops.OPS.values()]
+    if as_json:
+        click.echo(json.dumps({"domain": custom_ops.DOMAIN, "version": custom_ops.VERSION, "ops": described}, indent=2))
+        return
+    for op in described:
+        _print_heading(f"{custom_ops.DOMAIN}::{op['name']}")
+        for kind in ("inputs", "outputs"):
+            for value in op[kind]:
+                optional = ", optional" if value["optional"] else ""
+                click.echo(f"  {kind[:-1]:9} {value['name']:20} {value['type']}{optional}")
+        for attribute in op["attributes"]:
+            click.echo(f"  attribute {attribute['name']:20} {attribute['type']} = {attribute['default']!r}")
+        for variable, types in op["types"].items():
+            click.echo(f"  {variable} is one of {', '.join(types)}")
+
+
+@commands.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def info(as_json: bool) -> None:
+    """Describe the installation and the machine, for bug reports."""
+    from gradfuse.environment import info as environment
+
+    facts = environment()
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            click.echo(f"{key}:")
+            for name, detail in value.items():
+                shown = " ".join(detail) if isinstance(detail, list) else detail
+                click.echo(f"  {name}: {shown}")
+        else:
+            click.echo(f"{key}: {value}")
+
+
+def _target(source: str, target: str | None, in_place: bool) -> str:
+    """Return the path to write to, after making sure that the input is not overwritten unasked."""
+    if target is None:
+        if not in_place:
+            raise click.UsageError("OUT.onnx is missing; expected a path, or --in-place")
+        return source
+    same = os.path.realpath(source) == os.path.realpath(target)
+    with contextlib.suppress(OSError):
+        same = same or os.path.samefile(source, target)
+    if same and not in_place:
+        raise click.UsageError(f"OUT.onnx is {target}, the same file as IN.onnx; expected another, or --in-place")
+    if in_place and not same:
+        raise click.UsageError(f"OUT.onnx is {target} with --in-place; expected no OUT.onnx")
+    if os.path.isdir(target):
+        raise ModelError(f"{target}: is a folder; expected a path for the fused model")
+    return target
+
+
+def _require_report_path(path: str, source: str, target: str) -> None:
+    if os.path.realpath(path) in (os.path.realpath(source), os.path.realpath(target)):
+        raise click.UsageError(f"--report is {path}, which is also a model; expected another path")
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise click.UsageError(f"--report is {path}; expected a file in a folder that exists")
+
+
+def _checked(first: Any, second: Any, runs: int) -> dict[str, Any]:
+    from gradfuse.checking import check as check_models
+
+    with _busy("checking"):
+        report = check_models(first, second, runs)
+    if not report.ok:
+        raise CheckError(report.summary(), report)
+    return {**report.to_dict(), "summary": report.summary()}
+
+
+def _write(result: FuseResult, loaded: Any, source: str, target: str, in_place: bool) -> None:
+    from gradfuse import model_io
+
+    if result.report.fusions or model_io.has_external_data(loaded.ir):
+        model_io.save(result.model, target, keep_references=in_place)
+    elif not in_place:
+        # Nothing was changed, so not a byte is.
+        with open(source, "rb") as file:
+            model_io.write_file(target, file.read())
+
+
+def _print_report(result: FuseResult, verbose: bool) -> None:
+    heading, *lines = str(result.report).split("\n")
+    _print_heading(heading)
+    for line in lines:
+        click.echo(line)
+    if verbose:
+        for fusion in result.report.fusions:
+            click.echo(f"  {fusion.node} replaces {', '.join(fusion.replaced)}")
+
+
+def _described(schema: onnx.defs.OpSchema) -> dict[str, Any]:
+    def values(formals: Any) -> list[dict[str, Any]]:
+        return [
+            {"name": v.name, "type": v.type_str, "optional": v.option.name == "Optional", "description": v.description}
+            for v in formals
+        ]
+
+    from onnx import helper
+
+    return {
+        "name": schema.name,
+        "description": schema.doc,
+        "inputs": values(schema.inputs),
+        "outputs": values(schema.outputs),
+        "attributes": [
+            {
+                "name": attribute.name,
+                "type": str(attribute.type).rpartition(".")[2].lower(),
+                "default": _text(helper.get_attribute_value(attribute.default_value)),
+                "description": attribute.description,
+            }
+            for attribute in schema.attributes.values()
+        ],
+        "types": {c.type_param_str: list(c.allowed_type_strs) for c in schema.type_constraints},
+    }
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _print_heading(text: str) -> None:
+    # Rich leaves out the style where the output is no terminal.
+    Console(highlight=False, soft_wrap=True).print(Text(text, style="bold"))
+
+
+def _fail(message: str, code: int) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        Text.assemble(("gradfuse: ", "bold red"), " ".join(message.split()))
+    )
+    return code
+
+
+@contextlib.contextmanager
+def _busy(what: str) -> Iterator[None]:
+    """Show on a terminal that work goes on, once it takes noticeable time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    status = console.status(f"{what} ...")
+    timer = threading.Timer(_SHOW_PROGRESS_AFTER_SECONDS, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()

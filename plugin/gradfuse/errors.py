@@ -1,0 +1,29 @@
+"""The exceptions that gradfuse raises on purpose; their text is always one line."""
+
+
+class GradfuseError(Exception):
+    """Base of every error that gradfuse raises on purpose."""
+
+
+class ModelError(GradfuseError):
+    """A model cannot be read, is not valid ONNX, is outside the supported opsets, or cannot be run or written."""
+
+
+class ArgumentError(GradfuseError, ValueError):
+    """An argument of a public function has a value that is not accepted."""
+
+
+class ExportError(GradfuseError):
+    """A PyTorch training step cannot be exported, or the exported model does not agree with PyTorch."""
+
+
+class CheckError(GradfuseError):
+    """Two models that must compute the same do not.
+
+    Attributes:
+        report: the `gradfuse.checking.CheckReport` with every output's largest error and bound.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report

@@ -1,0 +1,170 @@
+"""Models run by stock onnxruntime, in their own types or in wider ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse import library, model_io
+from gradfuse.errors import GradfuseError, ModelError
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+"""The floating point types that a model may compute in, from narrow to wide."""
+
+_SILENT = 4
+
+
+class Session:
+    """An onnxruntime CPU session that takes and gives numpy arrays, bfloat16 included.
+
+    Args:
+        model: the model; it is not changed.
+        source: what to call it in messages.
+        kernels: register gradfuse's own kernels, where there is a compiled library; without, function bodies run.
+
+    Raises:
+        ModelError: onnxruntime cannot load the model.
+        GradfuseError: onnxruntime is not installed.
+    """
+
+    def __init__(self, model: ir.Model, source: str, *, kernels: bool = True) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise GradfuseError("running a model needs onnxruntime: pip install onnxruntime") from error
+        self._source = source
+        self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
+        options = onnxruntime.SessionOptions()
+        # onnxruntime raises what it would log as well.
+        options.log_severity_level = _SILENT
+        if kernels and library.find_library() is not None:
+            library.register(options)
+        model = _with_float32_borders(model)
+        fits = model_io.fits_one_message(model)
+        with tempfile.TemporaryDirectory(prefix="gradfuse-") as folder:
+            if fits:
+                content: bytes | str = model_io.to_proto(model).SerializeToString()
+            else:
+                content = os.path.join(folder, "model.onnx")
+                model_io.save(model, content)
+            try:
+                self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            except Exception as error:
+                # onnxruntime's exception classes share no public base.
+                raise ModelError(f"{source}: onnxruntime cannot load the model: {_reason(error)}") from error
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return every output for the given inputs, by name and in order.
+
+        Raises:
+            ModelError: onnxruntime cannot run the model on them.
+        """
+        names = [output.name for output in self._session.get_outputs()]
+        wide = {
+            name: array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+            for name, array in feeds.items()
+        }
+        try:
+            outputs = self._session.run(names, wide)
+        except Exception as error:
+            raise ModelError(f"{self._source}: onnxruntime cannot run the model: {_reason(error)}") from error
+        return {
+            name: np.asarray(output).astype(self._dtypes[name] or np.asarray(output).dtype, copy=False)
+            for name, output in zip(names, outputs, strict=True)
+        }
+
+
+def float_types(model: ir.Model) -> set[ir.DataType]:
+    """Return the floating point types that occur in a model."""
+    found = {tensor.dtype for tensor in model_io.tensors(model)}
+    for graph in model.graphs():
+        found |= {value.dtype for value in (*graph.inputs, *graph.outputs) if value.dtype is not None}
+        found |= {value.dtype for node in graph for value in node.outputs if value.dtype is not None}
+    return found & set(FLOATS)
+
+
+def widened(model: ir.Model, dtype: ir.DataType) -> ir.Model:
+    """Return a copy in which every floating point type that is narrower than `dtype` is `dtype`."""
+    narrow = set(FLOATS[: FLOATS.index(dtype)])
+    copy = model_io.copy_model(model)
+    for graph in copy.graphs():
+        for value in (*graph.inputs, *graph.outputs, *graph.initializers.values(), *_results(graph)):
+            if value.dtype in narrow:
+                value.dtype = dtype
+        for value in graph.initializers.values():
+            if value.const_value is not None and value.const_value.dtype in narrow:
+                value.const_value = _cast(value.const_value, dtype)
+    for group in (copy.graph.all_nodes(), *(function.all_nodes() for function in copy.functions.values())):
+        for node in group:
+            for attribute in list(node.attributes.values()):
+                if not attribute.is_ref():
+                    _widen_attribute(node, attribute, dtype, narrow)
+    return copy
+
+
+def _widen_attribute(node: ir.Node, attribute: ir.Attr, dtype: ir.DataType, narrow: set[ir.DataType]) -> None:
+    name = attribute.name
+    if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in narrow:
+        node.attributes[name] = ir.AttrTensor(name, _cast(attribute.as_tensor(), dtype))
+    elif name in ("to", "dtype") and attribute.type == ir.AttributeType.INT and attribute.as_int() in narrow:
+        node.attributes[name] = ir.AttrInt64(name, int(dtype))
+    elif node.op_type == "Constant" and name in ("value_float", "value_floats") and ir.DataType.FLOAT in narrow:
+        del node.attributes[name]
+        values = np.asarray(attribute.value, dtype=dtype.numpy())
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(values, dtype=dtype))
+
+
+def _results(graph: ir.Graph) -> Iterator[ir.Value]:
+    for node in graph:
+        yield from node.outputs
+
+
+def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=tensor.name)
+
+
+def _with_float32_borders(model: ir.Model) -> ir.Model:
+    """Return a model whose bfloat16 inputs and outputs are float32: onnxruntime's Python API has no bfloat16 arrays."""
+    if all(value.dtype != ir.DataType.BFLOAT16 for value in (*model.graph.inputs, *model.graph.outputs)):
+        return model
+    copy = model_io.copy_model(model)
+    graph = copy.graph
+    for value in list(graph.inputs):
+        if value.dtype == ir.DataType.BFLOAT16 and value.name not in graph.initializers:
+            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.BFLOAT16})
+            inner = cast.outputs[0]
+            inner.name, inner.dtype, inner.shape = f"{value.name}/bfloat16", ir.DataType.BFLOAT16, value.shape
+            ir.convenience.replace_all_uses_with(value, inner, replace_graph_outputs=True)
+            cast.replace_input_with(0, value)
+            value.dtype = ir.DataType.FLOAT
+            if len(graph):
+                graph.insert_before(graph[0], cast)
+            else:
+                graph.append(cast)
+    for index, value in enumerate(graph.outputs):
+        if value.dtype == ir.DataType.BFLOAT16:
+            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
+            outer = cast.outputs[0]
+            outer.name, outer.dtype, outer.shape = value.name, ir.DataType.FLOAT, value.shape
+            value.name = f"{value.name}/bfloat16"
+            graph.append(cast)
+            graph.outputs[index] = outer
+    return copy
+
+
+def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
+    return None if value.dtype is None or value.dtype == ir.DataType.STRING else value.dtype.numpy()
+
+
+def _reason(error: Exception) -> str:
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", model_io.one_line(error))

@@ -1,0 +1,59 @@
+"""The compiled library of kernels: where it is, and how it gets into an onnxruntime session."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from gradfuse.errors import ArgumentError, GradfuseError
+
+LIBRARY_NAME = "libgradfuse.so"
+
+
+def find_library() -> str | None:
+    """Return the absolute path of the compiled library, or None where there is none."""
+    import gradfuse
+
+    # An editable install has two folders in __path__: the sources, and the place CMake installs to.
+    for folder in gradfuse.__path__:
+        path = os.path.abspath(os.path.join(folder, "lib", LIBRARY_NAME))
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def get_library_path() -> str:
+    """Return the absolute path of the library that holds the onnxruntime custom operators.
+
+    Raises:
+        GradfuseError: the installation holds no compiled library.
+    """
+    path = find_library()
+    if path is None:
+        import gradfuse
+
+        searched = ", ".join(os.path.join(folder, "lib") for folder in gradfuse.__path__)
+        raise GradfuseError(f"{LIBRARY_NAME} is not in {searched}; expected an installation that was built with CMake")
+    return path
+
+
+def register(session_options: Any) -> None:
+    """Register gradfuse's operators (domain aclnn) in an onnxruntime session.
+
+    Args:
+        session_options: an `onnxruntime.SessionOptions`, of any onnxruntime from 1.18 on.
+
+    Raises:
+        ArgumentError: `session_options` is something else.
+        GradfuseError: there is no compiled library, or onnxruntime refuses it.
+    """
+    if not hasattr(session_options, "register_custom_ops_library"):
+        raise ArgumentError(
+            f"register: session_options is {type(session_options).__name__}; expected onnxruntime.SessionOptions"
+        )
+    path = get_library_path()
+    try:
+        session_options.register_custom_ops_library(path)
+    except Exception as error:
+        # onnxruntime's own exception classes share no public base.
+        raise GradfuseError(f"register: onnxruntime refuses {path}: {' '.join(str(error).split())}") from error

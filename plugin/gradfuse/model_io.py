@@ -1,0 +1,402 @@
+"""Models into and out of gradfuse: read, validated, and written whole or not at all.
+
+External data is never read before it is needed: tensors that live in files stay memory maps, and a model that does not
+fit into one protobuf message is written with its tensors in a file beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import onnx
+import onnx_ir as ir
+
+from gradfuse.errors import ArgumentError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model | torch.onnx.ONNXProgram | LoadedModel"
+
+_IrModel = ir.Model
+
+OLDEST_OPSET = 17
+NEWEST_OPSET = onnx.defs.onnx_opset_version()
+
+PROTOBUF_LIMIT = 2**31 - 1
+# Room for everything of a message that is not tensor data.
+_MESSAGE_ROOM = 2**27
+
+
+class _Kind(enum.Enum):
+    PATH = "path"
+    PROTO = "onnx.ModelProto"
+    IR = "onnx_ir.Model"
+    PROGRAM = "torch.onnx.ONNXProgram"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model as gradfuse works on it.
+
+    Attributes:
+        ir: a private copy; tensors are shared with the argument of `load`, and they are immutable.
+        source: what to call the model in messages: the path, or the model's kind.
+    """
+
+    ir: _IrModel
+    source: str
+    _kind: _Kind
+    _argument: Any
+
+    def restore(self, model: _IrModel) -> Any:
+        """Return `model` as the kind of model that was loaded.
+
+        A path gives an `onnx.ModelProto` with its tensors in it, so that it can be saved anywhere; only one that would
+        exceed a protobuf message (2 GB) keeps referring to the data files beside the path.
+        """
+        if self._kind is _Kind.IR:
+            return model
+        if self._kind is _Kind.PROGRAM:
+            return type(self._argument)(model, self._argument.exported_program)
+        if self._kind is _Kind.PATH:
+            return to_proto(model)
+        return _serialized(model)
+
+
+def load(model: ModelLike) -> LoadedModel:
+    """Read and validate a model; the argument is never changed.
+
+    Args:
+        model: a path, an `onnx.ModelProto`, an `onnx_ir.Model`, a `torch.onnx.ONNXProgram`, or what was loaded before.
+
+    Raises:
+        ModelError: not an ONNX model, truncated, invalid, external data missing or too short, or an unknown or too old
+            opset or IR version.
+        ArgumentError: `model` is something else.
+    """
+    if isinstance(model, LoadedModel):
+        return dataclasses.replace(model, ir=copy_model(model.ir))
+    if isinstance(model, (str, os.PathLike)):
+        path = os.fspath(model)
+        return LoadedModel(_load_path(path), path, _Kind.PATH, None)
+    if isinstance(model, onnx.ModelProto):
+        _check_versions(model, "ModelProto")
+        # The checker takes one message within the limit, and looks for external data in the current folder only.
+        if model.ByteSize() <= PROTOBUF_LIMIT and not _has_external_initializers(model):
+            _check(model, "ModelProto")
+        return LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None)
+    kind, inner = (_Kind.IR, model) if isinstance(model, ir.Model) else (_Kind.PROGRAM, getattr(model, "model", None))
+    if not isinstance(inner, ir.Model) or (kind is _Kind.PROGRAM and not hasattr(model, "exported_program")):
+        raise ArgumentError(
+            f"model is {type(model).__name__}; "
+            "expected a path, onnx.ModelProto, onnx_ir.Model or torch.onnx.ONNXProgram"
+        )
+    _check_opset(inner.opset_imports, kind.value)
+    return LoadedModel(_with_one_default_domain(copy_model(inner)), kind.value, kind, model)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Return an `onnx.ModelProto` that holds its tensors; beyond a message's limit external ones stay external."""
+    return _serialized(with_tensors_in_memory(model) if fits_one_message(model) else model)
+
+
+def _serialized(model: ir.Model) -> onnx.ModelProto:
+    try:
+        return ir.to_proto(model)
+    except Exception as error:
+        # The serialiser states no exception classes; whatever it raises, the model is malformed.
+        raise ModelError(f"onnx_ir.Model: is not a valid ONNX model: {one_line(error)}") from error
+
+
+def copy_model(model: ir.Model) -> ir.Model:
+    """Return a copy that can be changed in every way without a trace in `model`; tensors, being immutable, are shared.
+
+    onnx_ir's own clone shares the types of values, and setting `Value.dtype` changes the type in place.
+    """
+    copy = model.clone()
+    for graph in copy.graphs():
+        for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)):
+            if isinstance(value.type, ir.TensorType):
+                value.type = ir.TensorType(value.type.dtype, denotation=value.type.denotation)
+    return copy
+
+
+def with_tensors_in_memory(model: ir.Model) -> ir.Model:
+    """Return the model, or a copy with every external tensor read into memory where it has any.
+
+    Raises:
+        ModelError: external data cannot be read.
+    """
+    if not has_external_data(model):
+        return model
+    copy = copy_model(model)
+    _read_attribute_tensors(copy)
+    for graph in copy.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _read_tensor(value.const_value)
+    return copy
+
+
+def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Yield every tensor of a model: initializers and attributes, of subgraphs and functions too."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+    for attribute in _attributes(model):
+        if attribute.type == ir.AttributeType.TENSOR:
+            yield attribute.as_tensor()
+        elif attribute.type == ir.AttributeType.TENSORS:
+            yield from attribute.as_tensors()
+
+
+def fits_one_message(model: ir.Model) -> bool:
+    """Tell whether a model with all its tensors fits into one protobuf message."""
+    return tensor_bytes(model) + _MESSAGE_ROOM <= PROTOBUF_LIMIT
+
+
+def tensor_bytes(model: ir.Model) -> int:
+    """Return how many bytes the tensors of a model take, in files or in memory."""
+    return sum(tensor.nbytes for tensor in tensors(model))
+
+
+def save(model: ir.Model, path: str | os.PathLike[str], *, keep_references: bool = False) -> None:
+    """Write a model, with its external data, whole or not at all.
+
+    A model that has external tensors, or is too large for one protobuf message, gets its tensors into `<path>.data`.
+    Everything is written to a temporary folder beside `path` and then renamed, so that at any failure what was at
+    `path` before is still there.
+
+    Args:
+        model: the model; it is not changed.
+        path: the file to write; its ending chooses the format, as for `onnx.save`.
+        keep_references: external tensors go on referring to the files they are in, which must be beside `path`.
+
+    Raises:
+        ModelError: the model cannot be written.
+    """
+    path = os.fspath(path)
+    # A link's target is what gets replaced, not the link.
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    references_hold = keep_references and folder == os.path.dirname(os.path.abspath(path))
+    data_name = f"{name}.data"
+    try:
+        with _temporary_folder(folder, name) as temporary:
+            written = os.path.join(temporary, name)
+            if not fits_one_message(model) or (has_external_data(model) and not references_hold):
+                copy = copy_model(model)
+                _read_attribute_tensors(copy)
+                ir.save(copy, written, external_data=data_name)
+            else:
+                ir.save(model, written)
+            _move_into_place(temporary, folder, name, data_name)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Disk, protobuf and numpy errors have no common base, and all mean that nothing was written.
+        raise ModelError(f"{path}: cannot write the model: {one_line(error)}") from error
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        ModelError: the file cannot be written.
+    """
+    path = os.fspath(path)
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    try:
+        with _temporary_folder(folder, name) as temporary:
+            with open(os.path.join(temporary, name), "wb") as file:
+                file.write(content)
+            _move_into_place(temporary, folder, name, f"{name}.data")
+    except OSError as error:
+        raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
+
+
+def has_external_data(model: ir.Model) -> bool:
+    """Tell whether any tensor of a model lives in a file beside it."""
+    return any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors(model))
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of another library's exception in one line, cut to what a terminal can show."""
+    reason = getattr(error, "strerror", None) or str(error)
+    text = " ".join(reason.split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+def _load_path(path: str) -> ir.Model:
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise ModelError(f"{path}: {what}; expected an ONNX file")
+    proto = _parse(path)
+    _check_versions(proto, path)
+    text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
+    _check(path if text_format in (None, "protobuf") else proto, path)
+    model = _from_proto(proto, path)
+    folder = os.path.dirname(path) or os.curdir
+    for tensor in tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.base_dir = folder
+            _check_external(tensor, path)
+    return model
+
+
+def _parse(path: str) -> onnx.ModelProto:
+    try:
+        size = os.path.getsize(path)
+        if size > PROTOBUF_LIMIT:
+            raise ModelError(
+                f"{path}: is one file of {size} bytes; expected at most {PROTOBUF_LIMIT}, with external data for more"
+            )
+        proto = onnx.load(path, load_external_data=False)
+    except (OSError, MemoryError) as error:
+        raise ModelError(f"{path}: cannot read the file: {one_line(error)}") from error
+    except ModelError:
+        raise
+    except Exception as error:
+        # protobuf's decoders for the binary and the text formats have different exceptions.
+        with open(path, "rb") as file:
+            begins_like_onnx = file.read(1) == b"\x08"
+        what = "is truncated or damaged" if begins_like_onnx else "is not an ONNX model"
+        raise ModelError(f"{path}: {what}: {one_line(error)}") from error
+    if not proto.ir_version or not proto.HasField("graph"):
+        raise ModelError(f"{path}: is not an ONNX model: it has no IR version or no graph")
+    return proto
+
+
+def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:
+        # The deserialiser states no exception classes; whatever it raises, the model is malformed.
+        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
+    return _with_one_default_domain(model)
+
+
+def _with_one_default_domain(model: ir.Model) -> ir.Model:
+    """Make "" the only name of the default domain in opset imports, as onnx_ir does for nodes."""
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for holder in holders:
+        version = holder.opset_imports.pop("ai.onnx", None)
+        if version is not None:
+            holder.opset_imports.setdefault("", version)
+    return model
+
+
+def _has_external_initializers(proto: onnx.ModelProto) -> bool:
+    return any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer)
+
+
+def _check_versions(proto: onnx.ModelProto, source: str) -> None:
+    if proto.ir_version > onnx.IR_VERSION:
+        raise ModelError(f"{source}: the IR version is {proto.ir_version}; expected at most {onnx.IR_VERSION}")
+    _check_opset({opset.domain: opset.version for opset in proto.opset_import}, source)
+
+
+def _check_opset(imports: Mapping[str, int], source: str) -> None:
+    wanted = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
+    version = imports.get("", imports.get("ai.onnx"))
+    if version is None:
+        raise ModelError(f"{source}: the default opset is not imported; expected {wanted}")
+    if not OLDEST_OPSET <= version <= NEWEST_OPSET:
+        hint = "; onnx.version_converter can raise it" if version < OLDEST_OPSET else ""
+        raise ModelError(f"{source}: the default opset is {version}; expected {wanted}{hint}")
+
+
+def _check(model: onnx.ModelProto | str, source: str) -> None:
+    try:
+        onnx.checker.check_model(model)
+    except Exception as error:
+        # ValidationError, and for some malformed models ValueError or RuntimeError.
+        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
+
+
+def _check_external(tensor: ir.ExternalTensor, source: str) -> None:
+    if not os.path.isfile(tensor.path):
+        raise ModelError(f"{source}: the external data of {tensor.name!r} is in {tensor.path}, which does not exist")
+    needed = (tensor.offset or 0) + tensor.nbytes
+    if tensor.length is not None and tensor.length < tensor.nbytes:
+        raise ModelError(
+            f"{source}: the external data of {tensor.name!r} has length {tensor.length}; expected {tensor.nbytes}"
+        )
+    size = os.path.getsize(tensor.path)
+    if size < needed:
+        raise ModelError(
+            f"{source}: the external data file {tensor.path} has {size} bytes; expected {needed} for {tensor.name!r}"
+        )
+
+
+def _attributes(model: ir.Model) -> Iterator[ir.Attr]:
+    nodes = [model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())]
+    for group in nodes:
+        for node in group:
+            yield from (attribute for attribute in node.attributes.values() if not attribute.is_ref())
+
+
+def _read_attribute_tensors(model: ir.Model) -> None:
+    """Replace external tensors in attributes, which no ONNX writer moves along, by tensors in memory."""
+    nodes = [model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())]
+    for group in nodes:
+        for node in group:
+            for attribute in list(node.attributes.values()):
+                if (
+                    not attribute.is_ref()
+                    and attribute.type == ir.AttributeType.TENSOR
+                    and isinstance(attribute.value, ir.ExternalTensor)
+                ):
+                    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, _read_tensor(attribute.value))
+
+
+def _read_tensor(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    try:
+        values = tensor.numpy().copy()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the external data of {tensor.name!r}: {one_line(error)}") from error
+    return ir.Tensor(values, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, doc_string=tensor.doc_string)
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: str, name: str) -> Iterator[str]:
+    temporary = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_into_place(temporary: str, folder: str, name: str, data_name: str) -> None:
+    """Rename a written model, and its data file if there is one, to where they belong; both or neither."""
+    model, data = os.path.join(temporary, name), os.path.join(temporary, data_name)
+    model_target, data_target = os.path.join(folder, name), os.path.join(folder, data_name)
+    if os.path.exists(model_target):
+        shutil.copymode(model_target, model)
+    if not os.path.exists(data):
+        os.replace(model, model_target)
+        return
+    shutil.copymode(model, data)
+    replaced = os.path.join(temporary, "replaced")
+    had_data = os.path.exists(data_target)
+    if had_data:
+        os.rename(data_target, replaced)
+    try:
+        os.rename(data, data_target)
+        os.replace(model, model_target)
+    except BaseException:
+        if had_data:
+            os.replace(replaced, data_target)
+        elif os.path.exists(data_target):
+            os.remove(data_target)
+        raise

@@ -1,0 +1,89 @@
+"""Runs one aclnn operator by its kernel: a model of a single node, in onnxruntime with our library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from backends import one_node, to_ort_value
+from onnx import TensorProto, helper
+from torch import Tensor
+
+import gradfuse
+from gradfuse.custom_ops import OPS
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.bool: TensorProto.BOOL,
+}
+
+
+def session_of(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
+    """A session of stock onnxruntime with our library registered."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    gradfuse.register(options)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(op: str, *inputs: Tensor | None, threads: int = 1, **attributes: Any) -> list[Tensor]:
+    """Run one operator on tensors, given in the schema's order, None for an absent one; gives its outputs."""
+    present = [tensor for tensor in inputs if tensor is not None]
+    types = tuple(None if tensor is None else (_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
+    session = _session(op, types, tuple(sorted(attributes.items())), threads)
+    feeds = {i.name: to_ort_value(t) for i, t in zip(session.get_inputs(), present, strict=True)}
+    dtype = next(tensor.dtype for tensor in present if tensor.dtype.is_floating_point)
+    # onnxruntime hands no bfloat16 to Python: such outputs were widened, which is exact.
+    return [torch.from_numpy(out).to(dtype) for out in session.run(None, feeds)]
+
+
+@cache
+def _session(
+    op: str, types: tuple[tuple[int, int] | None, ...], attributes: tuple[tuple[str, Any], ...], threads: int
+) -> ort.InferenceSession:
+    trimmed = list(types)
+    while trimmed and trimmed[-1] is None:
+        trimmed.pop()
+    shapes = [None if given is None else (given[0], [None] * given[1]) for given in trimmed]
+    model = one_node(op, shapes, dict(attributes))
+    t = next(given for given in shapes if given is not None)[0]
+    names = [output.name for output in OPS[op].outputs]
+    wide = t == TensorProto.BFLOAT16
+    if wide:
+        casts = [helper.make_node("Cast", [name], [f"{name}_wide"], to=TensorProto.FLOAT) for name in names]
+        model.graph.node.extend(casts)
+    del model.graph.output[:]
+    model.graph.output.extend(
+        helper.make_tensor_value_info(f"{name}_wide" if wide else name, TensorProto.FLOAT if wide else t, None)
+        for name in names
+    )
+    return session_of(model, threads)
+
+
+def assert_refused(op: str, message: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> None:
+    """Assert that the operator refuses these arguments, in one line that says exactly `message`."""
+    with pytest.raises(Exception, match=r"\(node 'node'\)") as caught:
+        run(op, *inputs, **attributes)
+    text = str(caught.value).strip()
+    assert "\n" not in text
+    assert text.endswith(f"{op} (node 'node'): {message}")
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Assert that two tensors are the same, NaN and the signs of zeros included."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.contiguous().view(integers), expected.contiguous().view(integers))

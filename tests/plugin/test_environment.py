@@ -1,0 +1,50 @@
+"""The report about the installation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+import gradfuse
+from gradfuse import library
+
+
+def test_it_is_data_for_json() -> None:
+    facts = gradfuse.info()
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_it_tells_the_versions_that_are_installed() -> None:
+    facts = gradfuse.info()
+    assert facts["gradfuse"] == gradfuse.__version__
+    assert platform.python_version() in facts["python"]
+    for name in ("onnx", "onnx-ir", "onnxruntime", "torch"):
+        assert facts["packages"][name] == importlib.metadata.version(name)
+
+
+def test_the_library_loads() -> None:
+    assert gradfuse.info()["library"] == {"path": gradfuse.get_library_path(), "loads": True, "error": None}
+
+
+def test_a_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradfuse, "__path__", [str(tmp_path)])
+    assert gradfuse.info()["library"] == {"path": None, "loads": False, "error": "not installed"}
+
+
+def test_a_broken_library_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "lib" / library.LIBRARY_NAME
+    broken.parent.mkdir()
+    broken.write_text("no library")
+    monkeypatch.setattr(gradfuse, "__path__", [str(tmp_path)])
+    facts = gradfuse.info()["library"]
+    assert facts["path"] == str(broken) and not facts["loads"]
+    assert facts["error"] and "\n" not in facts["error"]
+
+
+def test_the_processor_is_described() -> None:
+    cpu = gradfuse.info()["cpu"]
+    assert cpu["model"] and 1 <= cpu["usable"] <= cpu["cores"]

@@ -1,0 +1,190 @@
+"""No wrong rewrite: real training graphs with one thing changed compute the same after `fuse` as before.
+
+A mutant may be fused or not; what counts is that its outputs stay what they are. Where the mutant itself gives NaN or
+an infinity nothing is compared: there the fused operators may give their zeros (an ignored row, a masked element).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+from producers import COMMITTED, Case, cases, run, with_seeds
+
+from gradfuse import fuse
+
+MUTANTS = 400
+SLOW_MUTANTS = 20_000
+
+_SWAPPABLE = {"Sub", "Div", "Pow", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "MatMul"}
+_OTHER_OP = {
+    "Add": "Sub",
+    "Sub": "Add",
+    "Mul": "Div",
+    "Div": "Mul",
+    "ReduceSum": "ReduceMean",
+    "Exp": "Tanh",
+    "Not": "Identity",
+    "Log": "Exp",
+    "Less": "LessOrEqual",
+    "GreaterOrEqual": "Greater",
+    "And": "Or",
+    "LogSoftmax": "Softmax",
+    "Neg": "Abs",
+}
+
+
+def _cases() -> list[Case]:
+    names = {f"{p.parent.name}/{p.stem}" for p in COMMITTED.glob("*/*.onnx")}
+    return [c for c in cases() if str(c) in names and c.runs]
+
+
+def _changed_constant(model: ir.Model, rng: random.Random) -> bool:
+    values = [
+        v for v in model.graph.initializers.values() if v.const_value is not None and 0 < v.const_value.size <= 64
+    ]
+    if not values:
+        return False
+    value = rng.choice(values)
+    assert value.const_value is not None
+    array = np.array(value.const_value.numpy())
+    at = rng.randrange(array.size)
+    if array.dtype == np.bool_:
+        array.flat[at] ^= True
+    elif array.dtype.kind in "iu":
+        array.flat[at] ^= 1
+    else:
+        array.flat[at] = array.flat[at] * rng.choice([-1.0, 0.5, 1.37]) + rng.choice([0.0, 0.25])
+    value.const_value = ir.tensor(array, dtype=value.dtype, name=value.name)
+    return True
+
+
+def _changed_attribute(model: ir.Model, rng: random.Random) -> bool:
+    found = [
+        (n, a)
+        for n in model.graph
+        for a in n.attributes.values()
+        if a.name in ("axis", "perm", "alpha", "ignore_index")
+    ]
+    if not found:
+        return False
+    node, attr = rng.choice(found)
+    if attr.name == "perm":
+        perm = list(attr.as_ints())
+        rng.shuffle(perm)
+        node.attributes["perm"] = ir.AttrInt64s("perm", perm)
+    elif attr.name == "alpha":
+        node.attributes["alpha"] = ir.AttrFloat32("alpha", attr.as_float() * 1.5)
+    else:
+        node.attributes[attr.name] = ir.AttrInt64(attr.name, attr.as_int() + rng.choice([-1, 1]))
+    return True
+
+
+def _swapped_operands(model: ir.Model, rng: random.Random) -> bool:
+    nodes = [n for n in model.graph if n.op_type in _SWAPPABLE or n.op_type == "Where"]
+    if not nodes:
+        return False
+    node = rng.choice(nodes)
+    a, b = (1, 2) if node.op_type == "Where" else (0, 1)
+    first, second = node.inputs[a], node.inputs[b]
+    node.replace_input_with(a, second)
+    node.replace_input_with(b, first)
+    return True
+
+
+def _rewired_edge(model: ir.Model, rng: random.Random) -> bool:
+    nodes = list(model.graph)
+    for _ in range(20):
+        k = rng.randrange(len(nodes))
+        position = rng.randrange(max(len(nodes[k].inputs), 1))
+        old = nodes[k].inputs[position] if nodes[k].inputs else None
+        if old is None or old.shape is None:
+            continue
+        values = [*model.graph.inputs, *model.graph.initializers.values(), *(v for n in nodes[:k] for v in n.outputs)]
+        same = [v for v in values if v is not old and v.dtype == old.dtype and v.shape == old.shape]
+        if same:
+            nodes[k].replace_input_with(position, rng.choice(same))
+            return True
+    return False
+
+
+def _other_operation(model: ir.Model, rng: random.Random) -> bool:
+    nodes = [n for n in model.graph if n.op_type in _OTHER_OP]
+    if not nodes:
+        return False
+    node = rng.choice(nodes)
+    node.op_type = _OTHER_OP[node.op_type]
+    if node.op_type == "ReduceMean" and model.opset_imports[""] < 18:
+        return False
+    return True
+
+
+MUTATIONS: list[Callable[[ir.Model, random.Random], bool]] = [
+    *(_changed_constant, _changed_attribute, _swapped_operands, _rewired_edge, _other_operation)
+]
+
+
+def _check(seed: int, corpus: list[Case]) -> bool | None:
+    """Whether the mutant of this seed was fused; None where it is no valid model."""
+    rng = random.Random(seed)
+    case = rng.choice(corpus)
+    model = with_seeds(ir.load(case.path))
+    if not rng.choice(MUTATIONS)(model, rng):
+        return None
+    # What was known of types and shapes may be no longer true.
+    for node in model.graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
+    feeds = case.arrays("in")
+    try:
+        mutant = ir.to_proto(model)
+        onnx.checker.check_model(mutant, full_check=True)
+        wanted = run(mutant, feeds)
+    except Exception:
+        return None
+    result = fuse(model, policy="all")
+    if not result.report.fusions:
+        return False
+    try:
+        got = run(ir.to_proto(result.model), feeds)
+    except InvalidArgument as refusal:
+        # A class index that is negative wraps in ONNX; it is an error for the fused op, as for PyTorch.
+        assert "target_out_of_range" in str(refusal), f"mutant {seed} of {case}: {refusal}"
+        return True
+    half = any(v.dtype == ir.DataType.FLOAT16 for n in model.graph for v in n.outputs)
+    finite = [a[np.isfinite(a)].astype(np.float64) for a in wanted.values()]
+    bound = (2e-2 if half else 2e-5) * max((float(np.abs(a).max(initial=0)) for a in finite), default=0.0)
+    for name, before in wanted.items():
+        where = np.isfinite(before)
+        difference = np.abs(got[name][where].astype(np.float64) - before[where].astype(np.float64))
+        assert np.all(difference <= bound), (
+            f"mutant {seed} of {case}: {name} differs by {difference.max()}\n{result.report}"
+        )
+    return True
+
+
+def _check_many(seeds: range) -> None:
+    corpus = _cases()
+    outcomes = [_check(seed, corpus) for seed in seeds]
+    valid = [o for o in outcomes if o is not None]
+    assert len(valid) > len(outcomes) / 4
+    assert sum(valid) > len(valid) / 4
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_mutants_stay_right(part: int) -> None:
+    size = MUTANTS // 4
+    _check_many(range(part * size, (part + 1) * size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_mutants_stay_right(part: int) -> None:
+    size = SLOW_MUTANTS // 20
+    _check_many(range(1_000_000 + part * size, 1_000_000 + (part + 1) * size))

@@ -1,0 +1,70 @@
+"""The demonstration works at a small size, and says by its exit status whether the models learned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+
+from gradfuse import TrainingStep
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "digits.py"
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SAMPLE), "--rounds", "3", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("digits") / "models"
+    return demo("--epochs", "4", "--accuracy", "0.85", "--save", str(folder)), folder
+
+
+def test_both_models_learn(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    result, _ = saved
+    assert result.returncode == 0, result.stdout + result.stderr
+    accuracies = [float(value) for value in re.findall(r"test accuracy (\d+\.\d+)%", result.stdout)]
+    assert len(accuracies) == 2
+    assert min(accuracies) >= 85
+    assert result.stdout.count("random batches: the same outputs") == 2
+
+
+def test_at_least_two_operators_are_fused(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    result, folder = saved
+    assert set(re.findall(r"^  (\w+) replaces \d+ nodes$", result.stdout, re.MULTILINE)) == {
+        "CrossEntropyLossGrad",
+        "ScaledMaskedSoftmaxBackward",
+    }
+    model = onnx.load(folder / "digits_rowattention_fused.onnx")
+    fused = {node.op_type for node in model.graph.node if node.domain == "aclnn"}
+    assert fused == {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}
+
+
+def test_output_that_is_no_terminal_is_plain_text(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    result, _ = saved
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
+    assert "\r" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_saved_models_are_training_steps(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, folder = saved
+    assert len(list(folder.iterdir())) == 4
+    for path in folder.iterdir():
+        step = TrainingStep.load(path)
+        assert (step.input_names, step.target_names) == (("image",), ("target",))
+        assert "head.weight" in step.parameters
+
+
+def test_a_missed_accuracy_is_a_failure() -> None:
+    result = demo("--model", "cnn", "--epochs", "1", "--accuracy", "1.0")
+    assert result.returncode == 1
+    assert "expected at least 100%" in result.stdout

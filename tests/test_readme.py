@@ -1,0 +1,61 @@
+"""What README.md shows works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def run(*arguments: str, folder: Path) -> str:
+    result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
+    (example,) = EXAMPLES
+    assert len([line for line in example.splitlines() if line.strip()]) <= 22
+    output = run("-c", example, folder=tmp_path)
+    assert "CrossEntropyLossGrad" in output
+    # Random labels of 32 points: guessing has loss log 5 = 1.61, and the module has parameters enough to learn them.
+    loss = re.search(r"^loss (\d+\.\d+)$", output, re.MULTILINE)
+    assert loss is not None
+    assert float(loss[1]) < 0.5
+
+
+def test_the_commands_run(tmp_path: Path) -> None:
+    commands = re.findall(r"^    gradfuse (.+)$", README, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["fuse", "check", "ops", "info"]
+    (example,) = EXAMPLES
+    exporting = example[: example.index("options =")].replace(
+        "dynamic_shapes=shapes", "dynamic_shapes=shapes, fuse=False"
+    )
+    run("-c", exporting + 'step.save("step.onnx")', folder=tmp_path)
+    for command in commands:
+        run("-m", "gradfuse", *command.split(), folder=tmp_path)
+    assert (tmp_path / "fused.onnx").is_file()
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^):#]+)\)", README))))
+def test_links_lead_somewhere(target: str) -> None:
+    assert (ROOT / target).exists()
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"\bmake (\w+)(?=`|  )", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_table_of_operators_is_complete() -> None:
+    from gradfuse import custom_ops
+
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set(custom_ops.OPS)
