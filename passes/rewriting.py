@@ -177,6 +177,7 @@ class Site:
         self.near_misses: list[NearMiss] = []
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
         self._names = names
+        self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
         self._index: dict[frozenset[object], list[ir.Value]] = {}
         for value in self._leaves():
@@ -191,9 +192,11 @@ class Site:
     def _leaves(self) -> Iterator[ir.Value]:
         seen: set[ir.Value] = set(self.graph.inputs)
         yield from self.graph.inputs
+        own = {v for node in self.graph for v in node.outputs}
         for node in self.graph:
             for value in node.inputs:
-                if value is not None and value not in seen and value.producer() is None:
+                # Initializers, and values of an outer graph.
+                if value is not None and value not in seen and value not in own:
                     seen.add(value)
                     yield value
 
@@ -204,11 +207,12 @@ class Site:
             self._index.setdefault(self.algebra.tensors(form.poly), []).append(value)
 
     def fresh(self, stem: str) -> str:
-        k = 0
-        while (name := f"{stem.lower()}_{k}") in self._names:
-            k += 1
-        self._names.add(name)
-        return name
+        stem = stem.lower()
+        while True:
+            k = self._counts[stem] = self._counts.get(stem, -1) + 1
+            if (name := f"{stem}_{k}") not in self._names:
+                self._names.add(name)
+                return name
 
     def dim(self, size: Poly) -> int | ir.SymbolicDim:
         n = size.integer
@@ -255,7 +259,8 @@ class Site:
         limit = self.position[root]
         best: tuple[tuple[bool, bool, int], ir.Value, float] | None = None
         for value in self._index.get(self.algebra.tensors(poly), ()):
-            if self.position[value] >= limit or value.dtype not in wanted:
+            # Values that went with a rewrite have no position any more.
+            if self.position.get(value, limit) >= limit or value.dtype not in wanted:
                 continue
             factor = self._factor(value, poly, sizes)
             if factor is None:
@@ -476,8 +481,6 @@ class Site:
         for node in dead:
             for value in node.outputs:
                 self.position.pop(value, None)
-        for bucket in self._index.values():
-            bucket[:] = [v for v in bucket if v in self.position]
         self._enter(output, self.position[output])
         return Fusion(rewrite.operator, str(rewrite.fused[0].name), rewrite.rule, replaced, saved)
 
