@@ -136,9 +136,7 @@ PROLOGUE = """
     two_blanks = Expand(blank_label, two_columns)
     blanks_extended = Concat<axis=1>(two_blanks, extended)
     two_before = Slice(blanks_extended, zero, states, one)
-    repeats = Equal(extended, two_before)
-    is_blank = Equal(extended, blank_label)
-    no_skip = Or(repeats, is_blank)
+    no_skip = Equal(extended, two_before)
 
     negative_class = Less(extended, zero)
     large_class = GreaterOrEqual(extended, classes)

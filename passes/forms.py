@@ -113,9 +113,9 @@ class Forms:
             raise Unreadable(value.name)
         return form
 
-    def alias(self, value: ir.Value, like: ir.Value) -> None:
-        """Says that a new value computes what `like` does."""
-        self._forms[value] = self.form(like)
+    def set(self, value: ir.Value, form: Form) -> None:
+        """Says what a value that is new to the graph computes."""
+        self._forms[value] = form
 
     def relative(self, root: ir.Value, source: ir.Value) -> tuple[Form, Form]:
         """The forms of two values of which one is computed from the other, with `source` taken as opaque."""

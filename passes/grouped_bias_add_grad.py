@@ -29,6 +29,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
     """
 
     operator = "GroupedBiasAddGrad"
+    linear = False  # It would be; but the sums are read relative to a tensor that has the factor already.
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()

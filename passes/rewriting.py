@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from gradfuse import custom_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
-from gradfuse.passes.forms import Forms, Opaque
+from gradfuse.passes.forms import Form, Forms, Opaque
 from gradfuse.passes.report import Fusion, NearMiss
 
 Policy = Literal["profitable", "all"]
@@ -108,20 +108,17 @@ class Builder:
         if list(sizes) == self.site.extents(value):
             return value
         symbolic = [k for k, s in enumerate(sizes) if s.integer is None]
-        if len(symbolic) <= 1:
-            shape = self.ints([-1 if (n := s.integer) is None else n for s in sizes])
-        else:
-            inferred = next((k for k in symbolic if not self._donor(sizes[k])), symbolic[0])
-            parts = [
-                self.ints([-1])
-                if k == inferred
-                else self.ints([n])
-                if (n := s.integer) is not None
-                else self._extent(s)
-                for k, s in enumerate(sizes)
-            ]
-            shape = self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
-        return self.op("Reshape", [value, shape], value.dtype, sizes)
+        inferred = next((k for k in symbolic if not self._donor(sizes[k])), symbolic[0]) if symbolic else None
+        return self.op("Reshape", [value, self._shape(sizes, inferred)], value.dtype, sizes)
+
+    def _shape(self, sizes: Sequence[Poly], inferred: int | None = None) -> ir.Value:
+        """The sizes as a tensor, -1 for the inferred one."""
+        known = [-1 if k == inferred else s.integer for k, s in enumerate(sizes)]
+        constants = [n for n in known if n is not None]
+        if len(constants) == len(known):
+            return self.ints(constants)
+        parts = [self._extent(s) if n is None else self.ints([n]) for n, s in zip(known, sizes, strict=True)]
+        return self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
 
     def _donor(self, size: Poly) -> tuple[ir.Value, int] | None:
         for value in self.site.donors(self.root):
@@ -138,12 +135,17 @@ class Builder:
         return self.op("Shape", [value], ir.DataType.INT64, [UNIT], start=axis, end=axis + 1)
 
     def arrange(self, value: ir.Value, variables: Sequence[int], layout: Layout, sizes: Mapping[int, Poly]) -> ir.Value:
-        """A value whose row-major elements run over `variables`, in the given layout of them."""
+        """A value whose row-major elements run over `variables`, in the given layout; further variables repeat it."""
         target = [v for group in layout for v in group]
-        if target != list(variables):
+        own = [v for v in target if v in variables]
+        if own != list(variables):
             value = self.reshape(value, [sizes[v] for v in variables])
-            order = [list(variables).index(v) for v in target]
-            value = self.op("Transpose", [value], value.dtype, [sizes[v] for v in target], perm=order)
+            order = [list(variables).index(v) for v in own]
+            value = self.op("Transpose", [value], value.dtype, [sizes[v] for v in own], perm=order)
+        if len(target) > len(own):
+            value = self.reshape(value, [sizes[v] if v in own else UNIT for v in target])
+            full = [sizes[v] for v in target]
+            value = self.op("Expand", [value, self._shape(full)], value.dtype, full)
         return self.reshape(value, [self.site.algebra.product(sizes[v] for v in group) for group in layout])
 
     def fused(
@@ -234,6 +236,34 @@ class Site:
         for value, position in self.position.items():
             if position < limit and self.forms.get(value) is not None:
                 yield value
+
+    def without_outer_factor(self, root: ir.Value) -> tuple[ir.Value, list[int], Poly] | None:
+        """A value for what is left of the root without the factor that has all of some variables to itself.
+
+        Gives that value, the root's variables that it has, and the factor; None where no variable is left over.
+        """
+        form = self.forms.form(root)
+        factors = self.algebra.content(form.poly)[1]
+        rest = self.algebra.divide_monomial(form.poly, factors)
+        alone = set(range(len(form.sizes))) - self.algebra.free(rest)
+        apart = tuple(f for f in factors if (free := self.algebra.atoms[f[0]].free) and free <= alone)
+        gone = self.algebra.free_of_monomial(apart)
+        left = tuple(f for f in factors if f not in apart)
+        if (
+            not apart
+            or gone & self.algebra.free_of_monomial(left)
+            or any(self.algebra.atoms[a].indicator for a, _ in apart)
+        ):
+            return None
+        kept = [v for v in range(len(form.sizes)) if v not in gone]
+        names = {v: self.algebra.var(k) for k, v in enumerate(kept)}
+        poly = self.algebra.mul(self.algebra.substitute(rest, names), self.algebra.substitute(Poly({left: 1.0}), names))
+        axes = [a for a, group in enumerate(form.groups) if not group or not gone.issuperset(form.variables(a))]
+        groups = [tuple(form.sizes[v] for v in form.variables(a) if v in kept) for a in axes]
+        inner = ir.Value(name=root.name, type=root.type)
+        self.forms.set(inner, Form(tuple(groups), poly))
+        self.position[inner] = self.position[root]
+        return inner, kept, Poly({apart: 1.0})
 
     def differences(self) -> list[ir.Node]:
         """The subtractions of the graph, of floats."""
@@ -468,7 +498,7 @@ class Site:
         for node in rewrite.fused:
             node.metadata_props["gradfuse.replaced"] = ", ".join(replaced)
         ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=True)
-        self.forms.alias(output, root)
+        self.forms.set(output, self.forms.form(root))
         self.position[output] = self.position[root]
         read = {v for node in dead for v in node.inputs if v is not None}
         self.graph.remove(dead, safe=True)
@@ -556,6 +586,8 @@ class FusePass(ir.passes.InPlacePass):
     """
 
     operator: ClassVar[str]
+    linear: ClassVar[bool] = True
+    """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
 
     def __init__(self, policy: Policy = "profitable", sites: Sites | None = None) -> None:
         super().__init__()
@@ -585,13 +617,34 @@ class FusePass(ir.passes.InPlacePass):
             model.graph.opset_imports.setdefault(custom_ops.DOMAIN, custom_ops.VERSION)
         return ir.passes.PassResult(model, bool(self.fusions))
 
+    def _proposed(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        """A rewrite of the root, or of what is left of it without a factor that has dimensions of its own."""
+        outer = site.without_outer_factor(root) if self.linear else None
+        if outer is None:
+            return self.propose(site, builder, root)
+        inner, kept, factor = outer
+        rewrite = self.propose(site, builder, inner)
+        if rewrite is None:
+            return None
+        form = site.forms.form(root)
+        sizes = dict(enumerate(form.sizes))
+        layout = [list(form.variables(a)) for a in range(len(form.groups))]
+        own = [[v for v in group if v in kept] for group in layout]
+        other = [[v for v in group if v not in kept] for group in layout]
+        assert root.dtype is not None
+        value = builder.arrange(rewrite.output, kept, own, sizes)
+        rest = [v for group in other for v in group]
+        scale = site.materialise(builder, factor, rest, sizes, root.dtype, other)
+        output = builder.op("Mul", [value, scale], root.dtype, site.extents(root))
+        return replace(rewrite, root=root, output=output)
+
     def _try(self, site: Site, root: ir.Value) -> None:
         if root.dtype not in TOLERANCE or root not in site.position or site.forms.get(root) is None:
             return
         builder = Builder(site, root)
         reason = None
         try:
-            rewrite = self.propose(site, builder, root)
+            rewrite = self._proposed(site, builder, root)
             if rewrite is not None:
                 dead = site.superfluous(rewrite)
                 saved = site.traffic(dead) - site.traffic(rewrite.nodes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, ZERO, Poly, number
+from gradfuse.passes.algebra import UNIT, ZERO, Poly
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 
@@ -47,7 +47,9 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         scale, keep = _scale_and_keep(site, k)
         assert root.dtype is not None
         shape = site.extents(root)
-        found_y = site.find(y, form.sizes, root, dtypes=[root.dtype], shape=shape)
+        of_y = sorted(algebra.free(y))
+        local = algebra.substitute(y, {v: algebra.var(n) for n, v in enumerate(of_y)})
+        found_y = site.find(local, [sizes[v] for v in of_y], root, dtypes=[root.dtype], shape=shape)
         if found_y is None or found_y[1] != 1.0:
             raise Mismatch("no value of its type is the softmax")
         found_g = site.find(g, form.sizes, root, dtypes=[root.dtype], shape=shape)
@@ -59,37 +61,21 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         inside = algebra.mul(y, g - total)
         require_same(site, root, algebra.mul(keep.scaled(scale), inside))
 
-        layout = _layout(form, variables, j, algebra.free(keep))
-        inputs = [builder.arrange(v, variables, layout, sizes) for v in (found_g[0], found_y[0])]
+        masked = algebra.free(keep)
+        layout = _layout(form, of_y, j, masked)
+        inputs = [
+            builder.arrange(found_g[0], variables, layout, sizes),
+            builder.arrange(found_y[0], of_y, layout, sizes),
+        ]
         if keep.constant is None:
-            inputs.append(self._mask(site, builder, keep, layout, sizes, inputs[0]))
+            # The op lets a mask be repeated over B and H; its last two dimensions are whole.
+            own = [group if masked & set(group) else [] for group in layout[:2]]
+            inputs.append(site.find_mask(builder, UNIT - keep, sorted(masked), sizes, [*own, *layout[2:]]))
         extents = [algebra.product(sizes[v] for v in group) for group in layout]
         fused = builder.fused(self.operator, inputs, extents, scale=float(np.float32(scale)), fix_triu_mask=0)
         ordered = [v for group in layout for v in group]
         output = builder.arrange(fused, ordered, [list(form.variables(a)) for a in range(len(form.groups))], sizes)
         return builder.rewrite("softmax-backward", [fused], output)
-
-    def _mask(
-        self,
-        site: Site,
-        builder: Builder,
-        keep: Poly,
-        layout: Sequence[Sequence[int]],
-        sizes: Mapping[int, Poly],
-        like: ir.Value,
-    ) -> ir.Value:
-        free = site.algebra.free(keep)
-        own = [[v for v in group if v in free] for group in layout]
-        variables = sorted(v for group in own for v in group)
-        mask = builder.cast(site.find_mask(builder, UNIT - keep, variables, sizes, own), ir.DataType.BOOL)
-        if own[2:] == [list(group) for group in layout[2:]]:
-            return mask
-        # The op wants the last two dimensions whole.
-        extents = [site.algebra.product(sizes[v] for v in group) for group in (*own[:2], *layout[2:])]
-        ones = builder.ints([1, 1])
-        last = builder.op("Shape", [like], ir.DataType.INT64, [number(2)], start=2, end=4)
-        target = builder.op("Concat", [ones, last], ir.DataType.INT64, [number(4)], axis=0)
-        return builder.op("Expand", [mask, target], ir.DataType.BOOL, extents)
 
 
 def _rows(site: Site, form: Form) -> list[tuple[Poly, int]]:
@@ -130,9 +116,8 @@ def _cofactors(site: Site, form: Form, y: Poly, j: int) -> tuple[Poly, Poly] | N
     # The second part is the sum of R_a A_a over its sum atoms, R_a = K y r_a. What of y does not run along the row has
     # left the sums, so R has it twice. G is the sum of r_a times the summand of A_a without y.
     (first, lead), *others = summed.items()
-    k = algebra.divide_monomial(
-        algebra.divide_monomial(lead, ym), tuple((a, e) for a, e in ym if j not in algebra.atoms[a].free)
-    )
+    across = tuple(f for f in ym if f not in along)
+    k = algebra.divide_monomial(algebra.divide_monomial(lead, ym), across)
     g = algebra.divide_monomial(algebra.opened(algebra.atoms[first], [j]), tuple(along))
     for a, rest in others:
         r = algebra.ratio(rest, lead)
@@ -153,17 +138,18 @@ def _scale_and_keep(site: Site, k: Poly) -> tuple[float, Poly]:
     raise Mismatch(f"its factor {site.algebra.text(k)[:80]} is no scale and mask")
 
 
-def _layout(form: Form, variables: Sequence[int], j: int, masked: frozenset[int]) -> list[list[int]]:
-    """The variables as (B, H, S1, S2): j last, the mask's among the others whole or absent in B and H."""
-    if len(form.groups) and list(form.variables(len(form.groups) - 1)) == [j]:
-        lead = [list(form.variables(a)) for a in range(len(form.groups) - 1)]
-    else:
-        lead = [[v] for v in variables if v != j]
+def _layout(form: Form, of_y: Sequence[int], j: int, masked: frozenset[int]) -> list[list[int]]:
+    """The variables as (B, H, S1, S2), j last; where it can be, the mask has the whole of B and H or none of it."""
+    lead = [[v for v in form.variables(a) if v != j] for a in range(len(form.groups))]
+    # Variables that the softmax does not have, of gradients of several losses at once, go ahead of the others.
+    others = [v for group in lead for v in group if v not in of_y]
+    lead = [own for group in lead if (own := [v for v in group if v in of_y])]
     rows = lead.pop() if lead else []
-    rest = [v for group in lead for v in group]
-    splits = sorted(range(len(rest) + 1), key=lambda p: p != (len(lead[0]) if len(lead) > 1 else 0))
+    rest = others + [v for group in lead for v in group]
+    first = len(others) + (len(lead[0]) if len(lead) > 1 else 0)
+    splits = sorted(range(len(rest) + 1), key=lambda p: p != first)
     for p in splits:
         parts = [rest[:p], rest[p:]]
         if all(not (set(part) & masked) or set(part) <= masked for part in parts):
             return [*parts, rows, [j]]
-    raise Mismatch("the mask varies on a part of the leading dimensions")
+    return [rest[:first], rest[first:], rows, [j]]

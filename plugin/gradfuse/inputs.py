@@ -283,7 +283,10 @@ def _random(dtype: ir.DataType, shape: tuple[int, ...], use: _Use, rng: np.rando
     integers = np.asarray(rng.choice(allowed, shape))
     ignored = [k for k in sorted(use.ignored) if not (use.unguarded and not 0 <= k < limit)]
     if ignored and dtype.is_signed():
-        integers = np.where(rng.random(shape) < _SHARE_IGNORED, rng.choice(ignored, shape), integers)
+        chosen = np.asarray(rng.random(shape) < _SHARE_IGNORED)
+        # A mean over nothing would be 0 / 0.
+        chosen.flat[:1] &= not chosen.all()
+        integers = np.where(chosen, rng.choice(ignored, shape), integers)
     return integers.astype(numpy_dtype)
 
 

@@ -49,6 +49,12 @@ def test_every_type_and_layout_of_targets(target_type: torch.dtype) -> None:
             assert_same_bits(out, same)
 
 
+def test_labels_that_equal_the_blank_are_labels_as_in_pytorch() -> None:
+    log_probs, targets, *lengths = sample([Item(6, 3), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
+    targets[:, 1] = 0
+    check(log_probs, targets, *lengths)
+
+
 def test_infeasible_empty_and_without_steps() -> None:
     items = [Item(2, 3), Item(4, 0), Item(0, 0), Item(0, 2)]
     inputs = sample(items, steps=4, classes=5, dtype=torch.float32)

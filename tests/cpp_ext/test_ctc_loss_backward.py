@@ -82,6 +82,13 @@ def test_every_type_and_layout_of_targets(target_type: torch.dtype) -> None:
         assert_same_bits(out, expected)
 
 
+def test_labels_that_equal_the_blank_are_labels_as_in_pytorch() -> None:
+    """But as the last label: there PyTorch's own backward drops the path that ends in the blank itself."""
+    forward_inputs = sample([Item(6, 3), Item(5, 3)], steps=6, classes=4, dtype=torch.float32)
+    forward_inputs[1][:, 1] = 0
+    check(*inputs_of(forward_inputs))
+
+
 def test_log_alpha_may_be_wider_than_it_needs() -> None:
     inputs = inputs_of(sample([Item(9, 3), Item(8, 2)], steps=9, classes=5, dtype=torch.float32))
     wide = torch.nn.functional.pad(inputs[6], (0, 5), value=torch.nan)

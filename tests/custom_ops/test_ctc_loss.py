@@ -45,6 +45,12 @@ def test_agrees_with_pytorch(backend: str, opset: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_labels_that_equal_the_blank_are_labels_as_in_pytorch(backend: str) -> None:
+    plain = sample(12, 4, [12, 10], [4, 3])
+    check(backend, replace(plain, targets=torch.tensor([[1, 0, 2, 2], [0, 3, 1, 1]])))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @given(given_sample=samples())
 @settings(max_examples=40, deadline=None)
 def test_any_size(backend: str, given_sample: Sample) -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from producers import run
 
 from gradfuse import fuse
 from gradfuse.errors import ArgumentError
 from gradfuse.passes import FuseScaledMaskedSoftmaxBackwardPass, default_pipeline
 from gradfuse.passes.report import Report
-from producers import run
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>\n'
 
