@@ -33,6 +33,8 @@ class FuseMseLossBackwardPass(FusePass):
             return None
         miss: Mismatch | None = None
         for node, difference, ratio in _differences(site, root, form):
+            if site.algebra.free(ratio) and not _weighted(site, node):
+                continue
             try:
                 return self._bound(site, builder, root, form, node, difference, ratio)
             except Mismatch as reason:
@@ -62,8 +64,6 @@ class FuseMseLossBackwardPass(FusePass):
         mean = algebra.mul(gradient, count)
         if algebra.free(gradient):
             reduction = 0
-            if not _weighted(site, node):
-                raise Mismatch("a product with a difference that no squared error is seen to weigh")
         elif mean.constant is not None and abs(mean.constant - 1.0) <= 1e-2:
             gradient, reduction = UNIT, 1
         elif len(algebra.free(mean)) == 0 and _size(mean) < _size(gradient):

@@ -33,6 +33,28 @@ training_step (float[n, 4] x, int64[n] target, float[4, 5] w) => (float loss, fl
 """
 """A linear classifier with cross entropy, and the backward pass that PyTorch's exporter writes for it."""
 
+ATTENTION = """
+<ir_version: 10, opset_import: ["" : 20]>
+attention_step (float[b, 3, s, s] scores, bool[b, 1, s, s] mask, float[b, 3, s, s] grad)
+    => (float[b, 3, s, s] prob, float[b, 3, s, s] scores_grad)
+{
+    axis = Constant <value = int64[1] {-1}> ()
+    zero = Constant <value_float = 0.0> ()
+    low = Constant <value_float = -1e30> ()
+    scale = Constant <value_float = 0.5> ()
+    scaled = Mul (scores, scale)
+    masked = Where (mask, low, scaled)
+    prob = Softmax <axis = -1> (masked)
+    weighted = Mul (grad, prob)
+    total = ReduceSum <keepdims = 1> (weighted, axis)
+    share = Mul (prob, total)
+    masked_grad = Sub (weighted, share)
+    scaled_grad = Where (mask, zero, masked_grad)
+    scores_grad = Mul (scaled_grad, scale)
+}
+"""
+"""A scaled masked softmax, and its backward pass for a gradient that is given."""
+
 FORWARD = """
 <ir_version: 10, opset_import: ["" : 20]>
 inference (float[n, 4] x) => (float[n, m] y)
@@ -49,6 +71,11 @@ inference (float[n, 4] x) => (float[n, m] y)
 def cross_entropy() -> onnx.ModelProto:
     """Return a model with a cross entropy backward to fuse."""
     return onnx.parser.parse_model(CROSS_ENTROPY)
+
+
+def attention() -> onnx.ModelProto:
+    """Return a model with a scaled masked softmax backward to fuse."""
+    return onnx.parser.parse_model(ATTENTION)
 
 
 def forward(width: int = 5) -> onnx.ModelProto:

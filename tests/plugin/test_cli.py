@@ -165,7 +165,7 @@ def test_a_failed_check_writes_nothing_and_exits_3(
 def with_opset(version: int) -> bytes:
     model = small_models.cross_entropy()
     model.opset_import[0].version = version
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 def with_missing_data() -> bytes:
@@ -174,13 +174,13 @@ def with_missing_data() -> bytes:
     tensor.ClearField("raw_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="gone.bin")
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 def with_operator(name: str) -> bytes:
     model = small_models.forward()
     model.graph.node[0].op_type = name
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 BAD_INPUT: dict[str, tuple[bytes | None, str]] = {
@@ -222,7 +222,7 @@ BAD_USAGE = {
     "no arguments": ("fuse", "Missing argument 'IN.onnx'"),
     "no output": ("fuse IN", "OUT.onnx is missing; expected a path, or --in-place"),
     "output is input": ("fuse IN IN", "the same file as IN.onnx; expected another, or --in-place"),
-    "output is a link to the input": ("fuse IN LINK", "the same file as IN.onnx"),
+    "output is a link to the input": ("fuse IN ALIAS", "the same file as IN.onnx"),
     "output besides --in-place": ("fuse IN OUT --in-place", "with --in-place; expected no OUT.onnx"),
     "output is a folder": ("fuse IN DIR", "is a folder; expected a path for the fused model"),
     "output in no folder": ("fuse IN DIR/nowhere/out.onnx", "cannot write the"),
@@ -249,7 +249,7 @@ def test_bad_usage_is_one_line_and_leaves_nothing(case: str, run: Run, trained: 
     link.symlink_to(trained)
     content = trained.read_bytes()
     before = sorted(os.listdir(tmp_path))
-    for name, path in {"IN": trained, "OUT": tmp_path / "out.onnx", "LINK": link, "DIR": folder}.items():
+    for name, path in {"IN": trained, "OUT": tmp_path / "out.onnx", "ALIAS": link, "DIR": folder}.items():
         arguments = arguments.replace(name, str(path))
     code, output, errors = run(*arguments.split())
     assert code == 2 and output == ""

@@ -86,6 +86,12 @@ def test_ignored_targets_occur_where_the_graph_guards_them() -> None:
     assert (values == -100).mean() < 0.5
 
 
+def test_some_target_is_never_ignored() -> None:
+    graph = model("int64[2] i, float[2, 5] x", GUARDED)
+    for seed in range(100):
+        assert random_inputs(graph, np.random.default_rng(seed))["i"].max() >= 0
+
+
 def test_ignored_targets_do_not_occur_where_they_would_be_used_as_they_are() -> None:
     body = GUARDED.replace("GatherElements <axis = 1> (x, safe)", "GatherElements <axis = 1> (x, column)")
     assert set(draws(model("int64[6] i, float[6, 5] x", body), "i").tolist()) == {0, 1, 2, 3, 4}
