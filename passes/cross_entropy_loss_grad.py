@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -45,19 +46,19 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)
-        miss: Mismatch | None = None
-        for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
-            rest = _rest(site.algebra, form, p, j)
-            if rest is None:
-                continue
-            try:
-                return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest))
-            except Mismatch as reason:
-                miss = reason
-                builder.discard()
-        if miss is not None:
-            raise miss
-        return None
+        candidates = (
+            (p, j, rest)
+            for p, j in site.softmaxes(form.poly, range(len(form.sizes)))
+            if (rest := _rest(site.algebra, form, p, j)) is not None
+        )
+        return self.first_bound(
+            builder, (partial(self._read_and_bound, site, builder, root, form, *c) for c in candidates)
+        )
+
+    def _read_and_bound(
+        self, site: Site, builder: Builder, root: ir.Value, form: Form, p: Poly, j: int, rest: Poly
+    ) -> Rewrite:
+        return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest))
 
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra

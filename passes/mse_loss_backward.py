@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 
@@ -31,18 +33,12 @@ class FuseMseLossBackwardPass(FusePass):
         form = site.forms.form(root)
         if len(form.poly) < 2:
             return None
-        miss: Mismatch | None = None
-        for node, difference, ratio in _differences(site, root, form):
-            if site.algebra.free(ratio) and not _weighted(site, node):
-                continue
-            try:
-                return self._bound(site, builder, root, form, node, difference, ratio)
-            except Mismatch as reason:
-                miss = reason
-                builder.discard()
-        if miss is not None:
-            raise miss
-        return None
+        candidates = (
+            (node, difference, ratio)
+            for node, difference, ratio in _differences(site, root, form)
+            if not site.algebra.free(ratio) or _weighted(site, node)
+        )
+        return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
 
     def _bound(
         self, site: Site, builder: Builder, root: ir.Value, form: Form, node: ir.Node, difference: Poly, ratio: Poly

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -616,6 +616,19 @@ class FusePass(ir.passes.InPlacePass):
         if self.fusions:
             model.graph.opset_imports.setdefault(custom_ops.DOMAIN, custom_ops.VERSION)
         return ir.passes.PassResult(model, bool(self.fusions))
+
+    def first_bound(self, builder: Builder, candidates: Iterable[Callable[[], Rewrite]]) -> Rewrite | None:
+        """The first candidate that can be bound; where none can, Mismatch with the reason of the last."""
+        miss: Mismatch | None = None
+        for candidate in candidates:
+            try:
+                return candidate()
+            except Mismatch as reason:
+                miss = reason
+                builder.discard()
+        if miss is not None:
+            raise miss
+        return None
 
     def _proposed(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         """A rewrite of the root, or of what is left of it without a factor that has dimensions of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -24,19 +25,10 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)
-        miss: Mismatch | None = None
-        for y, j in _rows(site, form):
-            split = _cofactors(site, form, y, j)
-            if split is None:
-                continue
-            try:
-                return self._bound(site, builder, root, form, y, j, *split)
-            except Mismatch as reason:
-                miss = reason
-                builder.discard()
-        if miss is not None:
-            raise miss
-        return None
+        candidates = (
+            (y, j, *cofactors) for y, j in _rows(site, form) if (cofactors := _cofactors(site, form, y, j)) is not None
+        )
+        return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
 
     def _bound(
         self, site: Site, builder: Builder, root: ir.Value, form: Form, y: Poly, j: int, k: Poly, g: Poly

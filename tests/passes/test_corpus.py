@@ -15,8 +15,16 @@ from gradfuse.errors import ModelError
 from gradfuse.model_io import OLDEST_OPSET
 from gradfuse.testing import assert_gradients_close
 
-# The producers whose every graph is recognised; of the others, some are, and all must stay right.
-RECOGNISED = ("torch_export_fb", "torch_makefx", "torch_aot", "torch_ops")
+# Graphs whose operator is not recognised yet. They, and all of onnxruntime-training's, must stay right.
+NOT_YET = {
+    "jax2onnx_gemmfix/gba_2d_cmp",
+    "jax2onnx_gemmfix/gba_2d_repeat",
+    "jax2onnx_gemmfix/gba_2d_split",
+    "onnx_ad/ce_handwritten_lse_dyn",
+    "onnx_ad/ce_handwritten_onehot_dyn",
+    "onnx_ad/gba_2d_ends_cmp",
+    "onnx_ad/gba_2d_static_split",
+}
 
 BFLOAT16_EPS = 2.0**-7
 
@@ -30,7 +38,7 @@ def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
         return
     result = fuse(model, policy="all", bodies=False)
     fused = {f.op for f in result.report.fusions}
-    if case.producer in RECOGNISED:
+    if case.producer != "ort_training" and str(case) not in NOT_YET:
         assert set(case.expect) <= fused, result.report
     assert [o.name for o in result.model.graph.outputs] == [o.name for o in model.graph.outputs]
     if not fused:
