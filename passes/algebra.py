@@ -425,14 +425,37 @@ class Algebra:
         return self.of(self._intern("eq", poly.scaled(math.copysign(1.0, lead))))
 
     def less_than_zero(self, poly: Poly) -> Poly:
+        """1 where poly is negative, else 0."""
         if poly.constant is not None:
             return UNIT if poly.constant < 0 else ZERO
+        if self._is_not_negative(poly):
+            return ZERO
         condition = self._some_indicator(poly)
         if condition is not None:
             return self._choice(
                 condition, *(self.less_than_zero(self.given(poly, condition, case)) for case in (True, False))
             )
         return self.of(self._intern("lt", poly))
+
+    def _is_not_negative(self, poly: Poly) -> bool:
+        """Whether index variables and dimensions from 0 on, and counts up to their number, leave nothing negative."""
+        lowest = ZERO
+        for m, c in poly.terms.items():
+            kinds = {self.atoms[a].kind for a, _ in m}
+            if kinds <= {"var", "dim"}:
+                if kinds and "var" in kinds:
+                    if c < 0:
+                        return False
+                    continue
+                lowest = lowest + Poly({m: c})
+                continue
+            atom = self.atoms[m[0][0]]
+            counts = atom.kind == "sum" and all(self.atoms[a].indicator for a, _ in atom.args[1])
+            if len(m) != 1 or m[0][1] != 1 or not (atom.indicator or counts):
+                return False
+            if c < 0:
+                lowest = lowest + (self.product(atom.args[0]) if counts else UNIT).scaled(c)
+        return all(c >= 0 for c in lowest.terms.values())
 
     def is_boolean(self, poly: Poly) -> bool:
         try:

@@ -28,6 +28,7 @@ Array = npt.NDArray[Any]
 
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque: their content is not read
 _VECTOR_LIMIT = 64
+_INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _RANDOM = {
     "RandomNormal",
@@ -395,6 +396,10 @@ class Forms:
         for k, value in enumerate(node.outputs):
             form = forms[k] if k < len(forms) else None
             try:
+                if value.dtype in _INTEGERS and value.shape is not None and len(value.shape) <= 1:
+                    vector = self.vector(value)
+                    if vector is not None and len(vector) == 1:
+                        form = Form(((),) * len(value.shape), vector[0])
                 if form is None:
                     form = self._opaque(node, k)
                 elif value in self._row_operands:
@@ -855,19 +860,6 @@ def _constant(forms: Forms, node: ir.Node) -> Form:
     return forms._constant_form(array)
 
 
-@reads("Shape", "Size")
-def _dimension(forms: Forms, node: ir.Node) -> Form:
-    return _scalar_of_vector(forms, node.outputs[0])
-
-
-def _scalar_of_vector(forms: Forms, value: ir.Value) -> Form:
-    vector = forms.vector(value)
-    if vector is None or len(vector) != 1:
-        raise Opaque("a vector of dimensions")
-    rank = 1 if value.shape is None else len(value.shape)
-    return Form(((),) * rank, vector[0])
-
-
 @reads("Range")
 def _range(forms: Forms, node: ir.Node) -> Form:
     start, limit, step = (f.poly for f in _inputs(forms, node))
@@ -972,10 +964,6 @@ def _window(forms: Forms, x: Form, axis: int, start: int, size: Poly, total: Pol
 
 @reads("Concat")
 def _concat(forms: Forms, node: ir.Node) -> Form:
-    if node.outputs[0].shape is not None and len(node.outputs[0].shape) == 1 and node.outputs[0].dtype not in _FLOATS:
-        vector = forms.vector(node.outputs[0])
-        if vector is not None and len(vector) == 1:
-            return _scalar_of_vector(forms, node.outputs[0])
     parts = _inputs(forms, node)
     axis = attribute(node, "axis", 0) % len(parts[0].groups)
     sizes = [forms.extent(p.groups[axis]) for p in parts]
@@ -1017,9 +1005,6 @@ def _pad(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Gather")
 def _gather(forms: Forms, node: ir.Node) -> Form:
-    vector = forms.vector(node.outputs[0])
-    if vector is not None and len(vector) == 1:
-        return _scalar_of_vector(forms, node.outputs[0])
     data, index = _inputs(forms, node)
     return _gathered(forms, data, index, attribute(node, "axis", 0) % len(data.groups))
 

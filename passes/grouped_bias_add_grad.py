@@ -14,7 +14,8 @@ _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements"),
 }
-_CUTS = ("Slice", "Split", "Cast")
+_CUTS = {"Slice", "Split", "Cast"}
+_CARRIERS = {"Where": (1, 3), "Scatter": (2, 3), "Add": (0, None), "Sum": (0, None), "Concat": (0, None)}
 
 
 class FuseGroupedBiasAddGradPass(FusePass):
@@ -35,7 +36,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         node = root.producer()
         if node is None or node.domain or node.op_type not in _COMBINES:
             return None
-        for source in _sources(root):
+        for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 rewrite = self._from(site, builder, root, source)
                 if rewrite is not None:
@@ -78,7 +79,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
     ) -> Rewrite | None:
         algebra = site.algebra
-        if len(own.sizes) != 2 or len(form.sizes) != 2 or len(site.extents(grad)) != 2:
+        if not _same_columns(form, own):
             return None
         ((monomial, coefficient),) = form.poly.terms.items()
         if len(monomial) != 1 or coefficient != 1.0:
@@ -106,13 +107,13 @@ class FuseGroupedBiasAddGradPass(FusePass):
         expected = algebra.sum(algebra.mul(hit, element), {row: own.sizes[0]})
         if not form.poly.close_to(expected, 1e-9):
             raise Mismatch("the rows are not summed by these ends")
-        return self._with_ends(site, builder, root, grad, found[0], form.sizes)
+        return self._with_ends(site, builder, root, grad, found[0], form, own)
 
     def _static_ends(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
     ) -> Rewrite | None:
         algebra = site.algebra
-        if len(own.sizes) != 2 or len(form.sizes) != 2 or len(site.extents(grad)) != 2:
+        if not _same_columns(form, own):
             return None
         groups, rows = form.sizes[0].integer, own.sizes[0].integer
         if groups is None or rows is None or groups > MAX_GROUPS:
@@ -134,17 +135,24 @@ class FuseGroupedBiasAddGradPass(FusePass):
             start += count
         if not form.poly.close_to(expected, 1e-9):
             return None
-        return self._with_ends(site, builder, root, grad, builder.ints([int(e) for e in ends]), form.sizes)
+        return self._with_ends(site, builder, root, grad, builder.ints([int(e) for e in ends]), form, own)
 
     def _with_ends(
-        self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, ends: ir.Value, extents: tuple[Poly, ...]
+        self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, ends: ir.Value, form: Form, own: Form
     ) -> Rewrite:
-        groups = extents[0].integer
+        groups = form.sizes[0].integer
         if groups is not None and groups > MAX_GROUPS:
             raise Mismatch(f"{groups} groups, more than {MAX_GROUPS}")
-        ends = builder.reshape(ends, extents[:1])
-        fused = builder.fused(self.operator, [grad, ends], list(extents))
+        columns = list(range(1, len(own.sizes)))
+        grad = builder.arrange(grad, [0, *columns], [[0], columns], dict(enumerate(own.sizes)))
+        extents = [form.sizes[0], site.algebra.product(form.sizes[1:])]
+        fused = builder.fused(self.operator, [grad, builder.reshape(ends, extents[:1])], extents)
         return builder.rewrite("sum-to-ends", [fused], builder.reshape(fused, site.extents(root)))
+
+
+def _same_columns(form: Form, own: Form) -> bool:
+    """Whether both have rows or groups first, and then the same dimensions."""
+    return len(own.sizes) > 1 and own.sizes[1:] == form.sizes[1:]
 
 
 def _block(algebra: Algebra, own: Form, start: int, count: int) -> Poly:
@@ -189,15 +197,23 @@ def _ends(algebra: Algebra, index: Poly, row: int, groups: Poly) -> Poly | None:
     return None if row in algebra.free(ends) else ends
 
 
-def _sources(root: ir.Value) -> list[ir.Value]:
+def _sums_nothing(site: Site, node: ir.Node) -> bool:
+    """Whether a ReduceSum goes over dimensions of size 1 only."""
+    before = None if node.inputs[0] is None else site.forms.get(node.inputs[0])
+    after = site.forms.get(node.outputs[0])
+    return before is not None and after is not None and before.sizes == after.sizes
+
+
+def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     """Tensors whose sums the root may be made of."""
     sources: dict[ir.Value, None] = {}
     todo, seen = [root], {root}
-    while todo:
+    while todo and len(seen) <= 4 * MAX_GROUPS:
         node = todo.pop().producer()
-        if node is None or node.domain or node.op_type not in _COMBINES or len(seen) > 4 * MAX_GROUPS:
+        if node is None or node.domain or node.op_type not in _COMBINES | _CUTS:
             break
-        if node.op_type == "ReduceSum":
+        sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
+        if sums or node.op_type in _CUTS - {"Cast"}:
             source = node.inputs[0]
             while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
                 source = above.inputs[0]
@@ -205,9 +221,8 @@ def _sources(root: ir.Value) -> list[ir.Value]:
                 sources[source] = None
             continue
         # The operands that carry sums: no indices, shapes and conditions.
-        first, last = {"Where": (1, 3), "Scatter": (2, 3), "Add": (0, None), "Sum": (0, None), "Concat": (0, None)}.get(
-            node.op_type.removesuffix("ND").removesuffix("Elements"), (0, 1)
-        )
+        stem = node.op_type.removesuffix("ND").removesuffix("Elements")
+        first, last = _CARRIERS.get(stem, (0, 1))
         for v in node.inputs[first:last]:
             if v is not None and v not in seen and v.const_value is None:
                 seen.add(v)

@@ -17,13 +17,9 @@ from gradfuse.testing import assert_gradients_close
 
 # Graphs whose operator is not recognised yet. They, and all of onnxruntime-training's, must stay right.
 NOT_YET = {
-    "jax2onnx_gemmfix/gba_2d_cmp",
     "jax2onnx_gemmfix/gba_2d_repeat",
-    "jax2onnx_gemmfix/gba_2d_split",
     "onnx_ad/ce_handwritten_lse_dyn",
     "onnx_ad/ce_handwritten_onehot_dyn",
-    "onnx_ad/gba_2d_ends_cmp",
-    "onnx_ad/gba_2d_static_split",
 }
 
 BFLOAT16_EPS = 2.0**-7
