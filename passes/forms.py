@@ -459,10 +459,10 @@ class Forms:
         inputs = node.inputs
         match node.op_type:
             case "Shape":
-                sizes = [self.extent(g) for g in self.form(_given(inputs, 0)).groups]
+                sizes = [self.extent(g) for g in self.form(given(inputs, 0)).groups]
                 return sizes[slice(attribute(node, "start", 0), attribute(node, "end", None))]
             case "Size":
-                return [self.extent(self.form(_given(inputs, 0)).sizes)]
+                return [self.extent(self.form(given(inputs, 0)).sizes)]
             case "Identity" | "Squeeze" | "Unsqueeze" | "Reshape" | "Cast" | "Flatten":
                 return self.vector(inputs[0]) if value.shape is None or len(value.shape) <= 1 else None
             case "Concat":
@@ -527,7 +527,7 @@ class Forms:
         return sorted(a % rank for a in given)
 
 
-def _given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
+def given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
     value = inputs[k] if k < len(inputs) else None
     if value is None:
         raise Opaque("an input is absent")
@@ -615,20 +615,20 @@ def reads(*ops: str, domain: str = "") -> Callable[[Reader], Reader]:
     return add
 
 
-def _inputs(forms: Forms, node: ir.Node) -> list[Form]:
-    return [forms.form(_given(node.inputs, k)) for k in range(len(node.inputs))]
+def inputs_of(forms: Forms, node: ir.Node) -> list[Form]:
+    return [forms.form(given(node.inputs, k)) for k in range(len(node.inputs))]
 
 
 @reads("Identity")
 def _identity(forms: Forms, node: ir.Node) -> Form:
-    return forms.form(_given(node.inputs, 0))
+    return forms.form(given(node.inputs, 0))
 
 
 @reads("Cast", "CastLike")
 def _cast(forms: Forms, node: ir.Node) -> Form:
-    source, target = _given(node.inputs, 0), node.outputs[0]
+    source, target = given(node.inputs, 0), node.outputs[0]
     form = forms.form(source)
-    to = ir.DataType(node.attributes["to"].as_int()) if node.op_type == "Cast" else _given(node.inputs, 1).dtype
+    to = ir.DataType(node.attributes["to"].as_int()) if node.op_type == "Cast" else given(node.inputs, 1).dtype
     if to is None or source.dtype is None:
         raise Opaque("unknown type")
     if to == ir.DataType.BOOL:
@@ -644,31 +644,31 @@ def _cast(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Add", "Sum")
 def _add(forms: Forms, node: ir.Node) -> Form:
-    groups, polys = forms.broadcast(_inputs(forms, node))
+    groups, polys = forms.broadcast(inputs_of(forms, node))
     return Form(groups, sum(polys[1:], polys[0]))
 
 
 @reads("Mean")
 def _mean(forms: Forms, node: ir.Node) -> Form:
-    groups, polys = forms.broadcast(_inputs(forms, node))
+    groups, polys = forms.broadcast(inputs_of(forms, node))
     return Form(groups, sum(polys[1:], polys[0]).scaled(1 / len(polys)))
 
 
 @reads("Sub")
 def _sub(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, a - b)
 
 
 @reads("Mul")
 def _mul(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, forms.algebra.mul(a, b))
 
 
 @reads("Div")
 def _div(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     if node.outputs[0].dtype not in _FLOATS:
         quotient = forms._quotient(a, b)
         if quotient is None:
@@ -679,25 +679,25 @@ def _div(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Neg")
 def _neg(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return Form(x.groups, -x.poly)
 
 
 @reads("Reciprocal")
 def _reciprocal(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return Form(x.groups, forms.algebra.power(x.poly, -1))
 
 
 @reads("Sqrt")
 def _sqrt(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return Form(x.groups, forms.algebra.exponentiate(x.poly, 0.5))
 
 
 @reads("Pow")
 def _pow(forms: Forms, node: ir.Node) -> Form:
-    groups, (base, exponent) = forms.broadcast(_inputs(forms, node))
+    groups, (base, exponent) = forms.broadcast(inputs_of(forms, node))
     if exponent.constant is None:
         raise Opaque("an exponent that is no constant")
     return Form(groups, forms.algebra.exponentiate(base, exponent.constant))
@@ -705,13 +705,13 @@ def _pow(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Exp")
 def _exp(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return Form(x.groups, forms.algebra.exp(x.poly))
 
 
 @reads("Log")
 def _log(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return Form(x.groups, forms.algebra.log(x.poly))
 
 
@@ -724,21 +724,21 @@ def _row_sum_of_exp(forms: Forms, x: Form, axes: Sequence[int]) -> tuple[Poly, P
 
 @reads("Softmax")
 def _softmax(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     e, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
     return Form(x.groups, forms.algebra.mul(e, forms.algebra.power(total, -1)))
 
 
 @reads("LogSoftmax")
 def _log_softmax(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     _, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
     return Form(x.groups, x.poly - forms.algebra.log(total))
 
 
 @reads("SoftmaxCrossEntropyLoss")
 def _softmax_cross_entropy_loss(forms: Forms, node: ir.Node) -> list[Form | None]:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     _, total = _row_sum_of_exp(forms, x, [1])
     return [None, Form(x.groups, x.poly - forms.algebra.log(total))]
 
@@ -756,7 +756,7 @@ def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int 
 @reads("ReduceSum", "ReduceMean", "ReduceLogSumExp")
 def _reduce(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     axes, order = _reduced(forms, node, x)
     sizes = x.sizes
     variables = {v: sizes[v] for axis in axes for v in x.variables(axis)}
@@ -776,13 +776,13 @@ def _reduce(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Transpose")
 def _transpose(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return forms.moved(x, attribute(node, "perm", range(len(x.groups))[::-1]))
 
 
 @reads("Squeeze")
 def _squeeze(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     rank = len(x.groups)
     axes = forms.axes(node, 1, rank)
     if axes is None:
@@ -794,7 +794,7 @@ def _squeeze(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Unsqueeze")
 def _unsqueeze(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     axes = forms.constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if axes is None:
         raise Opaque("axes are not constant")
@@ -806,7 +806,7 @@ def _unsqueeze(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Reshape", "Flatten")
 def _reshape(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     if node.op_type == "Flatten":
         axis = attribute(node, "axis", 1)
         axis = axis + len(x.groups) if axis < 0 else axis
@@ -828,7 +828,7 @@ def _reshape(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Expand")
 def _expand(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     target = forms.vector(node.inputs[1])
     if target is None:
         target = [forms.extent(g) for g in forms.groups_of(node.outputs[0])]
@@ -862,7 +862,7 @@ def _constant(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Range")
 def _range(forms: Forms, node: ir.Node) -> Form:
-    start, limit, step = (f.poly for f in _inputs(forms, node))
+    start, limit, step = (f.poly for f in inputs_of(forms, node))
     if step.constant is None:
         raise Opaque("an unknown step")
     size = forms._quotient(limit - start, step)
@@ -872,7 +872,7 @@ def _range(forms: Forms, node: ir.Node) -> Form:
     return Form((group,), start + forms.algebra.mul(step, forms.algebra.var(0)))
 
 
-def _sliced(forms: Forms, x: Form, axis: int, start: int, step: int, size: Poly) -> Form:
+def sliced(forms: Forms, x: Form, axis: int, start: int, step: int, size: Poly) -> Form:
     """size elements from `start` on along an axis of one variable."""
     if len(x.groups[axis]) != 1:
         raise Opaque("a slice of a composed dimension")
@@ -887,7 +887,7 @@ def _sliced(forms: Forms, x: Form, axis: int, start: int, step: int, size: Poly)
 
 @reads("Slice")
 def _slice(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     rank = len(x.groups)
     arrays = [forms.constant(v) for v in node.inputs[1:]]
     if any(a is None for a, v in zip(arrays, node.inputs[1:], strict=True) if v is not None):
@@ -908,20 +908,20 @@ def _slice(forms: Forms, node: ir.Node) -> Form:
             end_size = size if end >= (1 << 31) - 1 else (size + number(end) if end < 0 else None)
             if step != 1 or start < 0 or end_size is None:
                 raise Opaque("a slice of a symbolic dimension")
-            x = _sliced(forms, x, axis, start, 1, end_size - number(start))
+            x = sliced(forms, x, axis, start, 1, end_size - number(start))
             continue
         span = range(total)[start:end:step]
         if span == range(total):
             continue
         if not len(span):
             raise Opaque("an empty slice")
-        x = _sliced(forms, x, axis, span[0], span.step, number(len(span)))
+        x = sliced(forms, x, axis, span[0], span.step, number(len(span)))
     return x
 
 
 @reads("Split")
 def _split(forms: Forms, node: ir.Node) -> list[Form | None]:
-    x = forms.form(_given(node.inputs, 0))
+    x = forms.form(given(node.inputs, 0))
     axis = attribute(node, "axis", 0) % len(x.groups)
     total = forms.extent(x.groups[axis]).integer
     if total is None:
@@ -938,7 +938,7 @@ def _split(forms: Forms, node: ir.Node) -> list[Form | None]:
     result: list[Form | None] = []
     start = 0
     for size in sizes:
-        result.append(x if size == total else _sliced(forms, x, axis, start, 1, number(size)) if size > 0 else None)
+        result.append(x if size == total else sliced(forms, x, axis, start, 1, number(size)) if size > 0 else None)
         start += size
     return result
 
@@ -964,8 +964,12 @@ def _window(forms: Forms, x: Form, axis: int, start: int, size: Poly, total: Pol
 
 @reads("Concat")
 def _concat(forms: Forms, node: ir.Node) -> Form:
-    parts = _inputs(forms, node)
-    axis = attribute(node, "axis", 0) % len(parts[0].groups)
+    parts = inputs_of(forms, node)
+    return concatenated(forms, parts, attribute(node, "axis", 0) % len(parts[0].groups))
+
+
+def concatenated(forms: Forms, parts: Sequence[Form], axis: int) -> Form:
+    """The forms one after the other along an axis."""
     sizes = [forms.extent(p.groups[axis]) for p in parts]
     live = [k for k, s in enumerate(sizes) if s.constant != 0]
     if len(live) == 1:
@@ -983,8 +987,8 @@ def _concat(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Pad")
 def _pad(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(_given(node.inputs, 0))
-    pads = forms.constant(_given(node.inputs, 1))
+    x = forms.form(given(node.inputs, 0))
+    pads = forms.constant(given(node.inputs, 1))
     rank = len(x.groups)
     if pads is None or attribute(node, "mode", "constant") != "constant" or pads.size != 2 * rank:
         raise Opaque("a pad that is not constant")
@@ -1005,7 +1009,7 @@ def _pad(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Gather")
 def _gather(forms: Forms, node: ir.Node) -> Form:
-    data, index = _inputs(forms, node)
+    data, index = inputs_of(forms, node)
     return _gathered(forms, data, index, attribute(node, "axis", 0) % len(data.groups))
 
 
@@ -1025,7 +1029,7 @@ def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
 
 @reads("GatherElements")
 def _gather_elements(forms: Forms, node: ir.Node) -> Form:
-    data, index = _inputs(forms, node)
+    data, index = inputs_of(forms, node)
     axis = attribute(node, "axis", 0) % len(data.groups)
     if len(data.groups[axis]) != 1:
         raise Opaque("a gather from a composed dimension")
@@ -1040,49 +1044,58 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
 
 @reads("GatherND")
 def _gather_nd(forms: Forms, node: ir.Node) -> Form:
-    data, index = _inputs(forms, node)
+    data, index = inputs_of(forms, node)
     if attribute(node, "batch_dims", 0) or index.groups[-1]:
         raise Opaque("a gather by several indices")
     return _gathered(forms, data, forms.moved(index, range(len(index.groups) - 1)), 0)
 
 
-@reads("ScatterElements")
-def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
+def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -> tuple[Form, Poly]:
+    """The updates added up at their indices along an axis, in the data's shape.
+
+    Second, where the indices have size 1 along the axis: the elements that one of them hits.
+    """
     algebra = forms.algebra
-    data, index, updates = _inputs(forms, node)
-    axis = attribute(node, "axis", 0) % len(data.groups)
-    reduction = attribute(node, "reduction", "none")
-    if len(data.groups[axis]) != 1 or reduction not in ("none", "add"):
-        raise Opaque("a scatter that is not read")
+    if len(data.groups[axis]) != 1:
+        raise Opaque("a scatter into a composed dimension")
     for a, g in enumerate(data.groups):
         if a != axis and forms.extent(g) != forms.extent(index.groups[a]):
             raise Opaque("a scatter into a part of the data")
     summed = index.groups[axis]
-    if summed and reduction == "none":
-        raise Opaque("a scatter that overwrites")
     groups, (x, u) = forms.broadcast([index, updates])
     joined = Form(groups, ZERO)
     # The variables of the indexed dimension of the updates move out of the way, to be summed.
     inner = list(joined.variables(axis))
-    start = inner[0] if inner else sum(len(g) for g in groups[:axis])
+    start = sum(len(g) for g in groups[:axis])
     names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
     names |= {w: algebra.var(w - len(inner) + 1) for w in range(start + len(inner), len(joined.sizes))}
     hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names))
     groups = tuple(data.groups[axis] if a == axis else g for a, g in enumerate(groups))
     sizes = dict(enumerate(s for g in groups for s in g))
     bound = {-3_000_000 - k: s for k, s in enumerate(summed)}
-    placed = algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)
+    return Form(groups, algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)), hit
+
+
+@reads("ScatterElements")
+def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
+    data, index, updates = inputs_of(forms, node)
+    axis = attribute(node, "axis", 0) % len(data.groups)
+    reduction = attribute(node, "reduction", "none")
+    if reduction not in ("none", "add") or (index.groups[axis] and reduction == "none"):
+        raise Opaque("a scatter that overwrites or multiplies")
+    placed, hit = scattered(forms, data, index, updates, axis)
     if not data.poly:
-        return Form(groups, placed)
-    groups, (old, new, where) = forms.broadcast([data, Form(groups, placed), Form(groups, hit if not inner else ZERO)])
-    kept = old if reduction == "add" else algebra.mul(UNIT - where, old)
+        return placed
+    where = Form(placed.groups, ZERO if index.groups[axis] else hit)
+    groups, (old, new, at) = forms.broadcast([data, placed, where])
+    kept = old if reduction == "add" else forms.algebra.mul(UNIT - at, old)
     return Form(groups, kept + new)
 
 
 @reads("ScatterND")
 def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    data, index, updates = _inputs(forms, node)
+    data, index, updates = inputs_of(forms, node)
     reduction = attribute(node, "reduction", "none")
     depth = forms.extent(index.groups[-1]).integer if index.groups else None
     if reduction != "add" or depth is None or any(len(g) != 1 for g in data.groups[:depth]):
@@ -1092,7 +1105,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     # Align the updates with the indices, then name the summed variables apart.
     picks = []
     for k in range(depth):
-        element = index if depth == 1 else _sliced(forms, index, lead, k, 1, UNIT)
+        element = index if depth == 1 else sliced(forms, index, lead, k, 1, UNIT)
         picks.append(Form((*element.groups[:lead], *((),) * (len(updates.groups) - lead)), element.poly))
     groups, polys = forms.broadcast([updates, *picks])
     width = sum(len(g) for g in groups[:lead])
@@ -1114,7 +1127,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
 @reads("OneHot")
 def _one_hot(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    index, _, values = (forms.form(_given(node.inputs, k)) for k in range(3))
+    index, _, values = (forms.form(given(node.inputs, k)) for k in range(3))
     depth = forms.vector(node.inputs[1])
     size = depth[0] if depth else None
     rank = len(index.groups) + 1
@@ -1139,50 +1152,50 @@ def _one_hot(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Equal")
 def _equal(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, forms.algebra.equal_zero(a - b))
 
 
 @reads("Less", "Greater", "LessOrEqual", "GreaterOrEqual")
 def _compare(forms: Forms, node: ir.Node) -> Form:
-    operands = _inputs(forms, node)
+    operands = inputs_of(forms, node)
     groups, (a, b) = forms.broadcast(operands)
     if node.op_type in ("Greater", "LessOrEqual"):
         a, b = b, a
     below = forms.algebra.less_than_zero(a - b)
     if node.op_type in ("Less", "Greater"):
         return Form(groups, below)
-    if is_float(_given(node.inputs, 0)):
+    if is_float(given(node.inputs, 0)):
         raise Opaque("not less is not greater or equal where there are NaNs")
     return Form(groups, UNIT - below)
 
 
 @reads("Not")
 def _not(forms: Forms, node: ir.Node) -> Form:
-    (x,) = _inputs(forms, node)
+    (x,) = inputs_of(forms, node)
     return Form(x.groups, UNIT - x.poly)
 
 
 @reads("And")
 def _and(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, forms.algebra.mul(a, b))
 
 
 @reads("Or")
 def _or(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, a + b - forms.algebra.mul(a, b))
 
 
 @reads("Where")
 def _where(forms: Forms, node: ir.Node) -> Form:
-    condition = forms.form(_given(node.inputs, 0))
+    condition = forms.form(given(node.inputs, 0))
     if condition.poly.constant is not None:
         # The branch that is never taken gives its shape only.
         taken, other = (1, 2) if condition.poly.constant else (2, 1)
-        x, dead = forms.form(_given(node.inputs, taken)), forms.form(_given(node.inputs, other))
+        x, dead = forms.form(given(node.inputs, taken)), forms.form(given(node.inputs, other))
         groups, (poly, _, _) = forms.broadcast([x, Form(dead.groups, ZERO), Form(condition.groups, ZERO)])
         return Form(groups, poly)
-    groups, (c, a, b) = forms.broadcast(_inputs(forms, node))
+    groups, (c, a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, forms.algebra.mul(c, a) + forms.algebra.mul(UNIT - c, b))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse.passes import training_ops
 from gradfuse.passes.algebra import ZERO, Algebra, Atom, Monomial, Poly, number
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
@@ -12,10 +13,19 @@ from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
 MAX_GROUPS = 2048
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
-    *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements"),
+    *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
 }
-_CUTS = {"Slice", "Split", "Cast"}
-_CARRIERS = {"Where": (1, 3), "Scatter": (2, 3), "Add": (0, None), "Sum": (0, None), "Concat": (0, None)}
+_DOMAINS = ("", training_ops.DOMAIN)
+_CUTS = {"Slice", "Split", "SplitTraining", "Cast"}
+_SCATTERS = {"ScatterND", "ScatterElements", "GatherGrad"}
+_CARRIERS = {
+    "Where": (1, 3),
+    "Add": (0, None),
+    "Sum": (0, None),
+    "Concat": (0, None),
+    "ConcatTraining": (0, None),
+    **dict.fromkeys(_SCATTERS, (2, 3)),
+}
 
 
 class FuseGroupedBiasAddGradPass(FusePass):
@@ -34,7 +44,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
-        if node is None or node.domain or node.op_type not in _COMBINES:
+        if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
             return None
         for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
@@ -210,7 +220,7 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     todo, seen = [root], {root}
     while todo and len(seen) <= 4 * MAX_GROUPS:
         node = todo.pop().producer()
-        if node is None or node.domain or node.op_type not in _COMBINES | _CUTS:
+        if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
             break
         sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
         if sums or node.op_type in _CUTS - {"Cast"}:
@@ -221,12 +231,11 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
                 sources[source] = None
             continue
         # The operands that carry sums: no indices, shapes and conditions.
-        stem = node.op_type.removesuffix("ND").removesuffix("Elements")
-        first, last = _CARRIERS.get(stem, (0, 1))
+        first, last = _CARRIERS.get(node.op_type, (0, 1))
         for v in node.inputs[first:last]:
             if v is not None and v not in seen and v.const_value is None:
                 seen.add(v)
                 todo.append(v)
     node = root.producer()
-    updates = node.inputs[2] if node is not None and node.op_type in ("ScatterND", "ScatterElements") else None
+    updates = node.inputs[2] if node is not None and node.op_type in _SCATTERS else None
     return [*([updates] if updates is not None else []), *(sources if len(sources) == 1 else ())]

@@ -15,7 +15,7 @@ from gradfuse.errors import ModelError
 from gradfuse.model_io import OLDEST_OPSET
 from gradfuse.testing import assert_gradients_close
 
-# Graphs whose operator is not recognised yet. They, and all of onnxruntime-training's, must stay right.
+# Graphs whose operator is not recognised yet.
 NOT_YET = {
     "jax2onnx_gemmfix/gba_2d_repeat",
     "onnx_ad/ce_handwritten_lse_dyn",
@@ -34,7 +34,7 @@ def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
         return
     result = fuse(model, policy="all", bodies=False)
     fused = {f.op for f in result.report.fusions}
-    if case.producer != "ort_training" and str(case) not in NOT_YET:
+    if str(case) not in NOT_YET:
         assert set(case.expect) <= fused, result.report
     assert [o.name for o in result.model.graph.outputs] == [o.name for o in model.graph.outputs]
     if not fused:
