@@ -28,6 +28,7 @@ class FuseMseLossBackwardPass(FusePass):
     """
 
     operator = "MseLossBackward"
+    weak = True
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)

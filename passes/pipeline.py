@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Collection
 
 import onnx_ir as ir
@@ -11,15 +12,15 @@ from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.rewriting import ForgetPass, FusePass, Policy, Sites
 
-# The squared error goes last: its form, a product with a difference, is the least telling one.
-ORDER = ("CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward", "GroupedBiasAddGrad", "MseLossBackward")
 
-
-def pass_of(operator: str) -> type[FusePass]:
-    """The pass of an operator, from the module of its stem."""
-    module = importlib.import_module(f"gradfuse.passes.{custom_ops.OPS[operator].stem}")
-    found: type[FusePass] = getattr(module, f"Fuse{operator}Pass")
-    return found
+def _passes() -> dict[str, type[FusePass]]:
+    """The pass of each operator that has one, from the module of its stem; weak forms last."""
+    found: dict[str, type[FusePass]] = {}
+    for name, operator in custom_ops.OPS.items():
+        module = f"{__package__}.{operator.stem}"
+        if importlib.util.find_spec(module) is not None:
+            found[name] = getattr(importlib.import_module(module), f"Fuse{name}Pass")
+    return dict(sorted(found.items(), key=lambda item: item[1].weak))
 
 
 def default_pipeline(
@@ -29,7 +30,7 @@ def default_pipeline(
 
     Args:
         policy: "profitable" leaves alone what would not move fewer bytes; "all" takes every legal match.
-        only: names of the operators to fuse; all of them if None.
+        only: names of the operators to fuse; all that have rules if None.
         skip: names of operators to leave alone.
 
     Raises:
@@ -37,10 +38,11 @@ def default_pipeline(
     """
     if policy not in ("profitable", "all"):
         raise ArgumentError(f"fuse: policy is {policy!r}; expected 'profitable' or 'all'")
+    passes = _passes()
     for argument, names in (("only", only), ("skip", skip)):
         for name in names or ():
-            if name not in ORDER:
-                raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(ORDER)}")
+            if name not in passes:
+                raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(passes)}")
     sites = Sites()
-    chosen = [op for op in ORDER if (not only or op in only) and op not in (skip or ())]
-    return ir.passes.PassManager([*(pass_of(op)(policy, sites) for op in chosen), ForgetPass(sites)])
+    chosen = [step for op, step in passes.items() if (not only or op in only) and op not in (skip or ())]
+    return ir.passes.PassManager([*(step(policy, sites) for step in chosen), ForgetPass(sites)])

@@ -591,6 +591,8 @@ class FusePass(ir.passes.InPlacePass):
     """
 
     operator: ClassVar[str]
+    weak: ClassVar[bool] = False
+    """Whether the op's form tells so little that the other operators go first."""
     linear: ClassVar[bool] = True
     """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
 

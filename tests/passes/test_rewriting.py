@@ -8,7 +8,8 @@ import onnx_ir as ir
 import pytest
 from producers import run
 
-from gradfuse import fuse
+from gradfuse import fuse, passes
+from gradfuse.custom_ops import OPS
 from gradfuse.errors import ArgumentError
 from gradfuse.passes import FuseScaledMaskedSoftmaxBackwardPass, default_pipeline
 from gradfuse.passes.report import Report
@@ -204,6 +205,14 @@ def test_a_pass_alone_is_an_onnx_ir_pass() -> None:
 def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         default_pipeline(**arguments)  # type: ignore[arg-type]
+
+
+def test_every_pass_of_the_pipeline_is_exported() -> None:
+    steps = [step for step in default_pipeline().passes if isinstance(step, passes.FusePass)]
+    assert {type(step).__name__ for step in steps} == {name for name in passes.__all__ if name.startswith("Fuse")} - {
+        "FusePass"
+    }
+    assert {step.operator for step in steps} <= OPS.keys()
 
 
 def test_only_and_skip() -> None:
