@@ -43,18 +43,25 @@ class Report:
 
     def __str__(self) -> str:
         if not self.fusions:
-            lines = ["nothing to fuse: no backward subgraph of the fused operators was found"]
+            found = (
+                "what was found is left alone"
+                if self.near_misses
+                else "no backward subgraph of the operators was found"
+            )
+            lines = [f"nothing to fuse: {found}"]
         else:
             lines = [f"fused {len(self.fusions)}, {sum(self.before.values())} -> {sum(self.after.values())} nodes"]
+            ops, nodes = (max(len(getattr(f, part)) for f in self.fusions) for part in ("op", "node"))
             lines += [
-                f"  {f.op:28} {f.node:28} replaces {len(f.replaced):3} nodes, {_bytes(f.bytes_saved)}  [{f.rule}]"
+                f"  {f.op:{ops}}  {f.node:{nodes}}  replaces {len(f.replaced)} nodes, {_bytes(f.bytes_saved)}  [{f.rule}]"
                 for f in self.fusions
             ]
             names = [
                 n for n in sorted(self.before.keys() | self.after.keys()) if self._count(n)[0] != self._count(n)[1]
             ]
-            lines += ["  operator                         before   after"]
-            lines += ["  {:30} {:>8} {:>7}".format(n, *self._count(n)) for n in names]
+            width = max(len(n) for n in names)
+            lines += [f"  {'operator':{width}}  before   after"]
+            lines += ["  {:{}} {:>7} {:>7}".format(n, width, *self._count(n)) for n in names]
         lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in self.near_misses]
         return "\n".join(lines)
 

@@ -109,7 +109,9 @@ class Builder:
         if list(sizes) == self.site.extents(value):
             return value
         symbolic = [k for k, s in enumerate(sizes) if s.integer is None]
-        inferred = next((k for k in symbolic if not self._donor(sizes[k])), symbolic[0]) if symbolic else None
+        inferred = (
+            next((k for k in symbolic if not self.site.donor(sizes[k], self.root)), symbolic[0]) if symbolic else None
+        )
         return self.op("Reshape", [value, self._shape(sizes, inferred)], value.dtype, sizes)
 
     def _shape(self, sizes: Sequence[Poly], inferred: int | None = None) -> ir.Value:
@@ -121,15 +123,8 @@ class Builder:
         parts = [self._extent(s) if n is None else self.ints([n]) for n, s in zip(known, sizes, strict=True)]
         return self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
 
-    def _donor(self, size: Poly) -> tuple[ir.Value, int] | None:
-        for value in self.site.donors(self.root):
-            for axis, extent in enumerate(self.site.extents(value)):
-                if extent == size:
-                    return value, axis
-        return None
-
     def _extent(self, size: Poly) -> ir.Value:
-        found = self._donor(size)
+        found = self.site.donor(size, self.root)
         if found is None:
             raise Mismatch(f"a dimension {self.site.algebra.text(size)} is in no shape")
         value, axis = found
@@ -183,6 +178,7 @@ class Site:
         self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
         self._index: dict[frozenset[object], list[ir.Value]] = {}
+        self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         for value in self._leaves():
             self._enter(value, -1)
         for k, node in enumerate(graph):
@@ -208,6 +204,9 @@ class Site:
         form = self.forms.get(value)
         if form is not None:
             self._index.setdefault(self.algebra.tensors(form.poly), []).append(value)
+            for axis, size in enumerate(self.extents(value)):
+                if size.integer is None:
+                    self._donors.setdefault(size, []).append((value, axis))
 
     def fresh(self, stem: str) -> str:
         stem = stem.lower()
@@ -231,12 +230,12 @@ class Site:
             known = self.sizes_of[value] = [self.forms.extent(g) for g in self.forms.form(value).groups]
         return known
 
-    def donors(self, root: ir.Value) -> Iterator[ir.Value]:
-        """Values whose shape is known to be there before the root."""
-        limit = self.position[root]
-        for value, position in self.position.items():
-            if position < limit and self.forms.get(value) is not None:
-                yield value
+    def donor(self, size: Poly, root: ir.Value) -> tuple[ir.Value, int] | None:
+        """A value ahead of the root and its dimension of this size."""
+        for value, axis in self._donors.get(size, ()):
+            if self.position.get(value, self.position[root]) < self.position[root]:
+                return value, axis
+        return None
 
     def without_outer_factor(self, root: ir.Value) -> tuple[ir.Value, list[int], Poly] | None:
         """A value for what is left of the root without the factor that has all of some variables to itself.
