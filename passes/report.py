@@ -52,10 +52,9 @@ class Report:
         else:
             lines = [f"fused {len(self.fusions)}, {sum(self.before.values())} -> {sum(self.after.values())} nodes"]
             ops, nodes = (max(len(getattr(f, part)) for f in self.fusions) for part in ("op", "node"))
-            lines += [
-                f"  {f.op:{ops}}  {f.node:{nodes}}  replaces {len(f.replaced)} nodes, {_bytes(f.bytes_saved)}  [{f.rule}]"
-                for f in self.fusions
-            ]
+            for f in self.fusions:
+                effect = f"replaces {len(f.replaced)} nodes, {_bytes(f.bytes_saved)}"
+                lines.append(f"  {f.op:{ops}}  {f.node:{nodes}}  {effect}  [{f.rule}]")
             names = [
                 n for n in sorted(self.before.keys() | self.after.keys()) if self._count(n)[0] != self._count(n)[1]
             ]
