@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.export import TrainingStep, export_training_step
-    from gradfuse.fusion import FuseResult, fuse
+    from gradfuse.fusion import FuseResult, expand, fuse
     from gradfuse.library import get_library_path, register
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "check",
     "custom_ops",
+    "expand",
     "export_training_step",
     "fuse",
     "get_library_path",
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "ModelError": "gradfuse.errors",
     "TrainingStep": "gradfuse.export",
     "check": "gradfuse.checking",
+    "expand": "gradfuse.fusion",
     "export_training_step": "gradfuse.export",
     "fuse": "gradfuse.fusion",
     "get_library_path": "gradfuse.library",

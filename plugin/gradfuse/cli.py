@@ -118,6 +118,26 @@ def fuse(
 
 
 @commands.command()
+@click.argument("source", metavar="IN.onnx")
+@click.argument("target", metavar="OUT.onnx", required=False)
+@click.option("--in-place", is_flag=True, help="Overwrite IN.onnx.")
+def expand(source: str, target: str | None, in_place: bool) -> None:
+    """Put standard operators back in the place of the fused ones."""
+    target = _target(source, target, in_place)
+    from gradfuse import custom_ops, model_io
+    from gradfuse.fusion import expand as expand_model
+
+    with _busy("reading"):
+        loaded = model_io.load(source)
+    count = sum(node.domain == custom_ops.DOMAIN for node in loaded.ir.graph.all_nodes())
+    with _busy("expanding"):
+        expanded = expand_model(loaded.ir)
+    with _busy("writing"):
+        model_io.save(expanded, target, keep_references=in_place)
+    click.echo(f"expanded {count} nodes" if count else "nothing to expand: no node is a fused operator")
+
+
+@commands.command()
 @click.argument("first", metavar="A.onnx")
 @click.argument("second", metavar="B.onnx")
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Runs with inputs of their own.")

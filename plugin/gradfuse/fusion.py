@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+VERSION_KEY = "gradfuse.version"
+"""The key of a fused model's metadata that names the gradfuse which fused it."""
+
+
 @dataclass(frozen=True)
 class FuseResult:
     """`model` is of the kind that was given (a path gives a ModelProto); `report` says what was done."""
@@ -64,7 +68,7 @@ def fuse(
         report.near_misses += step.near_misses
     report.after = _count(loaded.ir)
     if report.fusions:
-        loaded.ir.metadata_props["gradfuse.version"] = _version()
+        loaded.ir.metadata_props[VERSION_KEY] = _version()
         if bodies:
             functions.attach(loaded.ir)
     result = loaded.restore(loaded.ir)
@@ -73,6 +77,35 @@ def fuse(
         if not outcome.ok:
             raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
     return FuseResult(result, report)
+
+
+def expand(model: Any) -> Any:
+    """Puts standard operators back in the place of the fused ones: the reverse of :func:`fuse`.
+
+    Every node of the domain `aclnn` becomes the function body of its operator, whether the model carries bodies or not.
+    A model without such nodes is given back as it is. The argument is not changed.
+
+    Args:
+        model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
+
+    Returns:
+        The model, of the kind that was given (a path gives a ModelProto).
+
+    Raises:
+        ModelError: the model cannot be read.
+        ArgumentError: a node has inputs or attributes that its operator does not accept.
+    """
+    from onnx_ir.passes.common import InlinePass
+
+    loaded = model_io.load(model)
+    functions.attach(loaded.ir)
+    InlinePass(criteria=lambda function: function.domain == custom_ops.DOMAIN)(loaded.ir)
+    functions.strip(loaded.ir)
+    imports = [loaded.ir.graph.opset_imports, *(f.opset_imports for f in loaded.ir.functions.values())]
+    for versions in imports:
+        versions.pop(custom_ops.DOMAIN, None)
+    loaded.ir.metadata_props.pop(VERSION_KEY, None)
+    return loaded.restore(loaded.ir)
 
 
 def _version() -> str:

@@ -257,6 +257,17 @@ def test_bad_usage_is_one_line_and_leaves_nothing(case: str, run: Run, trained: 
     assert sorted(os.listdir(tmp_path)) == before and trained.read_bytes() == content
 
 
+def test_expand_gives_standard_operators_back(run: Run, trained: Path, tmp_path: Path) -> None:
+    fused, expanded = tmp_path / "fused.onnx", tmp_path / "expanded.onnx"
+    assert run("fuse", trained, fused)[0] == 0
+    code, output, _ = run("expand", fused, expanded)
+    assert code == 0 and output.startswith("expanded ")
+    assert {node.domain for node in onnx.load(expanded).graph.node} == {""}
+    assert run("check", trained, expanded)[0] == 0
+    code, output, _ = run("expand", trained, tmp_path / "same.onnx")
+    assert code == 0 and "nothing to expand" in output
+
+
 def test_check_tells_equal_models_from_different_ones(run: Run, trained: Path, plain: Path, tmp_path: Path) -> None:
     code, output, errors = run("check", trained, trained)
     assert code == 0 and output.startswith("same outputs in 3 random runs") and errors == ""
