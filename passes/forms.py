@@ -79,7 +79,7 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
 class Forms:
     """The canonical forms of the values of one graph (or function body)."""
 
-    def __init__(self, graph: ir.Graph | ir.Function) -> None:
+    def __init__(self, graph: ir.Graph) -> None:
         self.algebra = Algebra()
         self._forms: dict[ir.Value, Form | None] = {}
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
@@ -213,7 +213,7 @@ class Forms:
 
     # Dimensions
 
-    def _merge_dims(self, graph: ir.Graph | ir.Function) -> None:
+    def _merge_dims(self, graph: ir.Graph) -> None:
         """Symbols that elementwise operations force to be equal get one name, before any form is made."""
         for node in graph:
             # GatherElements and ScatterElements pair every dimension but one; a fused op would refuse other sizes.

@@ -166,10 +166,11 @@ class Builder:
 
 
 class Site:
-    """One graph (or function body) under rewriting, with the forms of its values."""
+    """One graph, or the body of a function, under rewriting, with the forms of its values."""
 
-    def __init__(self, graph: ir.Graph | ir.Function, names: set[str]) -> None:
+    def __init__(self, graph: ir.Graph, names: set[str], is_function: bool = False) -> None:
         self.graph = graph
+        self.is_function = is_function
         self.forms = Forms(graph)
         self.algebra: Algebra = self.forms.algebra
         self.near_misses: list[NearMiss] = []
@@ -502,12 +503,11 @@ class Site:
         self.position[output] = self.position[root]
         read = {v for node in dead for v in node.inputs if v is not None}
         self.graph.remove(dead, safe=True)
-        if isinstance(self.graph, ir.Graph):
-            for value in read:
-                unused = not value.uses() and not value.is_graph_output() and not value.is_graph_input()
-                if unused and self.graph.initializers.get(str(value.name)) is value:
-                    del self.graph.initializers[str(value.name)]
-                    self.position.pop(value, None)
+        for value in read:
+            unused = not value.uses() and not value.is_graph_output() and not value.is_graph_input()
+            if unused and self.graph.initializers.get(str(value.name)) is value:
+                del self.graph.initializers[str(value.name)]
+                self.position.pop(value, None)
         for node in dead:
             for value in node.outputs:
                 self.position.pop(value, None)
@@ -515,7 +515,7 @@ class Site:
         return Fusion(rewrite.operator, str(rewrite.fused[0].name), rewrite.rule, replaced, saved)
 
     def add_constant(self, value: ir.Value, root: ir.Value) -> None:
-        if isinstance(self.graph, ir.Graph):
+        if not self.is_function:
             self.graph.register_initializer(value)
             return
         # Functions have no initializers.
@@ -550,7 +550,8 @@ class Sites:
             names = {str(v.name) for v in values}
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
-            self._sites = [Site(graph, names) for graph in graphs]
+            bodies = {f.graph for f in model.functions.values()}
+            self._sites = [Site(graph, names, graph in bodies) for graph in graphs]
             self._model = model
         return self._sites
 

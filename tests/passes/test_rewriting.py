@@ -186,6 +186,29 @@ def test_branches_of_if_are_fused_too() -> None:
         np.testing.assert_allclose(got, wanted, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(wanted).max())
 
 
+def test_functions_whose_values_have_types_are_fused_too() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "local": 1]>
+    m (float[4,5] z, int64[4,1] t) => (float[4,5] o) { o = local.Gradient(z, t) }
+    <domain: "local", opset_import: ["": 20]>
+    Gradient (z, t) => (r) {
+      x = Relu(z)  k = Abs(t)  l = LogSoftmax<axis=1>(x)  p = Exp(l)
+      classes = Constant<value_ints=[0,1,2,3,4]>()
+      e = Equal(k, classes)  h = Cast<to=1>(e)  d = Sub(p, h)
+      r = Tanh(d)
+    }""")
+    types = {"x": 1, "l": 1, "p": 1, "h": 1, "d": 1, "r": 1, "e": 9}
+    shapes = {name: onnx.helper.make_tensor_value_info(name, type_, [4, 5]) for name, type_ in types.items()}
+    shapes["k"] = onnx.helper.make_tensor_value_info("k", onnx.TensorProto.INT64, [4, 1])
+    model.functions[0].value_info.extend(shapes.values())
+    result = fuse(model, policy="all")
+    assert fused(result.report) == ["CrossEntropyLossGrad"]
+    onnx.checker.check_model(result.model, full_check=True)
+    rng = np.random.default_rng(0)
+    z, t = rng.normal(size=(4, 5)).astype(np.float32), np.asarray(rng.integers(0, 5, (4, 1)))
+    wanted, got = (run(m, {"z": z, "t": t})["o"] for m in (model, result.model))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=4 * float(np.finfo(np.float32).eps))
+
+
 def test_a_pass_alone_is_an_onnx_ir_pass() -> None:
     model = ir.from_proto(parsed(f"m (float[4,5] z, float[4,5] g) => (float[4,5] r) {{ {SOFTMAX} }}"))
     step = FuseScaledMaskedSoftmaxBackwardPass(policy="all")
