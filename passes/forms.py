@@ -406,7 +406,8 @@ class Forms:
                     form = self._named(("operand", form), self._simple_groups(form), value)
             except (Unreadable, TooComplex):
                 form = None
-            self._forms[value] = form
+            # Tensors that are always empty are left alone: there is nothing to gain, and size 0 is no size 1.
+            self._forms[value] = None if form is None or any(s.constant == 0 for s in form.sizes) else form
 
     def _simple_groups(self, form: Form) -> tuple[Group, ...]:
         return tuple((self.extent(g),) if g else () for g in form.groups)
