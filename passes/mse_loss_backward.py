@@ -20,8 +20,8 @@ _LINEAR = {
 class FuseMseLossBackwardPass(FusePass):
     """Finds, in a value P, a difference d = x - t of two tensors of the graph with P = r d, r a single term, and
 
-    1. r depends on no index, or it is a tensor of the graph that a loss multiplies d * d by (many backward passes, of
-       LayerNorm and GELU for instance, have the loose form of a product with a difference);
+    1. r depends on no index and x and t are no constants, or d * d times r goes into an output: many computations, the
+       backward of LayerNorm and the making of masks among them, have the loose form of a product with a difference;
     2. x and t are values of P's type.
 
     "mean" where r has the inverse of the number of elements of x, else "sum", or "none" where r has indices.
@@ -37,7 +37,7 @@ class FuseMseLossBackwardPass(FusePass):
         candidates = (
             (node, difference, ratio)
             for node, difference, ratio in _differences(site, root, form)
-            if not site.algebra.free(ratio) or _weighted(site, node)
+            if not (site.algebra.free(ratio) or _has_constant(site, node)) or _weighted(site, node)
         )
         return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
 
@@ -129,6 +129,11 @@ def _weighted(site: Site, node: ir.Node) -> bool:
                 seen.update(new)
                 todo.extend(new)
     return False
+
+
+def _has_constant(site: Site, node: ir.Node) -> bool:
+    """Whether an operand of a difference is a constant, as in 1 - mask."""
+    return any(site.forms.constant(value) is not None for value in node.inputs)
 
 
 def _is_two(site: Site, value: ir.Value | None) -> bool:

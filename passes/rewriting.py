@@ -15,10 +15,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
 from gradfuse import custom_ops
-from gradfuse.passes import training_ops
+from gradfuse.passes import shapes, training_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque
 from gradfuse.passes.report import Fusion, NearMiss
@@ -542,7 +541,7 @@ class Sites:
             values = [v for g in graphs for n in g for v in n.outputs]
             if any(v.dtype is None or v.shape is None for v in values if v.name):
                 self._left_out = [(v, v.type, v.shape) for v in values]
-                ShapeInferencePass(check_type=False, strict_mode=False)(model)
+                shapes.infer(model, values)
                 for node in (n for g in graphs for n in g if n.domain == training_ops.DOMAIN):
                     # Unknown to the inference; all of them give the type of their first input.
                     if node.inputs and node.inputs[0] is not None and node.outputs[0].type is None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -101,6 +105,15 @@ REFUSED = {
           v = ReduceMean(dd, axis)  root = Sqrt(v)  inverse = Reciprocal(root)
           p = Mul(d, inverse)
           r = Tanh(p)
+        }""",
+    ),
+    "the making of an additive mask": (
+        "MseLossBackward",
+        "",
+        """m (float[4,5] keep, float[4,5] scores) => (float[4,5] r) {
+          one = Constant<value_float=1.0>()  low = Constant<value_float=-1e30>()
+          d = Sub(one, keep)  mask = Mul(d, low)  s = Add(scores, mask)
+          r = Softmax<axis=1>(s)
         }""",
     ),
     "rows by an arbitrary index": (
@@ -228,6 +241,25 @@ def test_a_pass_alone_is_an_onnx_ir_pass() -> None:
 def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         default_pipeline(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_model_on_which_the_inference_of_onnx_aborts_is_left_alone(tmp_path: Path) -> None:
+    # A convolution's kernel is larger than its input: onnx infers a negative size, and a Slice of it ends the process.
+    model = onnx.parser.parse_model(
+        HEADER
+        + """m (float[1,1,2,2] x, float[1,1,5,5] w) => (float[a,b,c,d] r) {
+          y = Conv(x, w)
+          start = Constant<value_ints=[0]>()  end = Constant<value_ints=[1]>()  axis = Constant<value_ints=[2]>()
+          z = Slice(y, start, end, axis)
+          r = Relu(z)
+        }"""
+    )
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    done = subprocess.run([sys.executable, "-m", "gradfuse", "fuse", source, target], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "nothing to fuse" in done.stdout
+    assert source.read_bytes() == target.read_bytes()
 
 
 def test_every_pass_of_the_pipeline_is_exported() -> None:
