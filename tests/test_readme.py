@@ -33,7 +33,7 @@ def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
 
 def test_the_commands_run(tmp_path: Path) -> None:
     commands = re.findall(r"^    gradfuse (.+)$", README, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["fuse", "check", "ops", "info"]
+    assert [command.split()[0] for command in commands] == ["fuse", "check", "expand", "ops", "info"]
     (example,) = EXAMPLES
     exporting = example[: example.index("options =")].replace(
         "dynamic_shapes=shapes", "dynamic_shapes=shapes, fuse=False"
