@@ -93,7 +93,7 @@ def _differences(site: Site, root: ir.Value, form: Form) -> list[tuple[ir.Node, 
     """Subtractions ahead of the root of which it is a multiple: node, difference in the root's variables, ratio."""
     found = []
     wanted = site.algebra.tensors(form.poly)
-    for node in site.differences():
+    for node in site.differences:
         value = node.outputs[0]
         if site.position.get(value, site.position[root]) >= site.position[root]:
             continue

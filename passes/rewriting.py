@@ -172,7 +172,6 @@ class Site:
         self.is_function = is_function
         self.forms = Forms(graph)
         self.algebra: Algebra = self.forms.algebra
-        self.near_misses: list[NearMiss] = []
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
         self._names = names
         self._counts: dict[str, int] = {}
@@ -184,7 +183,8 @@ class Site:
         for k, node in enumerate(graph):
             for value in node.outputs:
                 self._enter(value, k)
-        self._differences = [
+        # The subtractions of floats, for the rule of the squared error.
+        self.differences = [
             n for n in graph if n.op_type == "Sub" and n.domain == "" and n.outputs[0].dtype in TOLERANCE
         ]
 
@@ -264,10 +264,6 @@ class Site:
         self.forms.set(inner, Form(tuple(groups), poly))
         self.position[inner] = self.position[root]
         return inner, kept, Poly({apart: 1.0})
-
-    def differences(self) -> list[ir.Node]:
-        """The subtractions of the graph, of floats."""
-        return self._differences
 
     # Finding values
 

@@ -24,7 +24,7 @@ from gradfuse.custom_ops.operator import Value
 
 BACKENDS = ("onnxruntime", "reference")
 
-_ONNX_TYPES = {
+ONNX_TYPES = {
     torch.float32: TensorProto.FLOAT,
     torch.float64: TensorProto.DOUBLE,
     torch.float16: TensorProto.FLOAT16,
@@ -92,7 +92,7 @@ def run(
     op: str, backend: str, *inputs: Tensor | None, ranks: Sequence[int], opset: int = 17, **attributes: Value
 ) -> list[Tensor]:
     """Run one operator on tensors, given in the schema's order, None for an absent one; gives its outputs."""
-    types = tuple(None if tensor is None else (_ONNX_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
+    types = tuple(None if tensor is None else (ONNX_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
     runner = _runner(op, backend, types, tuple(ranks), opset, tuple(sorted(attributes.items())))
     names = [i.name for i in OPS[op].inputs]
     feeds = {name: tensor for name, tensor in zip(names, inputs, strict=False) if tensor is not None}

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from backends import one_node, to_ort_value
+from backends import ONNX_TYPES, one_node, to_ort_value
 from onnx import TensorProto, helper
 from torch import Tensor
 
@@ -18,16 +18,6 @@ import gradfuse
 from gradfuse.custom_ops import OPS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-_TYPES = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float64: TensorProto.DOUBLE,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-    torch.int64: TensorProto.INT64,
-    torch.int32: TensorProto.INT32,
-    torch.bool: TensorProto.BOOL,
-}
 
 
 def session_of(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
@@ -42,7 +32,7 @@ def session_of(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession
 def run(op: str, *inputs: Tensor | None, threads: int = 1, **attributes: Any) -> list[Tensor]:
     """Run one operator on tensors, given in the schema's order, None for an absent one; gives its outputs."""
     present = [tensor for tensor in inputs if tensor is not None]
-    types = tuple(None if tensor is None else (_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
+    types = tuple(None if tensor is None else (ONNX_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
     session = _session(op, types, tuple(sorted(attributes.items())), threads)
     feeds = {i.name: to_ort_value(t) for i, t in zip(session.get_inputs(), present, strict=True)}
     dtype = next(tensor.dtype for tensor in present if tensor.dtype.is_floating_point)
