@@ -40,7 +40,7 @@ def attach(model: ir.Model) -> None:
     for node, operator in nodes:
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
-        call = _call(operator, node)
+        call = described(operator, node)
         for name, value in call.attributes.items():
             if name not in node.attributes:
                 node.attributes.add(ir.convenience.convert_attribute(name, value))
@@ -103,7 +103,12 @@ def _prepare_opsets(model: ir.Model) -> int:
     return opset
 
 
-def _call(operator: Operator, node: ir.Node) -> Call:
+def described(operator: Operator, node: ir.Node) -> Call:
+    """Describe a node of an operator.
+
+    Raises:
+        ArgumentError: an attribute refers to one of a function, or an input or attribute is not the operator's.
+    """
     attributes: dict[str, Value] = {}
     for name, attribute in node.attributes.items():
         if attribute.is_ref():

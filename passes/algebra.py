@@ -237,6 +237,10 @@ class Algebra:
                     return self.atoms[a]
         return None
 
+    def indicators(self, poly: Poly) -> list[Atom]:
+        """The conditions among the factors of a polynomial's terms."""
+        return [self.atoms[a] for a in sorted({a for m in poly.terms for a, _ in m}) if self.atoms[a].indicator]
+
     def given(self, poly: Poly, condition: Atom, case: bool) -> Poly:
         """The polynomial where the indicator is known to be 1 or 0."""
         kept = []
@@ -387,8 +391,10 @@ class Algebra:
                 scale = math.exp(min(c, 700.0))
                 continue
             exponent = _as_exponent(c)
-            if len(m) == 1 and m[0][1] == 1 and self.atoms[m[0][0]].kind == "log":
-                factors = self.mul(factors, self.power(self.atoms[m[0][0]].args[0], exponent))
+            atom = self.atoms[m[0][0]]
+            # The logarithm of what may be negative is NaN, and so must its exponential be.
+            if len(m) == 1 and m[0][1] == 1 and atom.kind == "log" and self.is_positive(atom.args[0]):
+                factors = self.mul(factors, self.power(atom.args[0], exponent))
             else:
                 factors = self.mul(factors, self.of(self._intern("exp", m), exponent))
         return factors.scaled(scale)
@@ -456,6 +462,10 @@ class Algebra:
             if c < 0:
                 lowest = lowest + (self.product(atom.args[0]) if counts else UNIT).scaled(c)
         return all(c >= 0 for c in lowest.terms.values())
+
+    def is_positive(self, poly: Poly) -> bool:
+        """Whether every factor of every term is positive."""
+        return all(c > 0 and all(self.atoms[a].positive for a, _ in m) for m, c in poly.terms.items())
 
     def is_boolean(self, poly: Poly) -> bool:
         try:

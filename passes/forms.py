@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque: their content is not read
 _VECTOR_LIMIT = 64
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
-_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _RANDOM = {
     "RandomNormal",
     "RandomNormalLike",
@@ -68,7 +68,7 @@ class Opaque(Exception):
 
 
 def is_float(value: ir.Value) -> bool:
-    return value.dtype in _FLOATS
+    return value.dtype in FLOATS
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
@@ -86,6 +86,8 @@ class Forms:
         self._constants: dict[ir.Value, Array | None] = {}
         self._dims: dict[str, str] = {}
         self._names: dict[object, str] = {}
+        self.opaque: set[ir.Value] = set()
+        """The values that are named, not expressed."""
         self._merge_dims(graph)
         self._row_operands = {
             _through_casts(node.inputs[0])
@@ -402,7 +404,9 @@ class Forms:
                         form = Form(((),) * len(value.shape), vector[0])
                 if form is None:
                     form = self._opaque(node, k)
+                    self.opaque.add(value)
                 elif value in self._row_operands:
+                    self.opaque.add(value)
                     form = self._named(("operand", form), self._simple_groups(form), value)
             except (Unreadable, TooComplex):
                 form = None
@@ -616,6 +620,11 @@ def reads(*ops: str, domain: str = "") -> Callable[[Reader], Reader]:
     return add
 
 
+def has_reader(node: ir.Node) -> bool:
+    """Whether a rule reads the operation."""
+    return (node.domain, node.op_type) in _READERS
+
+
 def inputs_of(forms: Forms, node: ir.Node) -> list[Form]:
     return [forms.form(given(node.inputs, k)) for k in range(len(node.inputs))]
 
@@ -636,7 +645,7 @@ def _cast(forms: Forms, node: ir.Node) -> Form:
         if source.dtype == ir.DataType.BOOL or forms.algebra.is_boolean(form.poly):
             return form
         return Form(form.groups, UNIT - forms.algebra.equal_zero(form.poly))
-    if target.dtype in _FLOATS or source.dtype not in _FLOATS:
+    if target.dtype in FLOATS or source.dtype not in FLOATS:
         return form
     if all(c == int(c) for c in form.poly.terms.values()) and not forms.algebra.tensors(form.poly):
         return form
@@ -670,7 +679,7 @@ def _mul(forms: Forms, node: ir.Node) -> Form:
 @reads("Div")
 def _div(forms: Forms, node: ir.Node) -> Form:
     groups, (a, b) = forms.broadcast(inputs_of(forms, node))
-    if node.outputs[0].dtype not in _FLOATS:
+    if node.outputs[0].dtype not in FLOATS:
         quotient = forms._quotient(a, b)
         if quotient is None:
             raise Opaque("integer division")
@@ -766,6 +775,8 @@ def _reduce(forms: Forms, node: ir.Node) -> Form:
     else:
         poly = algebra.sum(x.poly, variables, dict(enumerate(sizes)))
         if node.op_type == "ReduceMean":
+            if not is_float(given(node.inputs, 0)):
+                raise Opaque("a mean of integers is rounded")
             poly = algebra.mul(poly, algebra.power(algebra.product(variables.values()), -1))
     groups = tuple(() if a in axes else g for a, g in enumerate(x.groups))
     left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in variables)}

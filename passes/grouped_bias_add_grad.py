@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 
@@ -82,7 +84,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
             value = builder.arrange(grad, list(range(rank)), [before, [c], after], sizes)
             extents = [algebra.product(sizes[v] for v in group) for group in (before, after)]
             fused = builder.fused(self.operator, [value], extents)
-            return builder.rewrite("sum-over-group", [fused], builder.reshape(fused, site.extents(root)))
+            output = builder.reshape(fused, site.extents(root))
+            return replace(builder.rewrite("sum-over-group", [fused], output), frontier=(grad,))
         return None
 
     def _given_ends(
@@ -154,10 +157,11 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if groups is not None and groups > MAX_GROUPS:
             raise Mismatch(f"{groups} groups, more than {MAX_GROUPS}")
         columns = list(range(1, len(own.sizes)))
-        grad = builder.arrange(grad, [0, *columns], [[0], columns], dict(enumerate(own.sizes)))
+        rows = builder.arrange(grad, [0, *columns], [[0], columns], dict(enumerate(own.sizes)))
         extents = [form.sizes[0], site.algebra.product(form.sizes[1:])]
-        fused = builder.fused(self.operator, [grad, builder.reshape(ends, extents[:1])], extents)
-        return builder.rewrite("sum-to-ends", [fused], builder.reshape(fused, site.extents(root)))
+        fused = builder.fused(self.operator, [rows, builder.reshape(ends, extents[:1])], extents)
+        rewrite = builder.rewrite("sum-to-ends", [fused], builder.reshape(fused, site.extents(root)))
+        return replace(rewrite, frontier=(grad, ends), ends={ends: own.sizes[0]})
 
 
 def _same_columns(form: Form, own: Form) -> bool:

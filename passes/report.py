@@ -21,11 +21,15 @@ class Fusion:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A node whose value has the form of a fused op, and the reason why it was left alone."""
+    """A node whose value has the form of a fused op, and the reason why it was left alone.
+
+    `bug` says that a rule took it, and that a run with numbers refuted the rule.
+    """
 
     node: str
     rule: str
     reason: str
+    bug: bool = False
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from gradfuse import custom_ops
 from gradfuse.passes import shapes, training_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque
+from gradfuse.passes.proof import Refuted, Unproved, prove
 from gradfuse.passes.report import Fusion, NearMiss
 
 Policy = Literal["profitable", "all"]
@@ -28,6 +29,8 @@ ASSUMED_DIM = 64  # size of a symbolic dimension in predictions of memory traffi
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Expand", "Flatten", "Shape", "Size", "Constant"}
 _FREE = VIEWS - {"Transpose", "Expand"}
+
+_ALLOWZERO_OPSET = 14
 
 # How far constants of a type may be from the ones of the formula: a few roundings of that type.
 TOLERANCE = {
@@ -55,6 +58,10 @@ class Rewrite:
     nodes: list[ir.Node]
     fused: list[ir.Node]
     output: ir.Value
+    frontier: tuple[ir.Value, ...] = ()
+    """The values that the match takes as given; where there are none, every value that its form does not express."""
+    ends: Mapping[ir.Value, Poly] = field(default_factory=dict)
+    """Those of them that are ends of groups, with the number of rows."""
 
 
 class Builder:
@@ -108,10 +115,12 @@ class Builder:
         if list(sizes) == self.site.extents(value):
             return value
         symbolic = [k for k, s in enumerate(sizes) if s.integer is None]
-        inferred = (
-            next((k for k in symbolic if not self.site.donor(sizes[k], self.root)), symbolic[0]) if symbolic else None
-        )
-        return self.op("Reshape", [value, self._shape(sizes, inferred)], value.dtype, sizes)
+        unknown = [k for k in symbolic if not self.site.donor(sizes[k], self.root)]
+        if len(symbolic) < 2 or unknown or self.site.opset < _ALLOWZERO_OPSET:
+            inferred = next(iter((*unknown, *symbolic)), None)
+            return self.op("Reshape", [value, self._shape(sizes, inferred)], value.dtype, sizes)
+        # A size that is 0 at run time is a size here, not a request to copy one.
+        return self.op("Reshape", [value, self._shape(sizes)], value.dtype, sizes, allowzero=1)
 
     def _shape(self, sizes: Sequence[Poly], inferred: int | None = None) -> ir.Value:
         """The sizes as a tensor, -1 for the inferred one."""
@@ -167,12 +176,14 @@ class Builder:
 class Site:
     """One graph, or the body of a function, under rewriting, with the forms of its values."""
 
-    def __init__(self, graph: ir.Graph, names: set[str], is_function: bool = False) -> None:
+    def __init__(self, graph: ir.Graph, names: set[str], opset: int, is_function: bool = False) -> None:
         self.graph = graph
+        self.opset = opset
         self.is_function = is_function
         self.forms = Forms(graph)
         self.algebra: Algebra = self.forms.algebra
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
+        self.proofs: dict[bytes, Exception | None] = {}
         self._names = names
         self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
@@ -546,7 +557,8 @@ class Sites:
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
             bodies = {f.graph for f in model.functions.values()}
-            self._sites = [Site(graph, names, graph in bodies) for graph in graphs]
+            opsets = _opsets(model)
+            self._sites = [Site(graph, names, opsets[graph], graph in bodies) for graph in graphs]
             self._model = model
         return self._sites
 
@@ -573,6 +585,16 @@ def _graphs(model: ir.Model) -> list[ir.Graph]:
     functions = [f.graph for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
     graphs = [model.graph, *functions]
     return graphs + [sub for graph in graphs for sub in graph.subgraphs()]
+
+
+def _opsets(model: ir.Model) -> dict[ir.Graph, int]:
+    """The version of the default domain in each graph."""
+    found: dict[ir.Graph, int] = {}
+    own = model.opset_imports.get("", 1)
+    holders = [(model.graph, own), *((f.graph, f.opset_imports.get("", own)) for f in model.functions.values())]
+    for graph, version in holders:
+        found |= dict.fromkeys([graph, *graph.subgraphs()], version)
+    return found
 
 
 class FusePass(ir.passes.InPlacePass):
@@ -650,14 +672,43 @@ class FusePass(ir.passes.InPlacePass):
         value = builder.arrange(rewrite.output, kept, own, sizes)
         rest = [v for group in other for v in group]
         scale = site.materialise(builder, factor, rest, sizes, root.dtype, other)
+        scale = self._guarded(site, builder, scale, form, layout, other, sizes)
         output = builder.op("Mul", [value, scale], root.dtype, site.extents(root))
         return replace(rewrite, root=root, output=output)
+
+    def _guarded(
+        self,
+        site: Site,
+        builder: Builder,
+        factor: ir.Value,
+        form: Form,
+        layout: Layout,
+        factor_layout: Layout,
+        sizes: Mapping[int, Poly],
+    ) -> ir.Value:
+        """The factor, but 0 where a condition makes all of the form 0: it may be infinite."""
+        algebra = site.algebra
+        for condition in algebra.indicators(form.poly):
+            for case in (True, False):
+                if algebra.given(form.poly, condition, case):
+                    continue
+                zero = algebra.of(condition) if case else UNIT - algebra.of(condition)
+                variables = sorted(condition.free)
+                groups = [[v for v in group if v in condition.free] for group in layout]
+                mask = site.find_mask(builder, zero, variables, sizes, groups)
+                assert factor.dtype is not None
+                shape = [
+                    algebra.product(sizes[v] for v in (*a, *b)) for a, b in zip(groups, factor_layout, strict=True)
+                ]
+                nothing = builder.constant(np.asarray(0.0), factor.dtype)
+                factor = builder.op("Where", [mask, nothing, factor], factor.dtype, shape)
+        return factor
 
     def _try(self, site: Site, root: ir.Value) -> None:
         if root.dtype not in TOLERANCE or root not in site.position or site.forms.get(root) is None:
             return
         builder = Builder(site, root)
-        reason = None
+        reason, bug = None, False
         try:
             rewrite = self._proposed(site, builder, root)
             if rewrite is not None:
@@ -670,8 +721,14 @@ class FusePass(ir.passes.InPlacePass):
                 elif saved <= 0 and self.policy == "profitable":
                     reason = f"not profitable: would move {-saved} bytes more"
                 else:
+                    prove(site, rewrite, TOLERANCE[root.dtype])
                     self.fusions.append(site.apply(rewrite, builder, dead, saved))
                     return
+        except Unproved as error:
+            reason = f"it could not be checked with numbers: {error}"
+        except Refuted as difference:
+            reason = f"a bug in this rule, please report it: for the same numbers the original is {difference}"
+            bug = True
         except Mismatch as miss:
             reason = str(miss)
         except (Opaque, TooComplex) as error:
@@ -680,7 +737,7 @@ class FusePass(ir.passes.InPlacePass):
         if reason is not None:
             node = root.producer()
             assert node is not None
-            self.near_misses.append(NearMiss(str(node.name or root.name), self.operator, reason))
+            self.near_misses.append(NearMiss(str(node.name or root.name), self.operator, reason, bug))
 
 
 def require_same(site: Site, root: ir.Value, expected: Poly) -> None:

@@ -1,10 +1,17 @@
 """Readers of the operators that onnxruntime-training's gradient builder emits, in the domain com.microsoft.
 
 They have no specification of their own; each is read as the gradient that its name says, of the ONNX operator's inputs.
+`reference_ops` has the same operators for onnx's reference evaluator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, number
@@ -22,6 +29,7 @@ from gradfuse.passes.forms import (
 )
 
 DOMAIN = "com.microsoft"
+Array = npt.NDArray[Any]
 
 
 @reads("Scale", domain=DOMAIN)
@@ -121,3 +129,82 @@ def _split_training(forms: Forms, node: ir.Node) -> list[Form | None]:
         result.append(sliced(forms, x, axis, start, 1, size))
         start += size.integer
     return result
+
+
+# The same operators on arrays.
+
+
+@cache
+def reference_ops() -> list[type]:
+    """The operators as classes of onnx's reference evaluator, for the numerical proof of a match."""
+    from onnx.reference.op_run import OpRun
+
+    def op(name: str, run: Callable[..., Array | tuple[Array, ...]]) -> type:
+        def _run(self: Any, *inputs: Array, **attributes: Any) -> tuple[Array, ...]:
+            result = run(*inputs, **attributes)
+            return result if isinstance(result, tuple) else (result,)
+
+        return type(name, (OpRun,), {"op_domain": DOMAIN, "_run": _run, "__abstractmethods__": frozenset()})
+
+    return [op(name, run) for name, run in _ON_ARRAYS.items()]
+
+
+def _scale_array(x: Array, factor: Array, scale_down: int = 0) -> Array:
+    return np.asarray(x / factor if scale_down else x * factor)
+
+
+def _softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
+    return np.asarray(y * (grad - (grad * y).sum(axis, keepdims=True)))
+
+
+def _log_softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
+    return np.asarray(grad - np.exp(y) * grad.sum(axis, keepdims=True))
+
+
+def _softmax_cross_entropy_loss_grad_array(
+    grad: Array,
+    log_prob: Array,
+    label: Array,
+    weight: Array | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+) -> Array:
+    counted = np.ones(label.shape, bool) if ignore_index is None else label != ignore_index
+    label = np.where(counted, label, 0)
+    row = counted * (np.ones(label.shape) if weight is None else weight[label])
+    scale = grad * row / (row.sum() if reduction == "mean" else 1.0)
+    classes = np.arange(log_prob.shape[1]).reshape(-1, *(1,) * (log_prob.ndim - 2))
+    result = np.exp(log_prob) - (np.expand_dims(label, 1) == classes)
+    return np.where(np.expand_dims(counted, 1), np.expand_dims(scale, 1) * result, 0.0)
+
+
+def _gather_elements_grad_array(grad: Array, shape: Array, index: Array, axis: int = 0) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    places: list[Array] = list(np.indices(index.shape, sparse=True))
+    places[axis] = index
+    np.add.at(out, tuple(places), grad)
+    return out
+
+
+def _gather_grad_array(shape: Array, index: Array, grad: Array, axis: int = 0) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    axis %= out.ndim
+    moved = np.moveaxis(grad, range(axis), range(index.ndim, index.ndim + axis))
+    np.add.at(np.moveaxis(out, axis, 0), index, moved)
+    return out
+
+
+def _concat_training_array(*parts: Array, axis: int = 0) -> tuple[Array, ...]:
+    return np.concatenate(parts, axis), np.asarray([p.shape[axis] for p in parts], np.int64)
+
+
+_ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
+    "Scale": _scale_array,
+    "SoftmaxGrad_13": _softmax_grad_array,
+    "LogSoftmaxGrad_13": _log_softmax_grad_array,
+    "SoftmaxCrossEntropyLossGrad": _softmax_cross_entropy_loss_grad_array,
+    "GatherElementsGrad": _gather_elements_grad_array,
+    "GatherGrad": _gather_grad_array,
+    "ConcatTraining": _concat_training_array,
+    "SplitTraining": lambda x, split, axis=0: tuple(np.split(x, np.cumsum(split)[:-1], axis)),
+}

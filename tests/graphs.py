@@ -10,6 +10,13 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 
+def parsed(text: str) -> onnx.ModelProto:
+    """A model of one graph in ONNX's text form, with its types and shapes."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]>\n{text}')
+    inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    return inferred
+
+
 class GraphBuilder:
     """Nodes in order; every method that adds one returns the name of its (first) output."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from graphs import parsed
 from producers import run
 
 from gradfuse import fuse, passes
@@ -28,12 +29,6 @@ SOFTMAX = """
   u = Mul(y, s)
   r = Sub(t, u)
 """
-
-
-def parsed(text: str) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(HEADER + text)
-    inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    return inferred
 
 
 def fused(report: Report) -> list[str]:

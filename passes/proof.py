@@ -1,0 +1,571 @@
+"""The second proof of a match: the subgraph and the fused op run side by side on numbers chosen to tell them apart.
+
+The first proof is algebra; this one is arithmetic and shares no code with it but the list of values at which a form
+begins. From these *leaves* on, the nodes of the original and of the rewrite are run by onnx's reference evaluator in
+float64, fused nodes by the bodies of their operators, on random and adversarial leaves: peaked values, zeros, NaNs and
+infinities, ignored targets, masks of all ones and all zeros, symbolic dimensions of several sizes, 1 and 0.
+
+A fused value must agree wherever the original is finite. Where it is not, because the original computes 0 x NaN or
+0 x Inf in a mask, an ignored row or a one-hot, the fused value may be zero, or what the original gives with any finite
+number in the place of the NaN, or with a huge one in the place of the infinity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from gradfuse import custom_ops
+from gradfuse.custom_ops import functions
+from gradfuse.custom_ops.operator import OLDEST_OPSET
+from gradfuse.errors import ArgumentError
+from gradfuse.passes import training_ops
+from gradfuse.passes.algebra import Poly
+from gradfuse.passes.forms import FLOATS, has_reader
+
+if TYPE_CHECKING:
+    from gradfuse.passes.rewriting import Rewrite, Site
+
+Array = npt.NDArray[Any]
+
+NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
+ELEMENT_LIMIT = 1 << 18  # of all leaves together; larger static sizes are shrunk
+FULL_LIMIT = 1 << 23  # of all leaves, where no shrinking keeps the subgraph valid
+_KEPT_SIZE = 8  # static sizes up to this are never shrunk
+_REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))
+_DIMS = ((3, 5, 2, 4, 7, 6), (2, 3, 4, 2, 5, 3))
+
+
+class Refuted(Exception):
+    """The fused op computed something else than the subgraph that it was to replace."""
+
+
+class Unproved(Exception):
+    """The subgraph could not be run, or gave nothing that could be compared."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: the sizes of symbolic dimensions in order of appearance, and how leaves are filled."""
+
+    sizes: tuple[int, ...]
+    style: str
+    seed: int
+
+
+@dataclass
+class Region:
+    """The nodes that compute two values, the leaves that they begin at, and the constants among their inputs."""
+
+    nodes: list[ir.Node] = field(default_factory=list)
+    leaves: list[ir.Value] = field(default_factory=list)
+    shapes: dict[ir.Value, list[Poly]] = field(default_factory=dict)
+    constants: dict[ir.Value, Array] = field(default_factory=dict)
+    names: dict[ir.Value, str] = field(default_factory=dict)
+
+
+def prove(site: Site, rewrite: Rewrite, tolerance: float) -> None:
+    """Run a rewrite against the subgraph that it is to replace; their constants may differ by the relative tolerance.
+
+    Equal subgraphs, such as those of the layers of a network, are run once per site.
+
+    Raises:
+        Refuted: the two differ: the rule is wrong.
+        Unproved: the two could not be compared.
+    """
+    Proof(site, rewrite, tolerance).run()
+
+
+class Proof:
+    """One match on the bench."""
+
+    def __init__(self, site: Site, rewrite: Rewrite, tolerance: float) -> None:
+        self.site = site
+        self.rewrite = rewrite
+        self.region = _collect(site, rewrite)
+        self.dims = self._dims()
+        (self.operator,) = {node.op_type for node in rewrite.fused}
+        self.tolerance = tolerance
+        self.proto = self._model()
+
+    def run(self) -> None:
+        key = self._key()
+        if key not in self.site.proofs:
+            self.site.proofs[key] = self._verdict()
+        verdict = self.site.proofs[key]
+        if verdict is not None:
+            raise verdict
+
+    # The model
+
+    def _dims(self) -> list[str]:
+        """The symbols in the sizes of leaves, in order of appearance."""
+        found: dict[str, None] = {}
+        sizes = [size for value in self.region.leaves for size in self._extents(value)]
+        for size in (*sizes, *(size for vector in self.region.shapes.values() for size in vector)):
+            for monomial in size.terms:
+                for a, _ in monomial:
+                    atom = self.site.algebra.atoms[a]
+                    if atom.kind != "dim":
+                        raise Unproved("a size is no function of dimensions")
+                    found[str(atom.args[0])] = None
+        return list(found)
+
+    def _model(self) -> onnx.ModelProto:
+        names = self.region.names
+        bodies: dict[str, onnx.FunctionProto] = {}
+        protos = []
+        for node in self.region.nodes:
+            proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
+            proto.input.extend("" if v is None else names[v] for v in node.inputs)
+            proto.output.extend(names[v] for v in node.outputs)
+            proto.attribute.extend(ir.serde.serialize_attribute(a) for a in node.attributes.values())
+            _to_float64(proto)
+            if node in self.rewrite.fused:
+                body = _body(node, self.site.opset, len(bodies))
+                bodies[body.name] = body
+                proto.op_type = body.name
+                given = {a.name for a in proto.attribute}
+                proto.attribute.extend(
+                    onnx.helper.make_attribute(a.name, a.default)
+                    for a in custom_ops.OPS[node.op_type].attributes
+                    if a.name not in given
+                )
+            protos.append(proto)
+        inputs = [*self.region.leaves, *self.region.shapes, *self.region.constants]
+        graph = onnx.helper.make_graph(
+            protos,
+            "match",
+            [onnx.helper.make_tensor_value_info(names[v], onnx.TensorProto.DOUBLE, None) for v in inputs],
+            [
+                onnx.helper.make_tensor_value_info(names[v], onnx.TensorProto.DOUBLE, None)
+                for v in (self.rewrite.root, self.rewrite.output)
+            ],
+        )
+        domains = {"": self.site.opset, custom_ops.DOMAIN: custom_ops.VERSION, training_ops.DOMAIN: 1}
+        return onnx.helper.make_model(
+            graph,
+            functions=list(bodies.values()),
+            opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in domains.items()],
+        )
+
+    def _key(self) -> bytes:
+        """What a verdict depends on: equal for the same subgraph at another place, or with other names."""
+        digest = hashlib.sha256(self.proto.SerializeToString(deterministic=True))
+        env = dict(zip(self.dims, range(1_000, 1_000 + len(self.dims)), strict=True))
+        for value in self.region.leaves:
+            sizes = [_evaluated(self.site, s, env) for s in self._extents(value)]
+            digest.update(repr((value.dtype, sizes, self._same_as(value))).encode())
+        for vector in self.region.shapes.values():
+            digest.update(repr([_evaluated(self.site, s, env) for s in vector]).encode())
+        for array in self.region.constants.values():
+            digest.update(repr((array.dtype, array.shape)).encode() + array.tobytes())
+        return digest.digest()
+
+    def _extents(self, value: ir.Value) -> list[Poly]:
+        return _extents(self.site, value)
+
+    def _same_as(self, value: ir.Value) -> int:
+        """The first leaf that holds the same numbers."""
+        form = self.site.forms.form(value)
+        for k, leaf in enumerate(self.region.leaves):
+            other = self.site.forms.form(leaf)
+            if leaf is value or (other.groups == form.groups and other.poly == form.poly):
+                return k
+        return -1
+
+    # The runs
+
+    def _verdict(self) -> Exception | None:
+        try:
+            self._compare()
+        except (Refuted, Unproved) as verdict:
+            return verdict
+        return None
+
+    def _compare(self) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        evaluator = ReferenceEvaluator(self.proto, new_ops=training_ops.reference_ops())
+        problem: Exception | None = None
+        for table, rescale in itertools.product(self._tables(), (False, True)):
+            try:
+                self._compare_at(evaluator, table, rescale)
+                return
+            except (Refuted, Unproved) as error:
+                problem = error
+            if not table:
+                break
+        assert problem is not None
+        raise problem
+
+    def _tables(self) -> Iterator[Mapping[int, int]]:
+        """Ways to replace the large static sizes by small ones; empty for the sizes as they are.
+
+        There are several, for what the constants of a graph say about its sizes may hold in one of them only.
+        """
+        count = self._elements({})
+        if count <= ELEMENT_LIMIT:
+            yield {}
+            return
+        sizes = self._static_sizes()
+        yield _shrunk(sizes, sizes)
+        large = sorted((n for n in sizes if n > _KEPT_SIZE), reverse=True)
+        tried = 0
+        for kept in reversed(large):
+            table = _shrunk(sizes, sizes - {kept})
+            if self._elements(table) <= FULL_LIMIT and tried < 4:
+                tried += 1
+                yield table
+        for n in large[:4]:
+            table = _shrunk(sizes, {n})
+            if self._elements(table) <= FULL_LIMIT:
+                yield table
+        if count <= FULL_LIMIT:
+            yield {}
+        elif tried == 0:
+            raise Unproved(f"{count} elements are too many to run, and its sizes cannot be shrunk")
+
+    def _elements(self, table: Mapping[int, int]) -> int:
+        env = dict(zip(self.dims, _cycled(_DIMS[0], len(self.dims)), strict=True))
+        return sum(
+            math.prod(_evaluated(self.site, s, env, table) for s in self._extents(v)) for v in self.region.leaves
+        )
+
+    def _static_sizes(self) -> set[int]:
+        values = [*self.region.leaves]
+        integers = [a for a in self.region.constants.values() if a.dtype.kind in "iu" and a.size <= 64]
+        found = {int(n) for a in integers for n in a.flat if n > 1}
+        values += [v for node in self.region.nodes for v in node.outputs if self.site.forms.get(v) is not None]
+        for value in values:
+            form = self.site.forms.get(value)
+            if form is not None:
+                found |= {n for s in (*form.sizes, *self._extents(value)) if (n := s.integer) is not None and n > 1}
+        return found
+
+    def _compare_at(self, evaluator: Any, table: Mapping[int, int], rescale: bool) -> None:
+        constants = {self.region.names[v]: _resized(a, table, rescale) for v, a in self.region.constants.items()}
+        scale = 0.0
+        ran = False
+        failure: Exception | None = None
+        for sample in self._samples():
+            env = dict(zip(self.dims, sample.sizes, strict=True))
+            with np.errstate(all="ignore"):
+                try:
+                    leaves = self._leaves(sample, env, table)
+                    original, fused = (np.asarray(a) for a in evaluator.run(None, constants | leaves))
+                    others = [
+                        np.asarray(evaluator.run(None, constants | _replaced(leaves, *numbers))[0])
+                        for numbers in (_REPLACEMENTS if sample.style.startswith("not finite") else ())
+                    ]
+                except Exception as error:  # The evaluator raises whatever its NumPy code raises.
+                    failure = error
+                    continue
+                ran = True
+                scale = max(scale, float(np.abs(original[np.isfinite(original)]).max(initial=0.0)))
+                self._require_agreement(original, fused, others, scale, sample)
+        if not ran:
+            raise Unproved(f"it cannot be run: {(str(failure) or repr(failure)).splitlines()[0]}")
+        if scale == 0.0:
+            raise Unproved("no run gave a finite number other than zero")
+
+    def _require_agreement(
+        self, original: Array, fused: Array, others: Sequence[Array], scale: float, sample: Sample
+    ) -> None:
+        """`others`: the original with finite numbers in the place of those that are not; `scale`: its largest value."""
+        if original.shape != fused.shape:
+            raise Refuted(f"of shape {original.shape}, fused {fused.shape} ({self._at(sample)})")
+        bound = 4 * self.tolerance * scale
+
+        def close(a: Array) -> Array:
+            return np.asarray(np.abs(a - fused) <= bound)
+
+        right = close(original)
+        free = ~np.isfinite(fused) | (fused == 0)
+        if others:
+            *finite, limit = (close(a) for a in others)
+            free |= np.logical_and.reduce(finite) | limit
+        right |= ~np.isfinite(original) & free
+        if not right.all():
+            at = tuple(int(i) for i in np.argwhere(~right)[0])
+            raise Refuted(f"{original[at]:.9g} at {list(at)}, fused {fused[at]:.9g} ({self._at(sample)})")
+
+    def _at(self, sample: Sample) -> str:
+        sizes = "".join(f", {d} = {n}" for d, n in zip(self.dims, sample.sizes, strict=True))
+        return f"{sample.style} values{sizes}, seed {sample.seed}"
+
+    # What is tried
+
+    def _samples(self) -> Iterator[Sample]:
+        count = len(self.dims)
+        base, other = (_cycled(d, count) for d in _DIMS)
+        for seed, style in enumerate(("normal", "peaked", "sparse", "positive", "uniform")):
+            yield Sample(base, style, seed)
+        floats = [k for k, v in enumerate(self.region.leaves) if v.dtype in FLOATS]
+        yield from (Sample(base, f"not finite {k}", 10 + k) for k in floats[:4])
+        if any(v.dtype not in FLOATS for v in self.region.leaves):
+            yield from (Sample(base, style, 20 + k) for k, style in enumerate(("all true", "all false")))
+        if count:
+            yield Sample(other, "normal", 30)
+            yield Sample((1,) * count, "normal", 31)
+            yield from (Sample((*base[:k], 0, *base[k + 1 :]), "normal", 40 + k) for k in range(min(count, 3)))
+
+    def _leaves(self, sample: Sample, env: Mapping[str, int], table: Mapping[int, int]) -> dict[str, Array]:
+        rng = np.random.default_rng(sample.seed)
+        feeds: dict[str, Array] = {}
+        arrays: list[Array] = []
+        for k, value in enumerate(self.region.leaves):
+            shape = [_evaluated(self.site, s, env, table) for s in self._extents(value)]
+            same = self._same_as(value)
+            array = arrays[same] if same < k else self._filled(k, value, shape, sample, rng, env, table)
+            arrays.append(array)
+            feeds[self.region.names[value]] = array
+        for value, vector in self.region.shapes.items():
+            sizes = np.asarray([_evaluated(self.site, s, env, table) for s in vector], np.int64)
+            scalar = value.shape is not None and len(value.shape) == 0
+            feeds[self.region.names[value]] = sizes.reshape(()) if scalar else sizes
+        return feeds
+
+    def _filled(
+        self,
+        k: int,
+        value: ir.Value,
+        shape: Sequence[int],
+        sample: Sample,
+        rng: np.random.Generator,
+        env: Mapping[str, int],
+        table: Mapping[int, int],
+    ) -> Array:
+        if value.dtype == ir.DataType.BOOL:
+            if sample.style in ("all true", "all false"):
+                return np.full(shape, sample.style == "all true")
+            return rng.random(shape) < 0.5
+        if value.dtype in FLOATS:
+            return _floats(shape, sample.style, rng, k)
+        assert value.dtype is not None
+        integers = np.dtype(value.dtype.numpy())
+        if value in self.rewrite.ends:
+            rows = self.rewrite.ends[value]
+            count = _evaluated(self.site, rows, env, table)
+            ends = np.sort(rng.integers(0, count, shape, endpoint=True))
+            ends[..., -1:] = count
+            return ends.astype(integers)
+        if self.operator != "CrossEntropyLossGrad":
+            # Numbers that are compared, or ends of groups.
+            if sample.style in ("normal", "peaked"):
+                return rng.integers(0, 2, shape).astype(integers)
+            return np.sort(rng.integers(0, 1 << 20, shape), axis=None).reshape(shape).astype(integers)
+        labels = self._labels(env, table)
+        if sample.style in ("all true", "all false"):
+            return np.full(shape, labels[-1 if sample.style == "all true" else 0], integers)
+        return rng.choice(labels, shape).astype(integers)
+
+    def _labels(self, env: Mapping[str, int], table: Mapping[int, int]) -> list[int]:
+        """The classes, and the number that is ignored where the original tests for it."""
+        classes, ignored = 1, []
+        for node in self.rewrite.fused:
+            logits = node.inputs[1]
+            assert logits is not None
+            classes = _evaluated(self.site, self.site.extents(logits)[1], env, table)
+            ignored.append(_int(node, "ignore_index", -100))
+        picks = [n for n in range(classes) if n not in ignored]
+        return picks + [table.get(n, n) for n in ignored if self._tests(n)]
+
+    def _tests(self, number: int) -> bool:
+        """Whether the original compares with this number."""
+        return any(
+            a.dtype.kind in "iu" and a.size == 1 and int(a.reshape(())) == number
+            for a in self.region.constants.values()
+        )
+
+
+def _collect(site: Site, rewrite: Rewrite) -> Region:
+    region = Region()
+    own = set(rewrite.nodes)
+    done: set[ir.Node] = set()
+
+    def is_leaf(value: ir.Value, node: ir.Node | None) -> bool:
+        if node is None or value in rewrite.frontier or (node.domain == "" and node.op_type in ("Shape", "Size")):
+            return True
+        if node in own:
+            return False
+        if not has_reader(node):
+            return True
+        return not rewrite.frontier and value in site.forms.opaque
+
+    stack: list[tuple[ir.Value, bool]] = [(rewrite.output, False), (rewrite.root, False)]
+    while stack:
+        value, entered = stack.pop()
+        node = value.producer()
+        if entered:
+            assert node is not None
+            if node not in done:
+                done.add(node)
+                region.nodes.append(node)
+                for v in node.outputs:
+                    region.names.setdefault(v, f"v{len(region.names)}")
+            continue
+        if value in region.names or node in done:
+            continue
+        array = site.forms.constant(value)
+        if array is not None:
+            region.names[value] = f"v{len(region.names)}"
+            region.constants[value] = array.astype(np.float64) if value.dtype in FLOATS else array
+        elif is_leaf(value, node):
+            region.names[value] = f"v{len(region.names)}"
+            vector = site.forms.vector(value) if value not in rewrite.frontier else None
+            if vector is None:
+                region.leaves.append(value)
+            else:
+                region.shapes[value] = vector
+        else:
+            assert node is not None
+            if len(done) > NODE_LIMIT:
+                raise Unproved(f"more than {NODE_LIMIT} nodes")
+            stack.append((value, True))
+            stack.extend((v, False) for v in node.inputs if v is not None)
+    return region
+
+
+def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:
+    """The body of a fused node's operator, computing in float64, under a name of its own."""
+    operator = custom_ops.OPS[node.op_type]
+    try:
+        call = functions.described(operator, node)
+        variant = operator.variant(call, max(opset, OLDEST_OPSET))
+    except ArgumentError as error:
+        raise Refuted(f"something that the fused op refuses: {error}") from None
+    body = operator.function(variant)
+    body.name = f"{operator.name}_{number}"
+    todo = list(body.node)
+    while todo:
+        inner = todo.pop()
+        for attribute in inner.attribute:
+            todo.extend(attribute.g.node)
+            if inner.op_type == "Constant" and attribute.name == "value_float":
+                value = call.attributes[attribute.ref_attr_name] if attribute.ref_attr_name else attribute.f
+                tensor = onnx.numpy_helper.from_array(np.asarray(value, np.float64))
+                attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
+        _to_float64(inner)
+    return body
+
+
+def _to_float64(node: onnx.NodeProto) -> None:
+    """Make a node's floats float64."""
+    if node.op_type == "ConstantOfShape" and not node.attribute:
+        node.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.zeros(1))))
+    for attribute in node.attribute:
+        if attribute.name == "to" and ir.DataType(attribute.i) in FLOATS:
+            attribute.i = onnx.TensorProto.DOUBLE
+        elif attribute.type == onnx.AttributeProto.TENSOR and ir.DataType(attribute.t.data_type) in FLOATS:
+            array = onnx.numpy_helper.to_array(attribute.t).astype(np.float64)
+            attribute.t.CopyFrom(onnx.numpy_helper.from_array(array))
+
+
+def _extents(site: Site, value: ir.Value) -> list[Poly]:
+    if site.forms.get(value) is None:
+        raise Unproved(f"the shape of {value.name} is unknown")
+    return site.extents(value)
+
+
+def _evaluated(site: Site, size: Poly, env: Mapping[str, int], table: Mapping[int, int] | None = None) -> int:
+    total = 0
+    for monomial, c in size.terms.items():
+        factor = int(c)
+        term = table.get(factor, factor) if table else factor
+        for a, e in monomial:
+            term *= env.get(str(site.algebra.atoms[a].args[0]), 1) ** int(e)
+        total += term
+    if total < 0:
+        raise Unproved("a size is negative")
+    return total
+
+
+def _floats(shape: Sequence[int], style: str, rng: np.random.Generator, k: int) -> Array:
+    values = rng.standard_normal(shape)
+    match style.split():
+        case ["peaked"]:
+            values *= 30.0
+        case ["sparse"]:
+            values[rng.random(shape) < 0.5] = 0.0
+        case ["positive"]:
+            values = np.abs(values) + 0.1
+        case ["uniform"]:
+            values = np.full(shape, float(values.flat[0]) if values.size else 0.0)
+        case ["not", "finite", which] if int(which) == k and values.size:
+            values.flat[rng.integers(values.size)] = np.nan
+            values.flat[rng.integers(values.size)] = rng.choice([np.inf, -np.inf])
+    return np.asarray(values, np.float64)
+
+
+def _replaced(leaves: Mapping[str, Array], nan: float, infinity: float) -> dict[str, Array]:
+    """The leaves with numbers in the place of NaNs and infinities."""
+    return {
+        name: np.nan_to_num(a, nan=nan, posinf=infinity, neginf=-infinity) if a.dtype.kind == "f" else a
+        for name, a in leaves.items()
+    }
+
+
+def _cycled(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    return tuple(sizes[k % len(sizes)] for k in range(count))
+
+
+def _int(node: ir.Node, name: str, default: Any) -> Any:
+    found = node.attributes.get(name)
+    return default if found is None or found.value is None else found.value
+
+
+def _shrunk(sizes: set[int], free: set[int]) -> dict[int, int]:
+    """Small numbers for the large ones that are free: their order, products and sums kept as far as that goes."""
+    table = {1: 1}
+    latest = _KEPT_SIZE + 1
+    for n in sorted(sizes):
+        if n <= _KEPT_SIZE or n not in free:
+            table[n] = n
+            continue
+        factor = next((m for m in sorted(table, reverse=True) if 1 < m < n and n % m == 0 and n // m in table), None)
+        part = next((m for m in sorted(table, reverse=True) if n - m in table), None)
+        if factor is not None:
+            table[n] = table[factor] * table[n // factor]
+        elif part is not None:
+            table[n] = table[part] + table[n - part]
+        else:
+            table[n] = latest
+        latest = max(latest, table[n]) + 2
+    return {n: small for n, small in table.items() if n != small}
+
+
+def _rescaled(number: float, table: Mapping[int, int]) -> float:
+    """The number for the small sizes, if it is a round one times or over large ones, as 2 / N is."""
+
+    def is_round(x: float) -> bool:
+        return abs(float(f"{x:.1e}") - x) <= 1e-6 * abs(x)
+
+    large = sorted(table, reverse=True)[:6]
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(large, count):
+            for power in (1, -1):
+                if is_round(number * math.prod(n**power for n in chosen)) and not is_round(number):
+                    return number * math.prod((n / table[n]) ** power for n in chosen)
+    return number
+
+
+def _resized(array: Array, table: Mapping[int, int], rescale: bool) -> Array:
+    """A constant in the small sizes: its dimensions, integers that are sizes, and floats that are made of sizes."""
+    if not table:
+        return array
+    array = array[tuple(slice(0, table.get(n, n)) for n in array.shape)]
+    if array.dtype.kind in "iu":
+        return np.asarray([table.get(int(n), int(n)) for n in array.flat], array.dtype).reshape(array.shape)
+    if rescale and array.dtype.kind == "f" and array.size and np.all(array == array.flat[0]):
+        return np.full(array.shape, _rescaled(float(array.flat[0]), table))
+    return array
