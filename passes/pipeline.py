@@ -1,4 +1,4 @@
-"""The way of a model through `fuse`: canonical forms of its values, then one pass per fused operator."""
+"""The way of a model through `fuse`: canonical forms of its values, one pass per fused operator, known exporter bugs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
+from gradfuse.passes.exporter_bugs import FindExporterBugsPass
 from gradfuse.passes.rewriting import ForgetPass, FusePass, Policy, Sites
 
 
@@ -45,4 +46,4 @@ def default_pipeline(
                 raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(passes)}")
     sites = Sites()
     chosen = [step for op, step in passes.items() if (not only or op in only) and op not in (skip or ())]
-    return ir.passes.PassManager([*(step(policy, sites) for step in chosen), ForgetPass(sites)])
+    return ir.passes.PassManager([*(step(policy, sites) for step in chosen), FindExporterBugsPass(sites), ForgetPass(sites)])

@@ -23,29 +23,50 @@ class Fusion:
 class NearMiss:
     """A node whose value has the form of a fused op, and the reason why it was left alone.
 
-    `bug` says that a rule took it, and that a run with numbers refuted the rule.
+    `bug` says that a rule took it, and that a run with numbers refuted the rule. `nodes` are those that the op would have
+    replaced and `bytes_saved` the traffic saved by that, where the match came that far.
     """
 
     node: str
     rule: str
     reason: str
     bug: bool = False
+    nodes: tuple[str, ...] = ()
+    bytes_saved: int | None = None
+
+
+@dataclass(frozen=True)
+class ExporterBug:
+    """A known bug of the exporter that the graph carries: its name, the node that shows it, and what to do about it."""
+
+    bug: str
+    node: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"warning: {self.node}: {self.text} [{self.bug}]"
 
 
 @dataclass
 class Report:
-    """The fusions and near misses of a model, and how many nodes of each operator it had `before` and has `after`."""
+    """The fusions and near misses of a model, how many nodes of each operator it had `before` and has `after`, and the
+    exporter bugs that it carries as `warnings`."""
 
     fusions: list[Fusion] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
     before: Mapping[str, int] = field(default_factory=dict)
     after: Mapping[str, int] = field(default_factory=dict)
+    warnings: list[ExporterBug] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
+        return "\n".join([*self.lines(), *map(str, self.warnings)])
+
+    def lines(self) -> list[str]:
+        """The table, without the warnings."""
         if not self.fusions:
             found = (
                 "what was found is left alone"
@@ -57,7 +78,7 @@ class Report:
             lines = [f"fused {len(self.fusions)}, {sum(self.before.values())} -> {sum(self.after.values())} nodes"]
             ops, nodes = (max(len(getattr(f, part)) for f in self.fusions) for part in ("op", "node"))
             for f in self.fusions:
-                effect = f"replaces {len(f.replaced)} nodes, {_bytes(f.bytes_saved)}"
+                effect = f"replaces {len(f.replaced)} nodes, {traffic_text(f.bytes_saved)}"
                 lines.append(f"  {f.op:{ops}}  {f.node:{nodes}}  {effect}  [{f.rule}]")
             names = [
                 n for n in sorted(self.before.keys() | self.after.keys()) if self._count(n)[0] != self._count(n)[1]
@@ -66,13 +87,13 @@ class Report:
             lines += [f"  {'operator':{width}}  before   after"]
             lines += ["  {:{}} {:>7} {:>7}".format(n, width, *self._count(n)) for n in names]
         lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in self.near_misses]
-        return "\n".join(lines)
+        return lines
 
     def _count(self, op: str) -> tuple[int, int]:
         return self.before.get(op, 0), self.after.get(op, 0)
 
 
-def _bytes(n: int) -> str:
+def traffic_text(n: int) -> str:
     size, unit = float(abs(n)), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:

@@ -492,7 +492,7 @@ class Site:
         anchor = root.producer()
         assert anchor is not None
         name = root.name
-        replaced = tuple(str(n.name) for n in dead if n.op_type not in ("Constant",))
+        replaced = names_of(dead)
         builder.commit()
         self.graph.insert_before(anchor, rewrite.nodes)
         output = rewrite.output
@@ -708,13 +708,16 @@ class FusePass(ir.passes.InPlacePass):
         if root.dtype not in TOLERANCE or root not in site.position or site.forms.get(root) is None:
             return
         builder = Builder(site, root)
-        reason, bug = None, False
+        reason, bug, saved = None, False, None
+        dead: list[ir.Node] = []
         try:
             rewrite = self._proposed(site, builder, root)
             if rewrite is not None:
                 dead = site.superfluous(rewrite)
                 saved = site.traffic(dead) - site.traffic(rewrite.nodes)
-                if not dead:
+                if root.dtype == ir.DataType.DOUBLE:
+                    reason = "its type is float64; the operator takes float32, float16 and bfloat16"
+                elif not dead:
                     reason = "another output of its node is in use"
                 elif all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in dead):
                     pass  # The arithmetic lives on for another consumer: it is the root.
@@ -737,7 +740,13 @@ class FusePass(ir.passes.InPlacePass):
         if reason is not None:
             node = root.producer()
             assert node is not None
-            self.near_misses.append(NearMiss(str(node.name or root.name), self.operator, reason, bug))
+            (name,) = names_of([node])
+            self.near_misses.append(NearMiss(name, self.operator, reason, bug, names_of(dead), saved))
+
+
+def names_of(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
+    """What to call nodes in a report: by their first output where they have no name. Constants are not worth a word."""
+    return tuple(str(n.name or n.outputs[0].name) for n in nodes if n.op_type != "Constant" or n.domain)
 
 
 def require_same(site: Site, root: ir.Value, expected: Poly) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradfuse import checking, custom_ops, model_io
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
+from gradfuse.passes.exporter_bugs import FindExporterBugsPass
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.report import Report
 from gradfuse.passes.rewriting import FusePass, Policy
@@ -62,10 +63,11 @@ def fuse(
     report = Report(before=_count(loaded.ir))
     pipeline(loaded.ir)
     for step in pipeline.passes:
-        if not isinstance(step, FusePass):
-            continue
-        report.fusions += step.fusions
-        report.near_misses += step.near_misses
+        if isinstance(step, FusePass):
+            report.fusions += step.fusions
+            report.near_misses += step.near_misses
+        elif isinstance(step, FindExporterBugsPass):
+            report.warnings += step.warnings
     report.after = _count(loaded.ir)
     if report.fusions:
         loaded.ir.metadata_props[VERSION_KEY] = _version()
