@@ -167,7 +167,7 @@ def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
     hits = [(a, x) for a in _atoms(algebra, r) if a.kind == "eq" and (x := algebra.solve(a, j)) is not None]
     hits = [(a, x) for a, x in hits if algebra.tensors(x)]
     if len(hits) != 1:
-        raise Mismatch(f"{len(hits)} one-hot targets, not one")
+        raise Mismatch(f"it has {len(hits) or 'no'} one-hot targets; the operator takes one, of class indices")
     hit, target = hits[0]
     on = algebra.given(Poly({m: c for m, c in r.terms.items() if (hit.id, 1) in m}), hit, True)
     off = Poly({m: c for m, c in r.terms.items() if (hit.id, 1) not in m})

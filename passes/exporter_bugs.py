@@ -66,12 +66,15 @@ class FindExporterBugsPass(ir.passes.InPlacePass):
         self.warnings: list[ExporterBug] = []
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self.warnings = [
-            ExporterBug(bug, node, text)
-            for site in self._sites.of(model)
-            for bug, detector in DETECTORS.items()
-            for node, text in detector(Exported(model, site))
-        ]
+        nodes: dict[tuple[str, str], list[str]] = {}
+        for site in self._sites.of(model):
+            for bug, detector in DETECTORS.items():
+                for node, text in detector(Exported(model, site)):
+                    nodes.setdefault((bug, text), []).append(node)
+        self.warnings = []
+        for (bug, text), (node, *others) in nodes.items():
+            more = f" (and at {len(others)} more nodes)" if others else ""
+            self.warnings.append(ExporterBug(bug, node, text + more))
         return ir.passes.PassResult(model, False)
 
 
@@ -190,9 +193,12 @@ def _empty_graph(exported: Exported) -> Iterator[tuple[str, str]]:
     graph = exported.site.graph
     if graph is exported.model.graph and all(v.producer() is None for v in graph.outputs):
         outputs = "it has no outputs" if not graph.outputs else "no output depends on a node"
-        yield str(graph.name or "the graph"), (
-            f"the graph computes nothing ({outputs}): torch.onnx.export drops the loss and the gradients of a joint "
-            "program; label them as user outputs before the export, or use gradfuse.export_training_step"
+        yield (
+            str(graph.name or "the graph"),
+            (
+                f"the graph computes nothing ({outputs}): torch.onnx.export drops loss and gradients of a joint "
+                "program; label them as user outputs before the export, or use gradfuse.export_training_step"
+            ),
         )
 
 
@@ -219,43 +225,55 @@ def _contradictory_shapes(exported: Exported) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-@detects("mixed-types")
-def _mixed_types(exported: Exported) -> Iterator[tuple[str, str]]:
-    """Exporters write nodes of half precision with an operand that stayed float32, such as the bias of a Gemm by
-    jax2onnx or the gradient of a loss by onnxruntime-training; no runtime loads such a node."""
+@detects("invalid-types")
+def _invalid_types(exported: Exported) -> Iterator[tuple[str, str]]:
+    """Exporters write nodes of half precision with an operand that stayed float32 (the bias of a Gemm by jax2onnx, the
+    gradient of a loss by onnxruntime-training), operators for types that they do not take (Einsum for bfloat16), and
+    class indices that are float (probability targets, differentiated by onnx-ad). No runtime loads such a node."""
     for node in exported.site.graph:
-        if node.domain == training_ops.DOMAIN and node.op_type == "SoftmaxCrossEntropyLossGrad":
-            formals = {k: "T" for k in (0, 1)}
-        elif node.domain == "" and node.op_type not in _LOSSES:
-            formals = _formals(node, exported.versions.get("", 0))
-        else:
-            continue
         bound: dict[str, ir.DataType] = {}
-        for k, formal in formals.items():
-            value = node.inputs[k]
+        for value, (name, parameter, accepted) in zip(node.inputs, _formals(exported, node), strict=False):
             if value is None or not isinstance(value.type, ir.TensorType):
                 continue
             dtype = value.type.dtype
-            if bound.setdefault(formal, dtype) != dtype:
-                (name,) = names_of([node])
-                types = f"{_text(bound[formal])} and {_text(dtype)}"
-                yield name, f"{node.op_type} has inputs of {types}, which must be one type: cast one of them"
+            text = None
+            if accepted and f"tensor({_ONNX_NAMES.get(dtype, _text(dtype))})" not in accepted:
+                text = f"{node.op_type} does not take {_text(dtype)} as {name}"
+            elif bound.setdefault(parameter, dtype) != dtype:
+                text = f"{node.op_type} has inputs of {_text(bound[parameter])} and {_text(dtype)}, not of one type"
+            if text is not None:
+                yield (
+                    names_of([node])[0],
+                    f"{text}; no runtime loads that: export in another type, or add a Cast",
+                )
                 break
 
 
-def _formals(node: ir.Node, version: int) -> dict[int, str]:
-    """The type parameter of each input, by position."""
+_ONNX_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+
+
+def _formals(exported: Exported, node: ir.Node) -> list[tuple[str, str, frozenset[str]]]:
+    """Name, type parameter and accepted types of each input; those of the losses have a detector of their own."""
+    if node.domain == training_ops.DOMAIN and node.op_type == "SoftmaxCrossEntropyLossGrad":
+        return [("dY", "T", frozenset()), ("log_prob", "T", frozenset())]
+    if node.domain or node.op_type in _LOSSES:
+        return []
     try:
-        schema = onnx.defs.get_schema(node.op_type, version, "")
+        schema = onnx.defs.get_schema(node.op_type, exported.versions.get("", 0), "")
     except onnx.defs.SchemaError:
-        return {}
-    found = {}
-    parameters = {c.type_param_str for c in schema.type_constraints}
-    for k in range(len(node.inputs)):
-        formal = schema.inputs[min(k, len(schema.inputs) - 1)] if schema.inputs else None
-        if formal is not None and formal.type_str in parameters and formal.is_homogeneous:
-            found[k] = formal.type_str
-    return found
+        return []
+    accepted = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
+    formals = list(schema.inputs)
+    if formals and formals[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
+        formals += formals[-1:] * (len(node.inputs) - len(formals))
+    return [
+        (
+            f.name,
+            f.type_str if f.type_str in accepted and f.is_homogeneous else f"{f.name} {k}",
+            accepted.get(f.type_str, frozenset([f.type_str])),
+        )
+        for k, f in enumerate(formals)
+    ]
 
 
 def _text(dtype: ir.DataType | None) -> str:

@@ -13,6 +13,7 @@ from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
 
 MAX_GROUPS = 2048
+UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
@@ -108,7 +109,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
                 if atom.kind == "eq" and (index := algebra.solve(atom, 0)) is not None:
                     ends = _ends(algebra, index, row, form.sizes[0])
         if ends is None:
-            raise Mismatch("the group of a row comes from an index that nothing proves sorted")
+            raise Mismatch(UNSORTED)
         found = site.find(ends, [form.sizes[0]], root, dtypes=[ir.DataType.INT64, ir.DataType.INT32])
         if found is None or found[1] != 1.0:
             raise Mismatch("the ends of the groups are no value of the graph")

@@ -1,4 +1,4 @@
-"""The way of a model through `fuse`: canonical forms of its values, one pass per fused operator, known exporter bugs."""
+"""The way of a model through `fuse`: canonical forms of its values, a pass per fused operator, exporter bugs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.exporter_bugs import FindExporterBugsPass
 from gradfuse.passes.rewriting import ForgetPass, FusePass, Policy, Sites
+from gradfuse.passes.unmatched import FindUnmatchedPass
 
 
 def _passes() -> dict[str, type[FusePass]]:
@@ -37,6 +38,19 @@ def default_pipeline(
     Raises:
         ArgumentError: an unknown policy or operator.
     """
+    return _pipeline(policy, only, skip, Sites())
+
+
+def explaining_pipeline() -> ir.passes.PassManager:
+    """The default pipeline and, behind it, the search for regions that no rule proposes: what `explain` runs."""
+    sites = Sites()
+    *steps, end = _pipeline("profitable", None, None, sites).passes
+    return ir.passes.PassManager([*steps, FindUnmatchedPass(sites), end])
+
+
+def _pipeline(
+    policy: Policy, only: Collection[str] | None, skip: Collection[str] | None, sites: Sites
+) -> ir.passes.PassManager:
     if policy not in ("profitable", "all"):
         raise ArgumentError(f"fuse: policy is {policy!r}; expected 'profitable' or 'all'")
     passes = _passes()
@@ -44,6 +58,7 @@ def default_pipeline(
         for name in names or ():
             if name not in passes:
                 raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(passes)}")
-    sites = Sites()
     chosen = [step for op, step in passes.items() if (not only or op in only) and op not in (skip or ())]
-    return ir.passes.PassManager([*(step(policy, sites) for step in chosen), FindExporterBugsPass(sites), ForgetPass(sites)])
+    return ir.passes.PassManager(
+        [*(step(policy, sites) for step in chosen), FindExporterBugsPass(sites), ForgetPass(sites)]
+    )

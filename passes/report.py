@@ -23,14 +23,16 @@ class Fusion:
 class NearMiss:
     """A node whose value has the form of a fused op, and the reason why it was left alone.
 
-    `bug` says that a rule took it, and that a run with numbers refuted the rule. `nodes` are those that the op would have
-    replaced and `bytes_saved` the traffic saved by that, where the match came that far.
+    `bug` says that a rule took it, and that a run with numbers refuted the rule. `match` names the rule whose match is
+    right, and was left alone for its cost only. `nodes` are those that the op would have replaced and `bytes_saved` the
+    traffic saved by that, where the match came that far.
     """
 
     node: str
     rule: str
     reason: str
     bug: bool = False
+    match: str = ""
     nodes: tuple[str, ...] = ()
     bytes_saved: int | None = None
 

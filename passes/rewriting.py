@@ -708,7 +708,8 @@ class FusePass(ir.passes.InPlacePass):
         if root.dtype not in TOLERANCE or root not in site.position or site.forms.get(root) is None:
             return
         builder = Builder(site, root)
-        reason, bug, saved = None, False, None
+        reason: str | None = None
+        bug, match, saved = False, "", None
         dead: list[ir.Node] = []
         try:
             rewrite = self._proposed(site, builder, root)
@@ -722,7 +723,9 @@ class FusePass(ir.passes.InPlacePass):
                 elif all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in dead):
                     pass  # The arithmetic lives on for another consumer: it is the root.
                 elif saved <= 0 and self.policy == "profitable":
-                    reason = f"not profitable: would move {-saved} bytes more"
+                    more = f"would move {-saved} bytes more" if saved else "saves nothing"
+                    reason = f"not profitable: {more}"
+                    match = rewrite.rule
                 else:
                     prove(site, rewrite, TOLERANCE[root.dtype])
                     self.fusions.append(site.apply(rewrite, builder, dead, saved))
@@ -741,7 +744,7 @@ class FusePass(ir.passes.InPlacePass):
             node = root.producer()
             assert node is not None
             (name,) = names_of([node])
-            self.near_misses.append(NearMiss(name, self.operator, reason, bug, names_of(dead), saved))
+            self.near_misses.append(NearMiss(name, self.operator, reason, bug, match, names_of(dead), saved))
 
 
 def names_of(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
@@ -753,4 +756,4 @@ def require_same(site: Site, root: ir.Value, expected: Poly) -> None:
     """The op's definition, in the values that it was bound to, must be what the root computes."""
     assert root.dtype is not None
     if not site.forms.form(root).poly.close_to(expected, 8 * TOLERANCE[root.dtype]):
-        raise Mismatch("the fused op, bound to these values, would compute something else")
+        raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gradfuse.checking import CheckReport, check
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
+    from gradfuse.explaining import Explanation, explain
     from gradfuse.export import TrainingStep, export_training_step
     from gradfuse.fusion import FuseResult, expand, fuse
     from gradfuse.library import get_library_path, register
@@ -24,6 +25,7 @@ __all__ = [
     "ArgumentError",
     "CheckError",
     "CheckReport",
+    "Explanation",
     "ExportError",
     "FuseResult",
     "GradfuseError",
@@ -33,6 +35,7 @@ __all__ = [
     "check",
     "custom_ops",
     "expand",
+    "explain",
     "export_training_step",
     "fuse",
     "get_library_path",
@@ -47,6 +50,7 @@ _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
     "CheckReport": "gradfuse.checking",
+    "Explanation": "gradfuse.explaining",
     "ExportError": "gradfuse.errors",
     "FuseResult": "gradfuse.fusion",
     "GradfuseError": "gradfuse.errors",
@@ -54,6 +58,7 @@ _MODULE_OF = {
     "TrainingStep": "gradfuse.export",
     "check": "gradfuse.checking",
     "expand": "gradfuse.fusion",
+    "explain": "gradfuse.explaining",
     "export_training_step": "gradfuse.export",
     "fuse": "gradfuse.fusion",
     "get_library_path": "gradfuse.library",

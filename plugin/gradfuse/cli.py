@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import onnx.defs
 
     from gradfuse.fusion import FuseResult
+    from gradfuse.passes.report import ExporterBug
 
 EXIT_BAD_INPUT = 2
 EXIT_CHECK_FAILED = 3
@@ -115,6 +116,26 @@ def fuse(
     _print_report(result, verbose)
     if runs:
         click.echo(f"checked: {document['check']['summary']}")
+
+
+@commands.command()
+@click.argument("source", metavar="IN.onnx")
+@click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
+def explain(source: str, as_json: bool) -> None:
+    """Name each backward region of IN.onnx and what fuse would do with it, or why not."""
+    from gradfuse import explaining, model_io
+
+    with _busy("reading"):
+        loaded = model_io.load(source)
+    with _busy("explaining"):
+        explanation = explaining.explain(loaded)
+    if as_json:
+        click.echo(json.dumps({"gradfuse": __version__, "in": source, **explanation.to_dict()}, indent=2))
+        return
+    _print_heading(explanation.heading)
+    for region in explanation.regions:
+        _print_region(str(region))
+    _print_warnings(explanation.warnings)
 
 
 @commands.command()
@@ -242,13 +263,28 @@ def _write(result: FuseResult, loaded: Any, source: str, target: str, in_place: 
 
 
 def _print_report(result: FuseResult, verbose: bool) -> None:
-    heading, *lines = str(result.report).split("\n")
+    heading, *lines = result.report.lines()
     _print_heading(heading)
     for line in lines:
         click.echo(line)
     if verbose:
         for fusion in result.report.fusions:
             click.echo(f"  {fusion.node} replaces {', '.join(fusion.replaced)}")
+    _print_warnings(result.report.warnings)
+
+
+def _print_region(text: str) -> None:
+    first, *details = text.split("\n")
+    op, _, rest = first.partition(" ")
+    Console(highlight=False, soft_wrap=True).print(Text.assemble((op, "bold"), " ", rest))
+    for line in details:
+        click.echo(line)
+
+
+def _print_warnings(warnings: Iterable[ExporterBug]) -> None:
+    for warning in warnings:
+        kind, _, rest = str(warning).partition(" ")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble((kind, "bold yellow"), " ", rest))
 
 
 def _described(schema: onnx.defs.OpSchema) -> dict[str, Any]:
