@@ -173,7 +173,7 @@ def _dropped_label_smoothing(exported: Exported) -> Iterator[tuple[str, str]]:
     """torch.onnx.export leaves out the label smoothing of `aten.cross_entropy_loss`; the call that it notes in the
     node's metadata still has it."""
     for node in exported.site.graph:
-        call = _CROSS_ENTROPY.search(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+        call = _CROSS_ENTROPY.search(str(node.metadata_props.get("pkg.torch.onnx.fx_node", "")))
         if node.domain or node.op_type not in _LOSSES or call is None:
             continue
         if float(call[1]):
@@ -233,9 +233,9 @@ def _invalid_types(exported: Exported) -> Iterator[tuple[str, str]]:
     for node in exported.site.graph:
         bound: dict[str, ir.DataType] = {}
         for value, (name, parameter, accepted) in zip(node.inputs, _formals(exported, node), strict=False):
-            if value is None or not isinstance(value.type, ir.TensorType):
+            dtype = value.type.dtype if value is not None and isinstance(value.type, ir.TensorType) else None
+            if dtype in (None, ir.DataType.UNDEFINED):
                 continue
-            dtype = value.type.dtype
             text = None
             if accepted and f"tensor({_ONNX_NAMES.get(dtype, _text(dtype))})" not in accepted:
                 text = f"{node.op_type} does not take {_text(dtype)} as {name}"

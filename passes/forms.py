@@ -448,7 +448,7 @@ class Forms:
         if value not in self._vectors:
             try:
                 self._vectors[value] = self._read_vector(value)
-            except (Opaque, Unreadable, TooComplex):
+            except (Opaque, TooComplex, Unreadable, ArithmeticError, LookupError, TypeError, ValueError):
                 self._vectors[value] = None
         return self._vectors[value]
 

@@ -212,9 +212,14 @@ def _ends(algebra: Algebra, index: Poly, row: int, groups: Poly) -> Poly | None:
     return None if row in algebra.free(ends) else ends
 
 
+def _first_input(node: ir.Node) -> ir.Value | None:
+    return node.inputs[0] if node.inputs else None
+
+
 def _sums_nothing(site: Site, node: ir.Node) -> bool:
     """Whether a ReduceSum goes over dimensions of size 1 only."""
-    before = None if node.inputs[0] is None else site.forms.get(node.inputs[0])
+    source = _first_input(node)
+    before = None if source is None else site.forms.get(source)
     after = site.forms.get(node.outputs[0])
     return before is not None and after is not None and before.sizes == after.sizes
 
@@ -229,9 +234,9 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
             break
         sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
         if sums or node.op_type in _CUTS - {"Cast"}:
-            source = node.inputs[0]
+            source = _first_input(node)
             while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
-                source = above.inputs[0]
+                source = _first_input(above)
             if source is not None:
                 sources[source] = None
             continue
@@ -242,5 +247,6 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
                 seen.add(v)
                 todo.append(v)
     node = root.producer()
-    updates = node.inputs[2] if node is not None and node.op_type in _SCATTERS else None
+    scatters = node is not None and node.op_type in _SCATTERS and len(node.inputs) > 2
+    updates = node.inputs[2] if node is not None and scatters else None
     return [*([updates] if updates is not None else []), *(sources if len(sources) == 1 else ())]

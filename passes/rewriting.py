@@ -478,7 +478,7 @@ class Site:
         return total
 
     def _bytes(self, value: ir.Value) -> int:
-        if value.dtype is None:
+        if value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
             return 0
         if value not in self.sizes_of and self.forms.get(value) is None:
             return 0

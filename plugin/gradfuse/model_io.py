@@ -100,7 +100,13 @@ def load(model: ModelLike) -> LoadedModel:
             "expected a path, onnx.ModelProto, onnx_ir.Model or torch.onnx.ONNXProgram"
         )
     _check_opset(inner.opset_imports, kind.value)
-    return LoadedModel(_with_one_default_domain(copy_model(inner)), kind.value, kind, model)
+    try:
+        copy = copy_model(inner)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
+        ) from error
+    return LoadedModel(_with_one_default_domain(copy), kind.value, kind, model)
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
