@@ -196,7 +196,7 @@ BAD_INPUT: dict[str, tuple[bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-@pytest.mark.parametrize("command", ["fuse", "fuse in place", "check"])
+@pytest.mark.parametrize("command", ["fuse", "fuse in place", "check", "explain"])
 def test_bad_input_is_one_line_and_leaves_nothing(case: str, command: str, run: Run, tmp_path: Path) -> None:
     content, reason = BAD_INPUT[case]
     source = tmp_path / "in.onnx"
@@ -208,6 +208,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(case: str, command: str, run: 
         "fuse": ["fuse", source, target, "--report", tmp_path / "r.json"],
         "fuse in place": ["fuse", source, "--in-place"],
         "check": ["check", source, source],
+        "explain": ["explain", source],
     }[command]
     before = sorted(os.listdir(tmp_path))
     code, output, errors = run(*arguments)
@@ -282,6 +283,39 @@ def test_check_tells_equal_models_from_different_ones(run: Run, trained: Path, p
     assert code == 2 and "the inputs are x; expected x, target, w" in errors
 
 
+def test_explain_says_what_the_function_says(run: Run, trained: Path, tmp_path: Path) -> None:
+    before = trained.read_bytes()
+    code, output, errors = run("explain", trained)
+    assert code == 0 and errors == "" and output == f"{gradfuse.explain(trained)}\n" and "\x1b" not in output
+    code, output, _ = run("explain", trained, "--json")
+    data = json.loads(output)
+    assert code == 0 and data.pop("in") == str(trained) and data.pop("gradfuse") == gradfuse.__version__
+    assert data == json.loads(json.dumps(gradfuse.explain(trained).to_dict()))
+    assert os.listdir(tmp_path) == ["step.onnx"] and trained.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["fuse", "explain"])
+def test_warnings_go_to_standard_error(command: str, run: Run, tmp_path: Path) -> None:
+    model = small_models.cross_entropy()
+    model.graph.node[2].attribute[0].s = b"mean"
+    onnx.save(model, tmp_path / "step.onnx")
+    targets = [tmp_path / "fused.onnx"] if command == "fuse" else []
+    code, output, errors = run(command, tmp_path / "step.onnx", *targets)
+    assert code == 0 and "warning" not in output and "CrossEntropyLossGrad" in output
+    assert errors.startswith("warning: loss: the loss is a mean") and errors.count("\n") == 1
+
+
+def test_explain_takes_damaged_files_in_one_line(run: Run, trained: Path, tmp_path: Path) -> None:
+    content = trained.read_bytes()
+    damaged = tmp_path / "damaged.onnx"
+    for length in range(0, len(content), 37):
+        flipped = bytes([*content[:length], content[length] ^ 0x55, *content[length + 1 :]])
+        for data in (content[:length], flipped):
+            damaged.write_bytes(data)
+            code, _, errors = run("explain", damaged)
+            assert code == 0 or (code == 2 and errors.startswith("gradfuse: ") and errors.count("\n") == 1)
+
+
 def test_ops_describes_every_operator(run: Run) -> None:
     code, output, _ = run("ops", "--json")
     assert code == 0
@@ -310,7 +344,7 @@ def test_help_and_version(run: Run) -> None:
     assert run("--help")[0] == 0
     code, output, errors = run()
     assert code == 0 and "fuse" in output + errors
-    for command in ("fuse", "check", "ops", "info"):
+    for command in ("fuse", "explain", "expand", "check", "ops", "info"):
         assert run(command, "--help")[0] == 0
 
 

@@ -47,7 +47,7 @@ def test_bad_arguments_are_value_errors() -> None:
     assert issubclass(gradfuse.ArgumentError, ValueError)
 
 
-@pytest.mark.parametrize("name", ["fuse", "check", "register", "info"])
+@pytest.mark.parametrize("name", ["fuse", "explain", "check", "register", "info"])
 def test_no_module_hides_a_function_of_its_name(name: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"gradfuse.{name}")

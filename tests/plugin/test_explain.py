@@ -1,0 +1,197 @@
+"""`explain` names each backward region once, truly, and with a reason where it stays."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+import small_models
+from graphs import GraphBuilder
+from onnx import TensorProto
+from producers import Case, cases
+
+from gradfuse import Explanation, ModelError, custom_ops, explain, fuse
+
+BACKWARD = {name for name in custom_ops.OPS if name.endswith(("Grad", "Backward"))}
+
+# What a case whose own loss or bias cannot be fused must be told, by a part of its name.
+TOLD = {
+    "gba_2d": ("GroupedBiasAddGrad", "nothing proves sorted"),
+    "ce_prob_targets": ("CrossEntropyLossGrad", "probability targets"),
+    "ctc_": ("CtcLossBackward", "a recursion of 8 steps in log space"),
+}
+# The loop over the groups outgrows the analysis; the wrong types of its loss are a warning; no row there is grouped.
+NOT_TOLD = {"onnx_ad/gba_2d_mask_loop_dyn"}
+NOT_FOUND = {"jax2onnx_gemmfix/gba_2d_repeat", "onnx_ad/ce_handwritten_lse_dyn", "onnx_ad/ce_handwritten_onehot_dyn"}
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_region_of_a_graph_is_named_once(case: Case) -> None:
+    model = ir.load(case.path)
+    try:
+        explanation = explain(model)
+    except ModelError:
+        return
+    report = fuse(model, bodies=False).report
+    regions = explanation.regions
+    # What it says of fuse is what fuse does.
+    assert Counter(r.op for r in regions if r.status == "fuses") == Counter(f.op for f in report.fusions)
+    assert sum(r.bytes_saved or 0 for r in regions if r.status == "fuses") == sum(f.bytes_saved for f in report.fusions)
+    named = {r.op for r in regions if str(case) in NOT_FOUND or r.status != "unmatched"}
+    assert set(case.expect) <= named, str(explanation)
+    for part, (op, reason) in TOLD.items():
+        if part in case.name and not case.expect and str(case) not in NOT_TOLD:
+            assert any(r.op == op and r.status == "unmatched" and reason in r.reason for r in regions), str(explanation)
+    # One entry a region: no node is replaced twice, and no region lies in one of the same operator.
+    nodes = [(r.op, n) for r in regions if r.status != "unmatched" for n in r.nodes]
+    assert len(nodes) == len(set(nodes))
+    assert len({(r.op, r.node) for r in regions}) == len(regions)
+    names = {n.name or n.outputs[0].name for n in model.graph.all_nodes()}
+    for region in regions:
+        assert region.op in BACKWARD and region.node in names
+        assert (region.reason == "") == (region.status == "fuses")
+        assert (region.rule == "") == (region.status == "unmatched")
+
+
+def parsed(text: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> {text}')
+
+
+def test_a_match_says_what_would_be_done_and_does_nothing(tmp_path: Path) -> None:
+    model = small_models.cross_entropy()
+    before = model.SerializeToString()
+    path = tmp_path / "step.onnx"
+    onnx.save(model, path)
+    of_proto, of_path, of_ir = explain(model), explain(path), explain(ir.from_proto(model))
+    assert model.SerializeToString() == before and path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["step.onnx"]
+    assert of_proto == of_path == of_ir
+    (region,) = of_proto.regions
+    assert (region.op, region.status, region.rule) == ("CrossEntropyLossGrad", "fuses", "cross-entropy-backward")
+    assert region.node == "logits_grad" and {"logits_grad", "scattered", "prob"} <= set(region.nodes)
+    assert region.bytes_saved is not None and region.bytes_saved > 0
+
+
+def test_a_model_that_is_fused_has_the_operator_already() -> None:
+    (region,) = explain(fuse(small_models.attention()).model).regions
+    assert (region.op, region.status) == ("ScaledMaskedSoftmaxBackward", "fused")
+
+
+def test_a_model_without_a_backward_pass_has_none() -> None:
+    explanation = explain(small_models.forward())
+    assert explanation.regions == () and explanation.warnings == ()
+    assert str(explanation).startswith("no backward region")
+
+
+def test_what_is_left_for_its_cost_is_taken_by_the_policy_all() -> None:
+    g = GraphBuilder()
+    x, y = (g.input(n, TensorProto.FLOAT, (6, 4)) for n in "xy")
+    d = g.op("Sub", x, y)
+    loss = g.op("ReduceSum", g.op("Mul", d, d), keepdims=0)
+    grad = g.op("Mul", d, g.constant(2.0))
+    g.output(loss)
+    g.output(grad)
+    (region,) = explain(g.model()).regions
+    assert (region.op, region.status) == ("MseLossBackward", "unprofitable")
+    assert region.bytes_saved is not None and region.bytes_saved <= 0 and 'the policy "all" takes it' in region.reason
+    assert not fuse(g.model()).report.fusions
+    (taken,) = fuse(g.model(), policy="all").report.fusions
+    assert (taken.bytes_saved, taken.replaced, taken.rule) == (region.bytes_saved, region.nodes, region.rule)
+
+
+def test_float64_is_no_type_of_the_operators() -> None:
+    text = small_models.ATTENTION.replace("float[", "double[")
+    for name, value in (("zero", "0.0"), ("low", "-1e30"), ("scale", "0.5")):
+        text = text.replace(
+            f"{name} = Constant <value_float = {value}>", f"{name} = Constant <value = double {{{value}}}>"
+        )
+    model = onnx.parser.parse_model(text)
+    (region,) = explain(model).regions
+    assert (region.op, region.node, region.status) == ("ScaledMaskedSoftmaxBackward", "scores_grad", "unmatched")
+    assert "float64" in region.reason
+    assert not fuse(model, policy="all").report.fusions
+
+
+def rows_by_index(groups: int) -> onnx.ModelProto:
+    return parsed(f"""m (float[6,4] dy, int64[6,1] index) => (float[{groups},4] r) {{
+        zero = Constant<value_float=0.0>()  shape = Constant<value_ints=[{groups},4]>()
+        zeros = Expand(zero, shape)
+        r = ScatterND<reduction="add">(zeros, index, dy)
+    }}""")
+
+
+def test_an_arbitrary_index_is_no_proof_of_order() -> None:
+    (region,) = explain(rows_by_index(3)).regions
+    assert (region.op, region.status, region.node) == ("GroupedBiasAddGrad", "unmatched", "r")
+    assert "nothing proves sorted" in region.reason
+
+
+def test_more_groups_than_the_operator_takes() -> None:
+    one_hot = """m (float[6,4] dy, int64[6] index) => (float[3000,4] r) {
+        depth = Constant<value_int=3000>()  values = Constant<value_floats=[0.0,1.0]>()
+        hot = OneHot(index, depth, values)  turned = Transpose<perm=[1,0]>(hot)
+        r = MatMul(turned, dy)
+    }"""
+    for model in (parsed(one_hot), parsed(one_hot.replace("3000", "2048"))):
+        (region,) = explain(model).regions
+        assert (region.op, region.node) == ("GroupedBiasAddGrad", "r") and "nothing proves sorted" in region.reason
+        assert ("3000 groups, more than 2048" in region.reason) == ("3000" in str(model))
+
+
+def test_the_forward_product_with_a_one_hot_is_no_sum_over_groups() -> None:
+    text = """m (float[3,4] bias, int64[6] index) => (float[6,4] r) {
+        depth = Constant<value_int=3>()  values = Constant<value_floats=[0.0,1.0]>()
+        hot = OneHot(index, depth, values)
+        r = MatMul(hot, bias)
+    }"""
+    assert explain(parsed(text)).regions == ()
+
+
+SCAN = """m (float[2,5] start, float[7,2,5] emissions, float[2,5] w) => (float[2,5] last, float[2,5] w_grad) {
+    last = Scan <num_scan_inputs = 1, body = step (float[2,5] alpha, float[2,5] emission) => (float[2,5] next) {
+        pads = Constant<value_ints=[0,1,0,-1]>()
+        moved = Pad(alpha, pads)
+        stay = Exp(alpha)  move = Exp(moved)  both = Add(stay, move)  summed = FUNCTION(both)
+        next = Add(summed, emission)
+    }> (start, emissions)
+    w_grad = Mul(last, w)
+}"""
+
+
+def test_a_recursion_in_log_space_in_a_scan() -> None:
+    (region,) = explain(parsed(SCAN.replace("FUNCTION", "Log"))).regions
+    assert (region.op, region.status) == ("CtcLossBackward", "unmatched") and "a Scan in log space" in region.reason
+    assert explain(parsed(SCAN.replace("FUNCTION", "Tanh"))).regions == ()
+
+
+def test_the_text_and_the_data_say_the_same() -> None:
+    explanation: Explanation = explain(small_models.attention())
+    (region,) = explanation.regions
+    assert str(region) in str(explanation) and region.node in str(region) and region.rule in str(region)
+    data = json.loads(json.dumps(explanation.to_dict()))
+    assert data["regions"][0]["op"] == region.op and tuple(data["regions"][0]["nodes"]) == region.nodes
+    assert data["warnings"] == []
+
+
+def test_nodes_without_names_go_by_their_outputs() -> None:
+    model = small_models.attention()
+    for node in model.graph.node:
+        node.ClearField("name")
+    (region,) = explain(model).regions
+    assert region.node == "scores_grad" and "weighted" in region.nodes
+
+
+@pytest.mark.parametrize("function", [explain, fuse])
+def test_a_cycle_is_no_model(function: object) -> None:
+    model = small_models.cross_entropy()
+    model.graph.node[1].input[0] = "share"
+    assert callable(function)
+    with pytest.raises(ModelError, match="is not a valid ONNX model"):
+        function(ir.from_proto(model))
+    with pytest.raises(ModelError):
+        function(model)
