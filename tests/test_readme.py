@@ -33,14 +33,15 @@ def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
 
 def test_the_commands_run(tmp_path: Path) -> None:
     commands = re.findall(r"^    gradfuse (.+)$", README, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["fuse", "check", "expand", "ops", "info"]
+    assert [command.split()[0] for command in commands] == ["explain", "fuse", "check", "expand", "ops", "info"]
     (example,) = EXAMPLES
     exporting = example[: example.index("options =")].replace(
         "dynamic_shapes=shapes", "dynamic_shapes=shapes, fuse=False"
     )
     run("-c", exporting + 'step.save("step.onnx")', folder=tmp_path)
-    for command in commands:
-        run("-m", "gradfuse", *command.split(), folder=tmp_path)
+    output = {command: run("-m", "gradfuse", *command.split(), folder=tmp_path) for command in commands}
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert output["explain step.onnx"] == shown
     assert (tmp_path / "fused.onnx").is_file()
 
 
@@ -55,7 +56,13 @@ def test_make_targets_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_the_table_of_warnings_is_complete() -> None:
+    from gradfuse.passes.exporter_bugs import DETECTORS
+
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)) == set(DETECTORS)
+
+
 def test_the_table_of_operators_is_complete() -> None:
     from gradfuse import custom_ops
 
-    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set(custom_ops.OPS)
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", README, re.MULTILINE)) == set(custom_ops.OPS)
