@@ -14,12 +14,13 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format wheel clean
+.PHONY: help demo test test-slow bench-payoff lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (a quarter of an hour)"
+	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
 	@echo "make lint    check style and types of Python, and the format of C++"
 	@echo "make format  format Python and C++"
 	@echo "make wheel   build a wheel into dist/"
@@ -44,6 +45,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench-payoff: $(INSTALLED)
+	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
 
 lint: $(DEPENDENCIES)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, numbe
 Group = tuple[Poly, ...]
 Array = npt.NDArray[Any]
 
-CONSTANT_LIMIT = 1 << 20  # larger constants are opaque: their content is not read
+CONSTANT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _VECTOR_LIMIT = 64
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -74,6 +74,15 @@ def is_float(value: ir.Value) -> bool:
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
     found = node.attributes.get(name)
     return default if found is None or found.value is None else found.value
+
+
+def _repeated(array: Array) -> Array | None:
+    """One number for a large constant that repeats it, such as the zeros that gradients are scattered into."""
+    first = array.flat[0]
+    # Weights show at the first glance, without a read of all of them.
+    if any(array.flat[k] != first for k in range(0, array.size, array.size // 64)) or not (array == first).all():
+        return None
+    return np.broadcast_to(first, array.shape)
 
 
 class Forms:
@@ -126,7 +135,7 @@ class Forms:
         todo, seen = [root], {root, source}
         while todo:
             node = todo.pop().producer()
-            if node is None or node in cone:
+            if node is None or node in cone or node not in self._order:  # values of an outer graph are given
                 continue
             cone.append(node)
             for value in node.inputs:
@@ -174,11 +183,10 @@ class Forms:
                 if name == "value":
                     tensor = attr.value
         # An initializer that is also an input is a default that the caller may replace.
-        if tensor is None or (value.is_graph_input()) or tensor.size > CONSTANT_LIMIT:
+        if tensor is None or value.is_graph_input() or tensor.dtype == ir.DataType.STRING:
             return None
-        if tensor.dtype == ir.DataType.STRING:
-            return None
-        return np.asarray(tensor.numpy())
+        array = np.asarray(tensor.numpy())
+        return array if array.size <= CONSTANT_LIMIT else _repeated(array)
 
     def _constant_form(self, array: Array) -> Form:
         groups = tuple((number(n),) if n != 1 else () for n in array.shape)
@@ -186,6 +194,8 @@ class Forms:
         boolean = array.dtype == np.bool_
         if array.size == 0:
             return Form(groups, self.algebra.tensor(("empty", array.shape), ()))
+        if not any(array.strides) and np.isfinite(array.flat[0]):
+            return Form(groups, number(float(array.flat[0])))
         numbers = array.astype(np.float64) if array.dtype.kind != "c" else array
         axes = [axis for axis, n in enumerate(array.shape) if n != 1]
         varying = [v for v, axis in zip(variables, axes, strict=True) if np.any(numbers != numbers.take([0], axis))]

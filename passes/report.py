@@ -9,14 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fusion:
-    """One fused node. `replaced` names the nodes that it made superfluous; `bytes_saved` is the predicted difference
-    in memory traffic of one run, with :data:`~gradfuse.passes.rewriting.ASSUMED_DIM` for each symbolic dimension."""
+    """One fused node. `replaced` names the nodes that it made superfluous.
+
+    The rest is a prediction for one run in stock onnxruntime (docs/cost-model.md), with
+    :data:`~gradfuse.passes.rewriting.ASSUMED_DIM` for each symbolic dimension: `bytes_before` and `bytes_after` are the
+    memory traffic of the replaced nodes and of what stands in their place, `speedup` is the ratio of their times.
+    """
 
     op: str
     node: str
     rule: str
     replaced: tuple[str, ...]
-    bytes_saved: int
+    bytes_before: int
+    bytes_after: int
+    speedup: float
+
+    @property
+    def bytes_saved(self) -> int:
+        """The predicted difference in memory traffic; negative where the fused node moves more."""
+        return self.bytes_before - self.bytes_after
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
-        return asdict(self)
+        plain = asdict(self)
+        for fusion, entry in zip(self.fusions, plain["fusions"], strict=True):
+            entry["bytes_saved"] = fusion.bytes_saved
+        return plain
 
     def __str__(self) -> str:
         return "\n".join([*self.lines(), *map(str, self.warnings)])
@@ -80,7 +94,7 @@ class Report:
             lines = [f"fused {len(self.fusions)}, {sum(self.before.values())} -> {sum(self.after.values())} nodes"]
             ops, nodes = (max(len(getattr(f, part)) for f in self.fusions) for part in ("op", "node"))
             for f in self.fusions:
-                effect = f"replaces {len(f.replaced)} nodes, {traffic_text(f.bytes_saved)}"
+                effect = f"replaces {len(f.replaced)} nodes, {_predicted(f)}"
                 lines.append(f"  {f.op:{ops}}  {f.node:{nodes}}  {effect}  [{f.rule}]")
             names = [
                 n for n in sorted(self.before.keys() | self.after.keys()) if self._count(n)[0] != self._count(n)[1]
@@ -95,10 +109,19 @@ class Report:
         return self.before.get(op, 0), self.after.get(op, 0)
 
 
-def traffic_text(n: int) -> str:
-    size, unit = float(abs(n)), "B"
+def _predicted(fusion: Fusion) -> str:
+    moved = f"{_bytes(fusion.bytes_before)} -> {_bytes(fusion.bytes_after)}"
+    return f"predicted traffic {moved}, {fusion.speedup:.1f} x as fast"
+
+
+def _bytes(n: int) -> str:
+    size, unit = float(n), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    return f"{size:.4g} {unit} {'less' if n >= 0 else 'more'} traffic"
+    return f"{size:.4g} {unit}"
+
+
+def traffic_text(n: int) -> str:
+    return f"{_bytes(abs(n))} {'less' if n >= 0 else 'more'} traffic"

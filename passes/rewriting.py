@@ -25,10 +25,20 @@ from gradfuse.passes.report import Fusion, NearMiss
 
 Policy = Literal["profitable", "all"]
 
-ASSUMED_DIM = 64  # size of a symbolic dimension in predictions of memory traffic
+# The constants of the predictions, explained and measured in docs/cost-model.md.
+ASSUMED_DIM = 64  # size of a symbolic dimension
+NODE = 4096  # bytes that move in the time that a node takes beside its work
+POWER = 128  # bytes that move in the time that Pow takes for an element, unless it squares or cubes
+CONVERTED = 8  # bytes that move in the time that a fused kernel takes for an element of float16
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Expand", "Flatten", "Shape", "Size", "Constant"}
 _FREE = VIEWS - {"Transpose", "Expand"}
+# What onnxruntime's CPU provider does in 16 bits; the rest it does in float32, between casts.
+_IN_HALF = {
+    *("Cast", "Transpose", "Expand", "Concat", "Slice", "Split", "Gather", "GatherElements", "GatherND"),
+    *("ScatterElements", "ScatterND", "ConstantOfShape", "Max", "Min"),
+}
+_HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 _ALLOWZERO_OPSET = 14
 
@@ -42,6 +52,23 @@ TOLERANCE = {
 
 Layout = Sequence[Sequence[int]]
 """Dimensions as lists of index variables, outermost first."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A prediction for some nodes: bytes that they move, and the bytes that would move in the time that they take."""
+
+    bytes: int
+    equivalent: int
+
+    def pays(self, before: Cost) -> bool:
+        """Whether nodes of this cost in the place of others take less time, and move no more bytes."""
+        return self.bytes <= before.bytes and self.equivalent < before.equivalent
+
+    def against(self, before: Cost) -> str:
+        if self.bytes > before.bytes:
+            return f"would move {self.bytes - before.bytes} bytes more"
+        return f"would take as long as moving {self.equivalent} bytes, for {before.equivalent} now"
 
 
 class Mismatch(Exception):
@@ -456,7 +483,8 @@ class Site:
         while todo:
             for value in todo.pop().inputs:
                 node = None if value is None else value.producer()
-                if node is None or node in dead:
+                # A body leaves the nodes of the graphs around it alone.
+                if node is None or node in dead or node.graph is not self.graph:
                     continue
                 if all(
                     not v.is_graph_output() and v not in needed and all(u.node in dead for u in v.uses())
@@ -466,28 +494,48 @@ class Site:
                     todo.append(node)
         return list(dead)
 
-    def traffic(self, nodes: Iterable[ir.Node]) -> int:
-        """Bytes that the nodes read and write, views for nothing, symbolic dimensions assumed."""
-        total = 0
+    def cost(self, nodes: Sequence[ir.Node]) -> Cost:
+        """What one run of the nodes in stock onnxruntime moves and takes (docs/cost-model.md)."""
+        in_float32 = {n for n in nodes if n.domain == "" and n.op_type not in _IN_HALF | VIEWS}
+        moved = equivalent = 0.0
+        cast: set[ir.Value] = set()
         for node in nodes:
-            if node.op_type in _FREE and node.domain == "":
+            own = node.domain == custom_ops.DOMAIN
+            if node.op_type == "Constant" or (not own and all(v is None or _is_constant(v) for v in node.inputs)):
+                continue  # folded when the session is made
+            equivalent += NODE
+            if node.op_type in _FREE and not own:
                 continue
+            exponent = self.forms.constant(node.inputs[1]) if node.op_type == "Pow" else None
+            if node.op_type == "Pow" and (exponent is None or exponent.size != 1 or exponent.item() not in (2, 3)):
+                equivalent += POWER * self._count(node.outputs[0])
             for value in (*node.inputs, *node.outputs):
-                if value is not None:
-                    total += self._bytes(value)
-        return total
+                if value is None or value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
+                    continue
+                each = value.dtype.itemsize
+                if value.dtype in _HALF and node in in_float32:
+                    each = 4
+                    ends = [value.producer(), *(u.node for u in value.uses())]
+                    outside = value.is_graph_output() or any(n not in in_float32 for n in ends)
+                    if outside and value not in cast and not _is_constant(value):
+                        cast.add(value)
+                        each += 2 + 4  # what the cast between the types reads and writes
+                count = self._count(value)
+                moved += count * each
+                equivalent += count * (CONVERTED if own and value.dtype == ir.DataType.FLOAT16 else each)
+        return Cost(int(moved), int(equivalent))
 
-    def _bytes(self, value: ir.Value) -> int:
-        if value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
-            return 0
-        if value not in self.sizes_of and self.forms.get(value) is None:
-            return 0
+    def _count(self, value: ir.Value) -> float:
+        """The elements of a value, with the assumed size for symbolic dimensions."""
         count = 1.0
-        for size in self.extents(value):
-            count *= sum(c * ASSUMED_DIM ** sum(int(e) for _, e in m) for m, c in size.terms.items())
-        return int(count * value.dtype.itemsize)
+        if value in self.sizes_of or self.forms.get(value) is not None:
+            for size in self.extents(value):
+                count *= sum(c * ASSUMED_DIM ** sum(int(e) for _, e in m) for m, c in size.terms.items())
+        elif value.shape is not None:
+            count = math.prod(d if isinstance(d, int) else ASSUMED_DIM for d in value.shape)
+        return count
 
-    def apply(self, rewrite: Rewrite, builder: Builder, dead: Sequence[ir.Node], saved: int) -> Fusion:
+    def apply(self, rewrite: Rewrite, builder: Builder, dead: Sequence[ir.Node], costs: tuple[Cost, Cost]) -> Fusion:
         root = rewrite.root
         anchor = root.producer()
         assert anchor is not None
@@ -499,7 +547,9 @@ class Site:
         root.name = self.fresh(f"{name}_plain")
         output.name = name
         output.shape, output.type = root.shape, root.type
+        output.doc_string = root.doc_string
         output.metadata_props.update(root.metadata_props)
+        output.meta.update(root.meta)  # quantization annotations
         for node in rewrite.nodes:
             node.metadata_props["gradfuse.rule"] = rewrite.rule
         for node in rewrite.fused:
@@ -518,7 +568,11 @@ class Site:
             for value in node.outputs:
                 self.position.pop(value, None)
         self._enter(output, self.position[output])
-        return Fusion(rewrite.operator, str(rewrite.fused[0].name), rewrite.rule, replaced, saved)
+        before, after = costs
+        speedup = before.equivalent / max(after.equivalent, 1)
+        return Fusion(
+            rewrite.operator, str(rewrite.fused[0].name), rewrite.rule, replaced, before.bytes, after.bytes, speedup
+        )
 
     def add_constant(self, value: ir.Value, root: ir.Value) -> None:
         if not self.is_function:
@@ -601,7 +655,7 @@ class FusePass(ir.passes.InPlacePass):
     """Puts one fused operator in the place of every subgraph that computes it.
 
     Args:
-        policy: "profitable" leaves alone what would not move fewer bytes; "all" takes every legal match.
+        policy: "profitable" leaves alone what would move more bytes or not be faster; "all" takes every legal match.
         sites: the analyses to share with the other passes of a pipeline, which then ends with a ForgetPass.
 
     After a call, `fusions` and `near_misses` say what was done.
@@ -715,20 +769,20 @@ class FusePass(ir.passes.InPlacePass):
             rewrite = self._proposed(site, builder, root)
             if rewrite is not None:
                 dead = site.superfluous(rewrite)
-                saved = site.traffic(dead) - site.traffic(rewrite.nodes)
+                before, after = site.cost(dead), site.cost(rewrite.nodes)
+                saved = before.bytes - after.bytes
                 if root.dtype == ir.DataType.DOUBLE:
                     reason = "its type is float64; the operator takes float32, float16 and bfloat16"
                 elif not dead:
                     reason = "another output of its node is in use"
                 elif all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in dead):
                     pass  # The arithmetic lives on for another consumer: it is the root.
-                elif saved <= 0 and self.policy == "profitable":
-                    more = f"would move {-saved} bytes more" if saved else "saves nothing"
-                    reason = f"not profitable: {more}"
+                elif self.policy == "profitable" and not after.pays(before):
+                    reason = f"not profitable: {after.against(before)}"
                     match = rewrite.rule
                 else:
                     prove(site, rewrite, TOLERANCE[root.dtype])
-                    self.fusions.append(site.apply(rewrite, builder, dead, saved))
+                    self.fusions.append(site.apply(rewrite, builder, dead, (before, after)))
                     return
         except Unproved as error:
             reason = f"it could not be checked with numbers: {error}"
@@ -750,6 +804,13 @@ class FusePass(ir.passes.InPlacePass):
 def names_of(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
     """What to call nodes in a report: by their first output where they have no name. Constants are not worth a word."""
     return tuple(str(n.name or n.outputs[0].name) for n in nodes if n.op_type != "Constant" or n.domain)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    if value.is_graph_input():
+        return False
+    node = value.producer()
+    return value.const_value is not None if node is None else node.op_type == "Constant" and node.domain == ""
 
 
 def require_same(site: Site, root: ir.Value, expected: Poly) -> None:
