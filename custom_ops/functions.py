@@ -30,7 +30,7 @@ def attach(model: ir.Model) -> None:
     """
     import onnx_ir as ir
 
-    nodes = [(node, OPS[node.op_type]) for node in _aclnn_nodes(model)]
+    nodes = [(node, OPS[node.op_type]) for node in aclnn_nodes(model)]
     strip(model)
     if not nodes:
         return
@@ -72,11 +72,12 @@ def strip(model: ir.Model) -> None:
     """Remove the function bodies of aclnn operators from a model, and the overloads that named them."""
     for identifier in [key for key in model.functions if key[0] == DOMAIN and key[1] in OPS]:
         del model.functions[identifier]
-    for node in _aclnn_nodes(model):
+    for node in aclnn_nodes(model):
         node.overload = ""
 
 
-def _aclnn_nodes(model: ir.Model) -> Iterator[ir.Node]:
+def aclnn_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of aclnn operators of a model: in its graph, subgraphs and functions."""
     for graph in _graphs(model):
         for node in graph.all_nodes():
             if node.domain == DOMAIN and node.op_type in OPS:

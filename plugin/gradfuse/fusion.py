@@ -49,7 +49,8 @@ def fuse(
         model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
         only: names of the operators to fuse; all of them if None.
         skip: names of operators to leave alone.
-        policy: "profitable" never adds memory traffic; "all" takes every legal match.
+        policy: "profitable" takes what is predicted to be faster, and never adds memory traffic; "all" takes every
+            legal match.
         check: so many runs of the original against the fused model on random inputs.
         bodies: whether to attach the function bodies; without them the model needs the library.
 
@@ -85,7 +86,8 @@ def expand(model: Any) -> Any:
     """Puts standard operators back in the place of the fused ones: the reverse of :func:`fuse`.
 
     Every node of the domain `aclnn` becomes the function body of its operator, whether the model carries bodies or not.
-    A model without such nodes is given back as it is. The argument is not changed.
+    A model without such nodes is given back as it is. The argument is not changed. Bodies are written for accuracy, in
+    nodes of their own: `fuse` need not find in them what it once replaced.
 
     Args:
         model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
@@ -101,7 +103,15 @@ def expand(model: Any) -> Any:
 
     loaded = model_io.load(model)
     functions.attach(loaded.ir)
+    results = {(node.graph, out.name): out for node in functions.aclnn_nodes(loaded.ir) for out in node.outputs}
     InlinePass(criteria=lambda function: function.domain == custom_ops.DOMAIN)(loaded.ir)
+    for graph in (*loaded.ir.graphs(), *(f.graph for f in loaded.ir.functions.values())):
+        for value in (out for node in graph for out in node.outputs):
+            if (old := results.get((graph, value.name))) is not None:
+                # The pass makes a value anew, with the old one's name.
+                value.type, value.shape, value.doc_string = old.type, old.shape, old.doc_string
+                value.metadata_props.update(old.metadata_props)
+                value.meta.update(old.meta)
     functions.strip(loaded.ir)
     imports = [loaded.ir.graph.opset_imports, *(f.opset_imports for f in loaded.ir.functions.values())]
     for versions in imports:

@@ -284,12 +284,28 @@ def _parse(path: str) -> onnx.ModelProto:
 
 
 def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
+    # onnx_ir drops these without a word.
+    if proto.training_info:
+        raise ModelError(f"{source}: has training_info; expected a model without, as gradfuse could not keep it")
+    _refuse_sparse(proto.graph, source)
     try:
         model = ir.from_proto(proto)
     except Exception as error:
         # The deserialiser states no exception classes; whatever it raises, the model is malformed.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
     return _with_one_default_domain(model)
+
+
+def _refuse_sparse(graph: onnx.GraphProto, source: str) -> None:
+    for tensor in graph.sparse_initializer:
+        raise ModelError(f"{source}: initializer {tensor.values.name!r} is sparse; expected dense ones only")
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type in (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS):
+                where = f"{source}: {node.op_type} (node {node.name or ', '.join(node.output)!r})"
+                raise ModelError(f"{where}: {attribute.name} is a sparse tensor; expected a dense one")
+            for body in (attribute.g, *attribute.graphs):
+                _refuse_sparse(body, source)
 
 
 def _with_one_default_domain(model: ir.Model) -> ir.Model:
