@@ -177,4 +177,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    oldest_opset=16,  # ScatterElements with a reduction
 )

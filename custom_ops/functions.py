@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradfuse.custom_ops import OPS
-from gradfuse.custom_ops.operator import DOMAIN, OLDEST_OPSET, VERSION, Call, Dim, Operator, Tensor, Value, Variant
+from gradfuse.custom_ops.operator import DOMAIN, VERSION, Call, Dim, Operator, Tensor, Value, Variant
 from gradfuse.errors import ModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_FUNCTION_IR_VERSION = 8
 _OVERLOAD_IR_VERSION = 10
 
 
@@ -26,7 +27,7 @@ def attach(model: ir.Model) -> None:
 
     Raises:
         ArgumentError: a node has inputs or attributes which its operator does not accept.
-        ModelError: the model's default opset is older than 17, or its aclnn opset is not 1.
+        ModelError: the model's default opset is older than the bodies need, or its aclnn opset is not 1.
     """
     import onnx_ir as ir
 
@@ -34,7 +35,7 @@ def attach(model: ir.Model) -> None:
     strip(model)
     if not nodes:
         return
-    opset = _prepare_opsets(model)
+    opset = _prepare_opsets(model, max(operator.oldest_opset for _, operator in nodes))
     variants: dict[str, Counter[Variant]] = {}
     needed: list[tuple[ir.Node, Operator, Variant]] = []
     for node, operator in nodes:
@@ -64,8 +65,7 @@ def attach(model: ir.Model) -> None:
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
     model.functions.update(others)
-    if any(overloads.values()):
-        model.ir_version = max(model.ir_version, _OVERLOAD_IR_VERSION)
+    model.ir_version = max(model.ir_version, _OVERLOAD_IR_VERSION if any(overloads.values()) else _FUNCTION_IR_VERSION)
 
 
 def strip(model: ir.Model) -> None:
@@ -90,7 +90,7 @@ def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
     yield from (function for function in model.functions.values() if function.domain != DOMAIN)
 
 
-def _prepare_opsets(model: ir.Model) -> int:
+def _prepare_opsets(model: ir.Model, oldest: int) -> int:
     """Import the domain wherever a node of it is, and return the version of the default domain for the bodies."""
     for graph in _graphs(model):
         if any(node.domain == DOMAIN for node in graph.all_nodes()):
@@ -98,9 +98,9 @@ def _prepare_opsets(model: ir.Model) -> int:
             if found != VERSION:
                 raise ModelError(f"model: opset of domain {DOMAIN} is {found}; expected {VERSION}")
     model.graph.opset_imports.setdefault(DOMAIN, VERSION)
-    opset = model.graph.opset_imports.setdefault("", OLDEST_OPSET)
-    if opset < OLDEST_OPSET:
-        raise ModelError(f"model: default opset is {opset}; expected {OLDEST_OPSET} or newer")
+    opset = model.graph.opset_imports.setdefault("", oldest)
+    if opset < oldest:
+        raise ModelError(f"model: default opset is {opset}; expected {oldest} or newer")
     return opset
 
 

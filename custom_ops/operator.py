@@ -17,7 +17,7 @@ from gradfuse.errors import ArgumentError
 
 DOMAIN = "aclnn"
 VERSION = 1
-OLDEST_OPSET = 17
+OLDEST_OPSET = 15
 
 Value: TypeAlias = int | float | str
 """The value of an attribute."""
@@ -136,6 +136,7 @@ class Operator:
         choices: the words which decide the text of the body, besides the inputs that are there.
         body: gives the body as ONNX text; ``$real`` is the number and ``$real_type`` the name of the type that it
             computes in.
+        oldest_opset: the oldest version of the default domain that has what the body needs.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Operator:
     infer: Callable[[Call], Sequence[Tensor]]
     choices: Callable[[Call], Iterable[str]]
     body: Callable[[Variant], str]
+    oldest_opset: int = OLDEST_OPSET
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def newest_opset() -> int:
 
 def opsets() -> tuple[int, ...]:
     """The default opsets which the tests of function bodies run."""
-    return (17, 18, 21, newest_opset())
+    return (15, 17, 18, 21, newest_opset())
 
 
 def one_node(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradfuse import checking, custom_ops, model_io
@@ -59,27 +59,55 @@ def fuse(
         ArgumentError: an unknown operator or policy.
         CheckError: a run of the fused model differed from the original's beyond the bounds of :func:`gradfuse.check`.
     """
-    pipeline = default_pipeline(policy, only, skip)
     loaded = model_io.load(model)
-    report = Report(before=_count(loaded.ir))
-    pipeline(loaded.ir)
+    # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
+    has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
+    whole = _inlined(loaded.ir) if has_functions else None
+    fused, report = _fused(loaded.ir, policy, only, skip)
+    if whole is not None:
+        inlined, report_inlined = _fused(whole, policy, only, skip)
+        if _gain(report_inlined) > _gain(report):
+            fused, report = inlined, replace(report_inlined, before=report.before)
+    if report.fusions:
+        fused.metadata_props[VERSION_KEY] = _version()
+        if bodies:
+            functions.attach(fused)
+    result = loaded.restore(fused if report.fusions or loaded.older is None else loaded.older)
+    if check > 0 and report.fusions:
+        outcome = checking.check(model, result, runs=check)
+        if not outcome.ok:
+            raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
+    return FuseResult(result, report)
+
+
+def _fused(
+    model: ir.Model, policy: Policy, only: Collection[str] | None, skip: Collection[str] | None
+) -> tuple[ir.Model, Report]:
+    """The model, rewritten in place, and what was done."""
+    pipeline = default_pipeline(policy, only, skip)
+    report = Report(before=_count(model))
+    pipeline(model)
     for step in pipeline.passes:
         if isinstance(step, FusePass):
             report.fusions += step.fusions
             report.near_misses += step.near_misses
         elif isinstance(step, FindExporterBugsPass):
             report.warnings += step.warnings
-    report.after = _count(loaded.ir)
-    if report.fusions:
-        loaded.ir.metadata_props[VERSION_KEY] = _version()
-        if bodies:
-            functions.attach(loaded.ir)
-    result = loaded.restore(loaded.ir)
-    if check > 0 and report.fusions:
-        outcome = checking.check(model, result, runs=check)
-        if not outcome.ok:
-            raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
-    return FuseResult(result, report)
+    report.after = _count(model)
+    return model, report
+
+
+def _gain(report: Report) -> tuple[int, int]:
+    return len(report.fusions), sum(fusion.bytes_saved for fusion in report.fusions)
+
+
+def _inlined(model: ir.Model) -> ir.Model:
+    """A copy of the model whose own functions are put in the place of their calls."""
+    from onnx_ir.passes.common import InlinePass
+
+    copy = model_io.copy_model(model)
+    InlinePass(criteria=lambda function: function.domain != custom_ops.DOMAIN)(copy)
+    return copy
 
 
 def expand(model: Any) -> Any:

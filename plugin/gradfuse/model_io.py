@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx
+import onnx.version_converter
 import onnx_ir as ir
 
 from gradfuse.errors import ArgumentError, ModelError
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
 _IrModel = ir.Model
 
-OLDEST_OPSET = 17
+OLDEST_OPSET = 15
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
+_CONVERTIBLE_OPSET = 7  # older versions still broadcast by attributes
+_OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
 
 PROTOBUF_LIMIT = 2**31 - 1
 # Room for everything of a message that is not tensor data.
@@ -49,12 +52,14 @@ class LoadedModel:
     Attributes:
         ir: a private copy; tensors are shared with the argument of `load`, and they are immutable.
         source: what to call the model in messages: the path, or the model's kind.
+        older: the model before onnx.version_converter raised its default opset, None where it did not.
     """
 
     ir: _IrModel
     source: str
     _kind: _Kind
     _argument: Any
+    older: _IrModel | None = None
 
     def restore(self, model: _IrModel) -> Any:
         """Return `model` as the kind of model that was loaded.
@@ -86,13 +91,13 @@ def load(model: ModelLike) -> LoadedModel:
         return dataclasses.replace(model, ir=copy_model(model.ir))
     if isinstance(model, (str, os.PathLike)):
         path = os.fspath(model)
-        return LoadedModel(_load_path(path), path, _Kind.PATH, None)
+        return _raised(LoadedModel(_load_path(path), path, _Kind.PATH, None))
     if isinstance(model, onnx.ModelProto):
         _check_versions(model, "ModelProto")
         # The checker takes one message within the limit, and looks for external data in the current folder only.
         if model.ByteSize() <= PROTOBUF_LIMIT and not _has_external_initializers(model):
             _check(model, "ModelProto")
-        return LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None)
+        return _raised(LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None))
     kind, inner = (_Kind.IR, model) if isinstance(model, ir.Model) else (_Kind.PROGRAM, getattr(model, "model", None))
     if not isinstance(inner, ir.Model) or (kind is _Kind.PROGRAM and not hasattr(model, "exported_program")):
         raise ArgumentError(
@@ -106,7 +111,23 @@ def load(model: ModelLike) -> LoadedModel:
         raise ModelError(
             f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
         ) from error
-    return LoadedModel(_with_one_default_domain(copy), kind.value, kind, model)
+    return _raised(LoadedModel(_with_one_default_domain(copy), kind.value, kind, model))
+
+
+def _raised(loaded: LoadedModel) -> LoadedModel:
+    """The model with a default opset that function bodies can be written in."""
+    opset = loaded.ir.opset_imports[""]
+    if opset >= OLDEST_OPSET:
+        return loaded
+    reason = "onnx.version_converter does not keep functions"
+    if not loaded.ir.functions:
+        try:
+            proto = onnx.version_converter.convert_version(to_proto(loaded.ir), OLDEST_OPSET)
+            return dataclasses.replace(loaded, ir=_from_proto(proto, loaded.source), older=loaded.ir)
+        except Exception as error:
+            # What the converter's adapters raise has no common base.
+            reason = f"onnx.version_converter cannot raise it: {one_line(error)}"
+    raise ModelError(f"{loaded.source}: the default opset is {opset}; expected {_OPSETS}; {reason}")
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
@@ -329,13 +350,12 @@ def _check_versions(proto: onnx.ModelProto, source: str) -> None:
 
 
 def _check_opset(imports: Mapping[str, int], source: str) -> None:
-    wanted = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
     version = imports.get("", imports.get("ai.onnx"))
     if version is None:
-        raise ModelError(f"{source}: the default opset is not imported; expected {wanted}")
-    if not OLDEST_OPSET <= version <= NEWEST_OPSET:
-        hint = "; onnx.version_converter can raise it" if version < OLDEST_OPSET else ""
-        raise ModelError(f"{source}: the default opset is {version}; expected {wanted}{hint}")
+        raise ModelError(f"{source}: the default opset is not imported; expected {_OPSETS}")
+    if not _CONVERTIBLE_OPSET <= version <= NEWEST_OPSET:
+        hint = f", or {_CONVERTIBLE_OPSET} and up to be converted" if version < OLDEST_OPSET else ""
+        raise ModelError(f"{source}: the default opset is {version}; expected {_OPSETS}{hint}")
 
 
 def _check(model: onnx.ModelProto | str, source: str) -> None:

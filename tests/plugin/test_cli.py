@@ -190,7 +190,7 @@ BAD_INPUT: dict[str, tuple[bytes | None, str]] = {
     "truncated": (small_models.cross_entropy().SerializeToString()[:200], "is truncated or damaged"),
     "missing external data": (with_missing_data(), "gone.bin"),
     "unknown opset": (with_opset(99), "the default opset is 99"),
-    "old opset": (with_opset(9), "the default opset is 9"),
+    "old opset": (with_opset(6), "the default opset is 6"),
     "unknown operator": (with_operator("MatMull"), "MatMull"),
 }
 
