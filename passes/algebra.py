@@ -141,6 +141,7 @@ class Algebra:
         self.atoms: list[Atom] = []
         self._table: dict[tuple[Any, ...], int] = {}
         self._boolean_tensors: set[object] = set()
+        self._integers: set[object] = set()
         self._substituted: dict[tuple[int, tuple[tuple[int, Poly], ...]], Poly] = {}
 
     # Atoms
@@ -187,11 +188,13 @@ class Algebra:
     def dim(self, name: str) -> Poly:
         return self.of(self._intern("dim", name))
 
-    def tensor(self, tensor: object, indices: Iterable[Poly], boolean: bool = False) -> Poly:
+    def tensor(self, tensor: object, indices: Iterable[Poly], boolean: bool = False, integer: bool = False) -> Poly:
         """An element of an opaque tensor. Where an index is a choice between indices, so is the element."""
         indices = tuple(indices)
         if boolean:
             self._boolean_tensors.add(tensor)
+        if integer:
+            self._integers.add(tensor)
         for position, index in enumerate(indices):
             condition = self._some_indicator(index)
             if condition is not None:
@@ -296,14 +299,22 @@ class Algebra:
             atom = self.atoms[a]
             if atom.kind != "eq":
                 continue
+            # Always the same variable of an equation, or two of them would replace each other forever.
+            v, x = self._eliminated(atom)
+            if x is None:
+                continue
             rest = tuple(f for f in monomial if f[0] != a)
-            used = self.free_of_monomial(rest)
-            for v in sorted(atom.free & used, reverse=True):
-                x = self.solve(atom, v)
-                if x is not None:
-                    changed = self.substitute(Poly({rest: 1.0}), {v: x})
-                    return self.mul(self.of(atom), changed)
+            if v in self.free_of_monomial(rest):
+                return self.mul(self.of(atom), self.substitute(Poly({rest: 1.0}), {v: x}))
         return None
+
+    def _eliminated(self, eq: Atom) -> tuple[int, Poly | None]:
+        """The highest variable that the indicator says to be x, and x."""
+        for v in sorted(eq.free, reverse=True):
+            x = self.solve(eq, v)
+            if x is not None:
+                return v, x
+        return -1, None
 
     def solve(self, eq: Atom, variable: int) -> Poly | None:
         """The x for which the indicator says `variable == x`; None where it is not of that form."""
@@ -436,12 +447,31 @@ class Algebra:
             return UNIT if poly.constant < 0 else ZERO
         if self._is_not_negative(poly):
             return ZERO
+        if self._is_not_negative(number(-1) - poly):
+            return UNIT
         condition = self._some_indicator(poly)
         if condition is not None:
             return self._choice(
                 condition, *(self.less_than_zero(self.given(poly, condition, case)) for case in (True, False))
             )
+        if poly.terms.get(ONE, 0.0) < 0 and self._is_integer(poly):
+            # x < 0 or -1 - x < 0: of these opposites, the one whose constant is not negative.
+            return UNIT - self.of(self._intern("lt", number(-1) - poly))
         return self.of(self._intern("lt", poly))
+
+    def _is_integer(self, poly: Poly) -> bool:
+        """Whether all that the polynomial is made of are integers."""
+        return all(
+            c == int(c) and all(e == int(e) and e > 0 and self._is_integer_atom(self.atoms[a]) for a, e in m)
+            for m, c in poly.terms.items()
+        )
+
+    def _is_integer_atom(self, atom: Atom) -> bool:
+        if atom.kind == "sum":
+            return all(e > 0 and self._is_integer_atom(self.atoms[a]) for a, e in atom.args[1])
+        return (
+            atom.indicator or atom.kind in ("var", "dim") or (atom.kind == "tensor" and atom.args[0] in self._integers)
+        )
 
     def _is_not_negative(self, poly: Poly) -> bool:
         """Whether index variables and dimensions from 0 on, and counts up to their number, leave nothing negative."""
@@ -482,10 +512,42 @@ class Algebra:
         that this reads), or provably in range; otherwise the sum stays.
         """
         sizes = dict(valid or {}) | dict(variables)
+        split = self._split_range(poly, variables)
+        if split is not None:
+            v, condition, at = split
+            below = condition.args[0].terms[self._only(v)] > 0
+            low = self.sum(self.given(poly, condition, below), {**variables, v: at}, valid)
+            if at == variables[v]:
+                return low
+            high = self.substitute(self.given(poly, condition, not below), {v: self.var(v) + at})
+            return low + self.sum(high, {**variables, v: variables[v] - at}, valid)
         result = ZERO
         for m, c in poly.terms.items():
             result = result + self._sum_monomial(m, dict(variables), sizes).scaled(c)
         return result
+
+    def _only(self, variable: int) -> Monomial:
+        ((m, _),) = self.var(variable).terms.items()
+        return m
+
+    def _split_range(self, poly: Poly, variables: Mapping[int, Poly]) -> tuple[int, Atom, Poly] | None:
+        """A condition v < n or v > n, and the number of v below the change; None where no v has one in its range."""
+        for atom in sorted({a for m in poly.terms for a, _ in m}):
+            condition = self.atoms[atom]
+            if condition.kind != "lt" or len(condition.free) != 1 or not condition.free & variables.keys():
+                continue
+            (v,) = condition.free
+            terms = dict(condition.args[0].terms)
+            slope, offset = terms.pop(self._only(v), 0.0), terms.pop(ONE, 0.0)
+            if terms or abs(slope) != 1.0 or offset != int(offset):
+                continue
+            at = -offset if slope > 0 else offset + 1
+            above = (variables[v] - number(at)).terms.values()
+            if at > 0 and all(c > 0 for c in above):
+                return v, condition, number(at)
+            if at > 0 and all(c < 0 for c in above):
+                return v, condition, variables[v]
+        return None
 
     def _sum_monomial(self, monomial: Monomial, variables: dict[int, Poly], sizes: Mapping[int, Poly]) -> Poly:
         for a, _ in monomial:

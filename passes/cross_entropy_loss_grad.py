@@ -45,7 +45,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     operator = "CrossEntropyLossGrad"
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
-        form = site.forms.form(root)
+        form = _without_ignored_hits(site.algebra, site.forms.form(root))
         candidates = (
             (p, j, rest)
             for p, j in site.softmaxes(form.poly, range(len(form.sizes)))
@@ -69,7 +69,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         expected = ZERO
         for (smoothing, _), (reduction, gradient) in zip(loss.parts, reductions, strict=True):
             expected = expected + _definition(algebra, form, loss, smoothing, reduction, gradient)
-        require_same(site, root, expected)
+        require_same(site, root, expected, form.poly)
 
         shared = [
             self._log_prob(site, builder, root, form, loss, rows),
@@ -137,6 +137,20 @@ class FuseCrossEntropyLossGradPass(FusePass):
             raise Mismatch("neither the log-probabilities nor the logits are values of its type")
         value = builder.reshape(found[0], site.extents(root))
         return builder.op("LogSoftmax", [value], root.dtype, site.extents(root), axis=axis)
+
+
+def _without_ignored_hits(algebra: Algebra, form: Form) -> Form:
+    """The form with [j = t] as [j = t] (1 - [t = i]) where t is compared with a negative i, which no class is."""
+    poly = form.poly
+    conditions = [a for a in _atoms(algebra, poly) if a.kind == "eq"]
+    hits = [(a, x) for a in conditions for v in a.free if v >= 0 and (x := algebra.solve(a, v)) is not None]
+    for hit, target in hits:
+        for other in conditions:
+            values = [(target - other.args[0].scaled(sign)).integer for sign in (1.0, -1.0)]
+            if other is not hit and any(value is not None and value < 0 for value in values):
+                at = Poly({m: c for m, c in poly.terms.items() if (hit.id, 1) in m})
+                poly = poly - at + algebra.mul(at, UNIT - algebra.of(other))
+    return Form(form.groups, poly)
 
 
 def _rest(algebra: Algebra, form: Form, p: Poly, j: int) -> Poly | None:

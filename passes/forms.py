@@ -13,7 +13,7 @@ import ast
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ Array = npt.NDArray[Any]
 
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _VECTOR_LIMIT = 64
+_STEPS = 8  # rises of a constant that is read as a sum of steps
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _RANDOM = {
@@ -103,7 +104,7 @@ class Forms:
             for node in graph
             if node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
         }
-        self._order = {node: k for k, node in enumerate(graph)}
+        self._order: dict[ir.Node, float] = {node: k for k, node in enumerate(graph)}
         for node in graph:
             self._read(node)
 
@@ -128,6 +129,11 @@ class Forms:
     def set(self, value: ir.Value, form: Form) -> None:
         """Says what a value that is new to the graph computes."""
         self._forms[value] = form
+
+    def insert(self, nodes: Sequence[ir.Node], before: ir.Node) -> None:
+        """Says where nodes that are new to the graph are."""
+        for k, node in enumerate(reversed(nodes), 1):
+            self._order[node] = self._order[before] - k * 2.0**-20
 
     def relative(self, root: ir.Value, source: ir.Value) -> tuple[Form, Form]:
         """The forms of two values of which one is computed from the other, with `source` taken as opaque."""
@@ -210,39 +216,59 @@ class Forms:
             index = self.algebra.var(varying[0])
             if np.all(steps == steps[0]) and not boolean:
                 return Form(groups, index.scaled(float(steps[0])) + number(float(numbers[0])))
+            if array.dtype.kind in "iu" and steps.max() > 0 and np.all((steps == 0) | (steps == steps.max())):
+                rises = np.flatnonzero(steps)
+                if len(rises) <= _STEPS:
+                    past = [UNIT - self.algebra.less_than_zero(index - number(int(k) + 1)) for k in rises]
+                    return Form(groups, sum(past, ZERO).scaled(float(steps.max())) + number(float(numbers[0])))
             if boolean and numbers.sum() == 1:
                 return Form(groups, self.algebra.equal_zero(index - number(float(numbers.argmax()))))
+        if numbers.ndim == 2 and len(set(numbers.shape)) == 1 and np.all(numbers == np.eye(len(numbers))):
+            row, column = (self.algebra.var(v) for v in varying)
+            return Form(groups, self.algebra.equal_zero(column - row))
+        if numbers.ndim == 2 and (blocks := self._blocks(numbers, varying)) is not None:
+            return Form(groups, blocks)
         digest = hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]
         name = ("constant", numbers.shape, digest)
         return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean))
+
+    def _blocks(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
+        """A few rows (or columns) of zeros with one run of ones in each, by conditions; None for other matrices."""
+        if not np.all((numbers == 0) | (numbers == 1)):
+            return None
+        axis = int(numbers.shape[1] < numbers.shape[0])
+        row, column = variables[axis], self.algebra.var(variables[1 - axis])
+        result = ZERO
+        for k, own in enumerate(numbers.T if axis else numbers):
+            edges = np.flatnonzero(np.diff(own, prepend=0, append=0))
+            if k >= _STEPS or len(edges) > 2:
+                return None
+            for edge, sign in zip(edges, (-1.0, 1.0), strict=False):
+                below = self.algebra.less_than_zero(column - number(int(edge)))
+                full = UNIT if edge == len(own) else below
+                here = self.algebra.equal_zero(self.algebra.var(row) - number(k))
+                result = result + self.algebra.mul(here, full).scaled(sign)
+        return result
 
     def _named(self, name: object, groups: tuple[Group, ...], value: ir.Value) -> Form:
         count = sum(len(group) for group in groups)
         indices = [self.algebra.var(v) for v in range(count)]
         # An equal computation goes by the name of the first one.
         first = self._names.setdefault((name, groups), str(value.name))
-        return Form(groups, self.algebra.tensor(first, indices, value.dtype == ir.DataType.BOOL))
+        kinds = (value.dtype == ir.DataType.BOOL, value.dtype in _INTEGERS)
+        return Form(groups, self.algebra.tensor(first, indices, *kinds))
 
     # Dimensions
 
     def _merge_dims(self, graph: ir.Graph) -> None:
-        """Symbols that elementwise operations force to be equal get one name, before any form is made."""
+        """Symbols that operations force to be equal get one name, before any form is made."""
         for node in graph:
-            # GatherElements and ScatterElements pair every dimension but one; a fused op would refuse other sizes.
-            indexed = {"GatherElements": 2, "ScatterElements": 3}.get(node.op_type, 0)
-            if node.domain or not (indexed or node.op_type in _ELEMENTWISE):
-                continue
-            values = node.inputs[:indexed] if indexed else (*node.inputs, *node.outputs)
-            shapes = [v.shape for v in values if v is not None and v.shape is not None]
-            rank = max((len(s) for s in shapes), default=0)
-            axis = attribute(node, "axis", 0) if indexed else None
-            for k in range(1, rank + 1):
-                if axis is not None and rank - k == axis % rank:
-                    continue
-                names = {name for s in shapes if len(s) >= k and (name := _symbol(s[-k])) is not None}
-                sizes = {s[-k] for s in shapes if len(s) >= k and isinstance(s[-k], int)} - {1}
+            for dims in () if node.domain else _paired_dims(node):
+                names = {name for value, axis in dims if (name := _symbol(value, axis)) is not None}
+                sizes = {d for v, axis in dims if v.shape is not None and isinstance(d := v.shape[axis], int)} - {1}
                 if len(names) > 1 and not sizes:
-                    first, *others = sorted(self._dim_name(n) for n in names)
+                    # Names of the model's own come before those of nameless dimensions.
+                    first, *others = sorted((self._dim_name(n) for n in names), key=lambda n: (n[0] == "?", n))
                     for other in others:
                         if other != first:
                             self._dims[other] = first
@@ -285,7 +311,7 @@ class Forms:
         """One variable per dimension of the value's own shape."""
         if value.shape is None:
             raise Unreadable(value.name)
-        sizes = [self.size(d, f"?{value.name}.{k}") for k, d in enumerate(value.shape)]
+        sizes = [self.size(d, _nameless(value, k)) for k, d in enumerate(value.shape)]
         return tuple(() if s.constant == 1 else (s,) for s in sizes)
 
     def extent(self, group: Group) -> Poly:
@@ -549,11 +575,39 @@ def given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
     return value
 
 
-def _symbol(dim: object) -> str | None:
-    """The name of a dimension that is a lone symbol."""
-    if isinstance(dim, ir.SymbolicDim) and dim.value is not None and str(dim.value).isidentifier():
-        return str(dim.value)
-    return None
+def _paired_dims(node: ir.Node) -> Iterator[list[tuple[ir.Value, int]]]:
+    """Dimensions that an operation wants to be equal, but for those that it repeats."""
+    if node.op_type == "OneHot":
+        index, hot = node.inputs[0], node.outputs[0]
+        if index is not None and index.shape is not None and hot.shape is not None:
+            axis = attribute(node, "axis", -1) % len(hot.shape)
+            yield from ([(index, k), (hot, k if k < axis else k + 1)] for k in range(len(index.shape)))
+        return
+    # GatherElements and ScatterElements pair every dimension but one; a fused op would refuse other sizes.
+    indexed = {"GatherElements": 2, "ScatterElements": 3}.get(node.op_type, 0)
+    if not indexed and node.op_type not in _ELEMENTWISE:
+        return
+    values = node.inputs[:indexed] if indexed else (*node.inputs, *node.outputs)
+    ranks = {v: len(v.shape) for v in values if v is not None and v.shape is not None}
+    rank = max(ranks.values(), default=0)
+    apart = attribute(node, "axis", 0) % rank if indexed and rank else None
+    for k in range(1, rank + 1):
+        if rank - k != apart:
+            yield [(v, own - k) for v, own in ranks.items() if own >= k]
+
+
+def _symbol(value: ir.Value, axis: int) -> str | None:
+    """The name of a dimension that is a lone symbol, or that the model has no name for."""
+    dim = None if value.shape is None else value.shape[axis]
+    if not isinstance(dim, ir.SymbolicDim):
+        return None
+    if dim.value is None:
+        return _nameless(value, axis)
+    return str(dim.value) if str(dim.value).isidentifier() else None
+
+
+def _nameless(value: ir.Value, axis: int) -> str:
+    return f"?{value.name}.{axis}"
 
 
 def _through_casts(value: ir.Value) -> ir.Value:
@@ -766,31 +820,191 @@ def _softmax_cross_entropy_loss(forms: Forms, node: ir.Node) -> list[Form | None
 def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
     """The axes of a reduction, and the order of the dimensions that are left."""
     rank = len(x.groups)
-    axes = forms.axes(node, 1, rank)
-    if not axes:
-        axes = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
     keep = bool(attribute(node, "keepdims", 1))
+    tested = axes_of_size_one(forms, node.inputs[1]) if len(node.inputs) > 1 else None
+    if tested is not None and keep and attribute(node, "noop_with_empty_axes", 0):
+        # Where the size that is tested is the dimension's own, there is nothing to sum either way.
+        if any(s != forms.extent(x.groups[a]) for a, s in enumerate(tested) if s.integer is None):
+            raise Opaque("axes are not constant")
+        axes = [a for a, s in enumerate(tested) if s.constant == 1]
+    else:
+        everything = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
+        axes = forms.axes(node, 1, rank) or everything
     return axes, [None if a in axes else a for a in range(rank) if keep or a not in axes]
 
 
-@reads("ReduceSum", "ReduceMean", "ReduceLogSumExp")
+def axes_of_size_one(forms: Forms, value: ir.Value | None) -> list[Poly] | None:
+    """The sizes of which those axes are taken that have size 1, as NonZero(Equal(sizes, 1)); None for other axes."""
+    while value is not None and (node := value.producer()) is not None and node.domain == "":
+        if node.op_type not in ("Squeeze", "Reshape", "Flatten", "Cast", "Identity", "NonZero", "Transpose"):
+            break
+        value = node.inputs[0]
+        if node.op_type == "NonZero":
+            equal = None if value is None else value.producer()
+            if equal is None or equal.op_type != "Equal" or equal.domain:
+                return None
+            pair = [forms.vector(v) for v in equal.inputs]
+            sizes = next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
+            return sizes
+    return None
+
+
+@reads("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
 def _reduce(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
     x = forms.form(given(node.inputs, 0))
+    if node.op_type not in ("ReduceSum", "ReduceSumSquare") and not is_float(given(node.inputs, 0)):
+        raise Opaque("a mean, root or logarithm of integers is rounded")
     axes, order = _reduced(forms, node, x)
     sizes = x.sizes
     variables = {v: sizes[v] for axis in axes for v in x.variables(axis)}
     if node.op_type == "ReduceLogSumExp":
         poly = algebra.log(_row_sum_of_exp(forms, x, axes)[1])
     else:
-        poly = algebra.sum(x.poly, variables, dict(enumerate(sizes)))
+        squares = node.op_type in ("ReduceSumSquare", "ReduceL2")
+        poly = algebra.sum(algebra.mul(x.poly, x.poly) if squares else x.poly, variables, dict(enumerate(sizes)))
         if node.op_type == "ReduceMean":
-            if not is_float(given(node.inputs, 0)):
-                raise Opaque("a mean of integers is rounded")
             poly = algebra.mul(poly, algebra.power(algebra.product(variables.values()), -1))
+        elif node.op_type == "ReduceL2":
+            poly = algebra.exponentiate(poly, 0.5)
+        elif node.op_type == "ReduceLogSum":
+            poly = algebra.log(poly)
     groups = tuple(() if a in axes else g for a, g in enumerate(x.groups))
     left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in variables)}
     return forms.moved(Form(groups, algebra.substitute(poly, left)), order)
+
+
+@reads("CumSum")
+def _cumsum(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    x, axis = forms.form(given(node.inputs, 0)), forms.constant(given(node.inputs, 1))
+    if axis is None:
+        raise Opaque("an axis that is not constant")
+    variables = x.variables(int(axis.item()) % len(x.groups))
+    strict = bool(attribute(node, "exclusive", 0))
+    if len(variables) != 1:
+        if variables or strict:
+            raise Opaque("a sum along a composed dimension")
+        return x
+    sizes, v, w = dict(enumerate(x.sizes)), variables[0], -3_000_000
+    ahead = algebra.var(w) - algebra.var(v) if attribute(node, "reverse", 0) else algebra.var(v) - algebra.var(w)
+    counts = algebra.less_than_zero(-ahead) if strict else UNIT - algebra.less_than_zero(ahead)
+    term = algebra.mul(counts, algebra.substitute(x.poly, {v: algebra.var(w)}))
+    return Form(x.groups, algebra.sum(term, {w: sizes[v]}, sizes))
+
+
+def _contracted(
+    forms: Forms, operands: Sequence[Form], labels: Sequence[Sequence[object]], kept: Sequence[object]
+) -> Form:
+    """The sum of products of the operands, whose dimensions have labels, over the labels that are not kept.
+
+    Raises Opaque for a product of two matrices, whose elements are no simpler as sums: read are rows times rows, outer
+    products, sums by a mask or one-hot, and what has a diagonal in it.
+    """
+    algebra = forms.algebra
+    order = [*kept, *dict.fromkeys(label for own in labels for label in own if label not in kept)]
+    if any(len(set(own)) != len(own) for own in labels):
+        raise Opaque("a diagonal")
+    named = list(zip(operands, labels, strict=True))
+    wide = [{label for label, group in zip(own, f.groups, strict=True) if group} for f, own in named]
+    rows = all((a - b).isdisjoint(kept) or (b - a).isdisjoint(kept) for a in wide for b in wide)
+    whole = all(own & set(kept) == wide[0] & set(kept) for own in wide)
+    if not (whole or all(own <= set(kept) for own in wide) or any(_selects(algebra, f.poly, rows) for f in operands)):
+        raise Opaque("a product of matrices")
+    placed = [forms.moved(f, [own.index(label) if label in own else None for label in order]) for f, own in named]
+    groups, polys = forms.broadcast(placed)
+    joined = Form(groups, ZERO)
+    sizes = dict(enumerate(joined.sizes))
+    summed = {v: sizes[v] for axis in range(len(kept), len(order)) for v in joined.variables(axis)}
+    return Form(groups[: len(kept)], algebra.sum(algebra.product(polys), summed, sizes))
+
+
+def _selects(algebra: Algebra, poly: Poly, rows: bool) -> bool:
+    """Whether a factor is made of conditions only; or, of a matrix times a row, has a diagonal."""
+    atoms = [[algebra.atoms[a] for a, _ in monomial] for monomial in poly.terms]
+    if all(atom.indicator or atom.kind == "dim" for own in atoms for atom in own):
+        return True
+    return rows and any(
+        atom.kind == "eq" and all(algebra.atoms[a].kind == "var" for m in atom.args[0].terms for a, _ in m)
+        for own in atoms
+        for atom in own
+    )
+
+
+@reads("MatMul")
+def _matmul(forms: Forms, node: ir.Node) -> Form:
+    operands = inputs_of(forms, node)
+    labels: list[list[object]] = []
+    for k, form in enumerate(operands):
+        rank = len(form.groups)
+        own: list[object] = ["k"] if rank == 1 else [("m", "k"), ("k", "n")][k]  # type: ignore[assignment]
+        labels.append([*range(2 - rank, 0), *own])
+    batch = range(min(2 - len(form.groups) for form in operands), 0)
+    kept = [*batch, *(label for label in ("m", "n") if any(label in own for own in labels))]
+    return _contracted(forms, operands, labels, kept)
+
+
+@reads("Gemm")
+def _gemm(forms: Forms, node: ir.Node) -> Form:
+    if not is_float(given(node.inputs, 0)):
+        raise Opaque("a factor of integers is rounded")
+    operands = inputs_of(forms, node)
+    labels = [
+        ["k", "m"] if attribute(node, "transA", 0) else ["m", "k"],
+        ["n", "k"] if attribute(node, "transB", 0) else ["k", "n"],
+    ]
+    product = _contracted(forms, operands[:2], labels, ["m", "n"])
+    product = Form(product.groups, product.poly.scaled(attribute(node, "alpha", 1.0)))
+    if len(operands) == 2:
+        return product
+    groups, (a, b) = forms.broadcast([product, operands[2]])
+    return Form(groups, a + b.scaled(attribute(node, "beta", 1.0)))
+
+
+@reads("Einsum")
+def _einsum(forms: Forms, node: ir.Node) -> Form:
+    operands = inputs_of(forms, node)
+    left, arrow, right = attribute(node, "equation", "").replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        names = left.replace(",", "").replace(".", "")
+        right = ("..." if "." in left else "") + "".join(sorted(c for c in set(names) if names.count(c) == 1))
+    if len(terms) != len(operands):
+        raise Opaque("an equation for another number of operands")
+    pairs = zip(operands, terms, strict=True)
+    widths = [len(f.groups) - len(t.replace("...", "")) if "..." in t else 0 for f, t in pairs]
+    labels = [_labels(term, width) for term, width in zip(terms, widths, strict=True)]
+    return _contracted(forms, operands, labels, _labels(right, max(widths)))
+
+
+def _labels(term: str, width: int) -> list[object]:
+    """The labels of a term of an equation, the dimensions of an ellipsis counted from its end."""
+    before, dots, after = term.partition("...")
+    return [*before, *(range(-width, 0) if dots else ()), *after]
+
+
+def _position(forms: Forms, form: Form, axis: int) -> Poly:
+    """The index of an element along a dimension."""
+    return forms.assembled(list(form.variables(axis)), form.sizes)
+
+
+@reads("EyeLike")
+def _eye_like(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(given(node.inputs, 0))
+    row, column = (_position(forms, x, axis) for axis in range(2))
+    return Form(x.groups, forms.algebra.equal_zero(column - row - number(attribute(node, "k", 0))))
+
+
+@reads("Trilu")
+def _trilu(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(given(node.inputs, 0))
+    shift = forms.constant(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else np.asarray(0)
+    if shift is None:
+        raise Opaque("an unknown diagonal")
+    row, column = (_position(forms, x, axis % len(x.groups)) for axis in (-2, -1))
+    above = column - row - number(int(shift.item()))
+    gone = forms.algebra.less_than_zero(above if attribute(node, "upper", 1) else -above)
+    return Form(x.groups, forms.algebra.mul(UNIT - gone, x.poly))
 
 
 # Views
@@ -855,6 +1069,16 @@ def _expand(forms: Forms, node: ir.Node) -> Form:
     if target is None:
         target = [forms.extent(g) for g in forms.groups_of(node.outputs[0])]
     shape = Form(tuple(() if s.constant == 1 else (s,) for s in target), ZERO)
+    groups, (poly, _) = forms.broadcast([x, shape])
+    return Form(groups, poly)
+
+
+@reads("Tile")
+def _tile(forms: Forms, node: ir.Node) -> Form:
+    x, repeats = forms.form(given(node.inputs, 0)), forms.vector(node.inputs[1])
+    if repeats is None or any(g and n.constant != 1 for g, n in zip(x.groups, repeats, strict=True)):
+        raise Opaque("a repeated dimension")
+    shape = Form(tuple(() if n.constant == 1 else (n,) for n in repeats), ZERO)
     groups, (poly, _) = forms.broadcast([x, shape])
     return Form(groups, poly)
 
@@ -965,7 +1189,7 @@ def _split(forms: Forms, node: ir.Node) -> list[Form | None]:
     return result
 
 
-def _window(forms: Forms, x: Form, axis: int, start: int, size: Poly, total: Poly) -> Form:
+def _window(forms: Forms, x: Form, axis: int, start: Poly, size: Poly, total: Poly) -> Form:
     """x at positions start, start + 1, ... of a dimension of `total` elements, 0 elsewhere."""
     algebra = forms.algebra
     if len(x.groups[axis]) > 1:
@@ -973,12 +1197,12 @@ def _window(forms: Forms, x: Form, axis: int, start: int, size: Poly, total: Pol
     first = sum(len(g) for g in x.groups[:axis])
     if not x.groups[axis]:
         shifted = {w: algebra.var(w + 1) for w in range(first, len(x.sizes))}
-        inside = algebra.equal_zero(algebra.var(first) - number(start))
+        inside = algebra.equal_zero(algebra.var(first) - start)
     else:
         v = algebra.var(first)
-        shifted = {first: v - number(start)}
-        above = UNIT if start <= 0 else UNIT - algebra.less_than_zero(v - number(start))
-        below = UNIT if number(start) + size == total else algebra.less_than_zero(v - number(start) - size)
+        shifted = {first: v - start}
+        above = UNIT if not start else UNIT - algebra.less_than_zero(v - start)
+        below = UNIT if start + size == total else algebra.less_than_zero(v - start - size)
         inside = algebra.mul(above, below)
     groups = tuple((total,) if a == axis else g for a, g in enumerate(x.groups))
     return Form(groups, algebra.mul(inside, algebra.substitute(x.poly, shifted)))
@@ -997,12 +1221,10 @@ def concatenated(forms: Forms, parts: Sequence[Form], axis: int) -> Form:
     if len(live) == 1:
         return parts[live[0]]
     total = sum(sizes[1:], sizes[0])
-    placed, start = [], 0
+    placed, start = [], ZERO
     for part, size in zip(parts, sizes, strict=True):
         placed.append(_window(forms, part, axis, start, size, total))
-        if size.integer is None:
-            raise Opaque("a part of symbolic size")
-        start += size.integer
+        start = start + size
     groups, polys = forms.broadcast(placed)
     return Form(groups, sum(polys[1:], polys[0]))
 
@@ -1022,7 +1244,7 @@ def _pad(forms: Forms, node: ir.Node) -> Form:
             if before < 0 or after < 0:
                 raise Opaque("a negative pad")
             size = forms.extent(x.groups[axis])
-            x = _window(forms, x, axis, before, size, size + number(before + after))
+            x = _window(forms, x, axis, number(before), size, size + number(before + after))
     return x
 
 
@@ -1067,16 +1289,24 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
 @reads("GatherND")
 def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
-    if attribute(node, "batch_dims", 0) or index.groups[-1]:
+    depth = forms.extent(index.groups[-1]).integer
+    if attribute(node, "batch_dims", 0) or depth is None:
         raise Opaque("a gather by several indices")
-    return _gathered(forms, data, forms.moved(index, range(len(index.groups) - 1)), 0)
+    # One index after the other, from the last dimension on; those of one element stay beside each other.
+    lead = len(index.groups) - 1
+    picks = [index if depth == 1 else sliced(forms, index, lead, k, 1, UNIT) for k in range(depth)]
+    picks = [forms.moved(pick, range(lead)) for pick in picks]
+    algebra, width, count = forms.algebra, len(picks[0].sizes), len(data.sizes)
+    if any(len(g) != 1 for g in data.groups[:depth]) or any(p.groups != picks[0].groups for p in picks):
+        raise Opaque("a gather from a composed dimension")
+    names = {k: pick.poly for k, pick in enumerate(picks)}
+    names |= {w: algebra.var(w - depth + width) for w in range(depth, count)}
+    names = {k: p + data.groups[k][0] if p.constant is not None and p.constant < 0 else p for k, p in names.items()}
+    return Form((*picks[0].groups, *data.groups[depth:]), algebra.substitute(data.poly, names))
 
 
 def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -> tuple[Form, Poly]:
-    """The updates added up at their indices along an axis, in the data's shape.
-
-    Second, where the indices have size 1 along the axis: the elements that one of them hits.
-    """
+    """The updates added up at their indices along an axis, in the data's shape; and how many hit each element."""
     algebra = forms.algebra
     if len(data.groups[axis]) != 1:
         raise Opaque("a scatter into a composed dimension")
@@ -1095,32 +1325,38 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     groups = tuple(data.groups[axis] if a == axis else g for a, g in enumerate(groups))
     sizes = dict(enumerate(s for g in groups for s in g))
     bound = {-3_000_000 - k: s for k, s in enumerate(summed)}
-    return Form(groups, algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)), hit
+    placed = algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)
+    return Form(groups, placed), algebra.sum(hit, bound, sizes)
+
+
+def _updated(forms: Forms, data: Form, placed: Form, hits: Poly, reduction: str) -> Form:
+    """The data with the updates added, or in the place of the elements that they hit."""
+    algebra = forms.algebra
+    groups, (old, new, count) = forms.broadcast([data, placed, Form(placed.groups, hits)])
+    if reduction == "none":
+        # A number that is its own square is 0 or 1: no element is hit twice.
+        if not algebra.is_boolean(count):
+            raise Opaque("a scatter that overwrites itself")
+        old = algebra.mul(UNIT - count, old)
+    elif reduction != "add":
+        raise Opaque("a scatter that multiplies")
+    return Form(groups, old + new)
 
 
 @reads("ScatterElements")
 def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
     data, index, updates = inputs_of(forms, node)
     axis = attribute(node, "axis", 0) % len(data.groups)
-    reduction = attribute(node, "reduction", "none")
-    if reduction not in ("none", "add") or (index.groups[axis] and reduction == "none"):
-        raise Opaque("a scatter that overwrites or multiplies")
-    placed, hit = scattered(forms, data, index, updates, axis)
-    if not data.poly:
-        return placed
-    where = Form(placed.groups, ZERO if index.groups[axis] else hit)
-    groups, (old, new, at) = forms.broadcast([data, placed, where])
-    kept = old if reduction == "add" else forms.algebra.mul(UNIT - at, old)
-    return Form(groups, kept + new)
+    placed, hits = scattered(forms, data, index, updates, axis)
+    return _updated(forms, data, placed, hits, attribute(node, "reduction", "none"))
 
 
 @reads("ScatterND")
 def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
     data, index, updates = inputs_of(forms, node)
-    reduction = attribute(node, "reduction", "none")
     depth = forms.extent(index.groups[-1]).integer if index.groups else None
-    if reduction != "add" or depth is None or any(len(g) != 1 for g in data.groups[:depth]):
+    if depth is None or any(len(g) != 1 for g in data.groups[:depth]):
         raise Opaque("a scatter that is not read")
     lead = len(index.groups) - 1
     width = sum(len(g) for g in index.groups[:lead])
@@ -1135,15 +1371,13 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     names = {v: algebra.var(-3_000_000 - v) for v in range(width)}
     names |= {width + k: algebra.var(depth + k) for k in range(tail)}
     moved = [algebra.substitute(p, names) for p in polys]
-    term = moved[0]
-    for k, x in enumerate(moved[1:]):
-        term = algebra.mul(algebra.equal_zero(algebra.var(k) - x), term)
+    hit = algebra.product(algebra.equal_zero(algebra.var(k) - x) for k, x in enumerate(moved[1:]))
     sizes = [s for g in groups for s in g]
     out = (*data.groups[:depth], *groups[lead:])
     bound = {-3_000_000 - v: sizes[v] for v in range(width)}
-    placed = algebra.sum(term, bound, dict(enumerate(s for g in out for s in g)))
-    joined, (a, b) = forms.broadcast([data, Form(out, placed)])
-    return Form(joined, a + b)
+    free = dict(enumerate(s for g in out for s in g))
+    placed, hits = (algebra.sum(term, bound, free) for term in (algebra.mul(hit, moved[0]), hit))
+    return _updated(forms, data, Form(out, placed), hits, attribute(node, "reduction", "none"))
 
 
 @reads("OneHot")
@@ -1208,6 +1442,12 @@ def _and(forms: Forms, node: ir.Node) -> Form:
 def _or(forms: Forms, node: ir.Node) -> Form:
     groups, (a, b) = forms.broadcast(inputs_of(forms, node))
     return Form(groups, a + b - forms.algebra.mul(a, b))
+
+
+@reads("Xor")
+def _xor(forms: Forms, node: ir.Node) -> Form:
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
+    return Form(groups, a + b - forms.algebra.mul(a, b).scaled(2.0))
 
 
 @reads("Where")

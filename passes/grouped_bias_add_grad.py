@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes import training_ops
-from gradfuse.passes.algebra import ZERO, Algebra, Atom, Monomial, Poly, number
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
 
 MAX_GROUPS = 2048
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
+_MOST_SUMMED = 4  # dimensions that a sum of the algebra may have
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
+    *("MatMul", "Gemm", "Einsum"),
 }
 _DOMAINS = ("", training_ops.DOMAIN)
 _CUTS = {"Slice", "Split", "SplitTraining", "Cast"}
 _SCATTERS = {"ScatterND", "ScatterElements", "GatherGrad"}
+_PRODUCTS = {"MatMul", "Gemm", "Einsum"}
+_VIEWS = {"Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity"}
 _CARRIERS = {
     "Where": (1, 3),
     "Add": (0, None),
@@ -37,7 +42,12 @@ class FuseGroupedBiasAddGradPass(FusePass):
     1. the sum over a dimension of dY that has dimensions before and after it (groups of equal size); or
     2. the sum over g of [j = g] times the sum of the rows of dY from one end to the next, ends in order, the last one
        the number of rows (static groups, however they were cut and joined again); or
-    3. the sum over rows r of [j = number of ends <= r] dY[r, h], the comparison with ends that proves the index sorted.
+    3. the sum over rows r of [j = number of ends <= r] dY[r, h], the comparison with ends that proves the index sorted;
+       or
+    4. the same with a mask [r < end of j] less [r < end of j - 1], which is 1 in the rows of a group only.
+
+    Ends that do not increase are an error for the op. Where rows past the last end have no group in the graph, and the
+    graph allows them, the op gets one more group for them, which is cut off.
 
     An arbitrary index (of a Gather or an embedding) is no proof of order, and is left alone.
     """
@@ -58,31 +68,35 @@ class FuseGroupedBiasAddGradPass(FusePass):
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
-        if not form.poly or any(c < 0.5 for c in form.poly.terms.values()):
+        if not form.poly:
             return None
-        terms = list(form.poly.terms.items())
-        if len(terms) == 1:
+        if len(form.poly) == 1:
             plain = self._equal_groups(site, builder, root, grad, form, own)
             return plain if plain is not None else self._given_ends(site, builder, root, grad, form, own)
-        return self._static_ends(site, builder, root, grad, form, own)
+        static = self._static_ends(site, builder, root, grad, form, own)
+        return static if static is not None else self._masked_rows(site, builder, root, grad, form, own)
 
     def _equal_groups(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
     ) -> Rewrite | None:
         algebra = site.algebra
         rank = len(own.sizes)
-        for c in range(1, rank - 1):
-            if any(own.sizes[v] == number(1) for v in range(rank)):
-                return None
-            left = [v for v in range(rank) if v != c]
-            names = {v: algebra.var(k) for k, v in enumerate(left)} | {c: algebra.var(-4_000_000)}
-            expected = algebra.sum(algebra.substitute(own.poly, names), {-4_000_000: own.sizes[c]})
+        if any(size == number(1) for size in own.sizes):
+            return None
+        for c, after_c in itertools.combinations(range(1, rank), 2):
+            summed = list(range(c, after_c))
+            left = [v for v in range(rank) if v not in summed]
+            names = {v: algebra.var(k) for k, v in enumerate(left)} | {v: algebra.var(-4_000_000 - v) for v in summed}
+            bound = {-4_000_000 - v: own.sizes[v] for v in summed}
+            if len(bound) > _MOST_SUMMED:
+                continue
+            expected = algebra.sum(algebra.substitute(own.poly, names), bound)
             layout = [form.sizes[v] for v in range(len(form.sizes))]
             if layout != [own.sizes[v] for v in left] or not form.poly.close_to(expected, 1e-9):
                 continue
             sizes = dict(enumerate(own.sizes))
             before, after = left[:c], left[c:]
-            value = builder.arrange(grad, list(range(rank)), [before, [c], after], sizes)
+            value = builder.arrange(grad, list(range(rank)), [before, summed, after], sizes)
             extents = [algebra.product(sizes[v] for v in group) for group in (before, after)]
             fused = builder.fused(self.operator, [value], extents)
             output = builder.reshape(fused, site.extents(root))
@@ -102,26 +116,73 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if outer.kind != "sum" or len(outer.args[0]) != 1:
             return None
         row = -4_000_000
-        ends = None
+        index = None
         for m in algebra.opened(outer, [row]).terms:
             for a, _ in m:
                 atom = algebra.atoms[a]
-                if atom.kind == "eq" and (index := algebra.solve(atom, 0)) is not None:
-                    ends = _ends(algebra, index, row, form.sizes[0])
-        if ends is None:
+                if atom.kind == "eq" and (x := algebra.solve(atom, 0)) is not None and row in algebra.free(x):
+                    index = x
+        counted = None if index is None else _ends(algebra, index, row)
+        if counted is None:
             raise Mismatch(UNSORTED)
-        found = site.find(ends, [form.sizes[0]], root, dtypes=[ir.DataType.INT64, ir.DataType.INT32])
-        if found is None or found[1] != 1.0:
-            raise Mismatch("the ends of the groups are no value of the graph")
+        ends, count = counted
+        groups = form.sizes[0]
+        if (groups - count).constant not in (0.0, 1.0):
+            raise Mismatch("there are more or fewer groups than ends")
         g = -5_000_000
         below = algebra.less_than_zero(algebra.var(row) - algebra.substitute(ends, {0: algebra.var(g)}))
-        index = form.sizes[0] - algebra.sum(below, {g: form.sizes[0]})
-        hit = algebra.equal_zero(algebra.var(0) - index)
-        element = algebra.substitute(own.poly, {0: algebra.var(row)})
-        expected = algebra.sum(algebra.mul(hit, element), {row: own.sizes[0]})
-        if not form.poly.close_to(expected, 1e-9):
+        hit = algebra.equal_zero(algebra.var(0) - count + algebra.sum(below, {g: count}))
+        if not form.poly.close_to(_summed(algebra, own, hit, row), 1e-9):
             raise Mismatch("the rows are not summed by these ends")
-        return self._with_ends(site, builder, root, grad, found[0], form, own)
+        # A scatter has no place for rows past its last group.
+        node = root.producer()
+        closed = node is not None and node.op_type in _SCATTERS and groups == count
+        return self._with_given_ends(site, builder, root, grad, ends, count, closed, form, own)
+
+    def _masked_rows(
+        self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
+    ) -> Rewrite | None:
+        algebra = site.algebra
+        if len(form.poly) > 3 or not _same_columns(form, own):
+            return None
+        row, groups = -4_000_000, form.sizes[0]
+        sums = {atom for m in form.poly.terms for a, _ in m if _is_row_sum(atom := algebra.atoms[a])}
+        inside = {a for atom in sums for m in algebra.opened(atom, [row]).terms for a, _ in m}
+        ends = [algebra.var(row) - algebra.atoms[a].args[0] for a in sorted(inside) if algebra.atoms[a].kind == "lt"]
+        for end in ends:
+            if row in algebra.free(end):
+                continue
+            below = algebra.less_than_zero(algebra.var(row) - end)
+            earlier = algebra.substitute(below, {0: algebra.var(0) - UNIT})
+            earlier = algebra.mul(UNIT - algebra.less_than_zero(algebra.var(0) - UNIT), earlier)
+            for mask in (below - earlier, algebra.mul(below, UNIT - earlier)):
+                if form.poly.close_to(_summed(algebra, own, mask, row), 1e-9):
+                    return self._with_given_ends(site, builder, root, grad, end, groups, False, form, own)
+        return None
+
+    def _with_given_ends(
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        grad: ir.Value,
+        ends: Poly,
+        count: Poly,
+        closed: bool,
+        form: Form,
+        own: Form,
+    ) -> Rewrite:
+        """Groups up to so many ends, elements of an integer tensor, and unless closed one more up to the last row."""
+        integers = [ir.DataType.INT64, ir.DataType.INT32]
+        found = site.find(ends, [count], root, dtypes=integers)
+        if found is None or found[1] != 1.0:
+            raise Mismatch("the ends of the groups are no value of the graph")
+        value = builder.reshape(found[0], [count])
+        if not closed:
+            assert value.dtype is not None
+            rows = builder.cast(builder.extents([own.sizes[0]]), value.dtype)
+            value = builder.op("Concat", [value, rows], value.dtype, [count + UNIT], axis=0)
+        return self._with_ends(site, builder, root, grad, value, form, own, (found[0],))
 
     def _static_ends(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
@@ -152,22 +213,33 @@ class FuseGroupedBiasAddGradPass(FusePass):
         return self._with_ends(site, builder, root, grad, builder.ints([int(e) for e in ends]), form, own)
 
     def _with_ends(
-        self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, ends: ir.Value, form: Form, own: Form
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        grad: ir.Value,
+        ends: ir.Value,
+        form: Form,
+        own: Form,
+        given: tuple[ir.Value, ...] = (),
     ) -> Rewrite:
-        groups = form.sizes[0].integer
-        if groups is not None and groups > MAX_GROUPS:
-            raise Mismatch(f"{groups} groups, more than {MAX_GROUPS}")
+        (count,) = site.extents(ends)
+        if count.integer is not None and count.integer > MAX_GROUPS:
+            raise Mismatch(f"{count.integer} groups, more than {MAX_GROUPS}")
         columns = list(range(1, len(own.sizes)))
         rows = builder.arrange(grad, [0, *columns], [[0], columns], dict(enumerate(own.sizes)))
-        extents = [form.sizes[0], site.algebra.product(form.sizes[1:])]
-        fused = builder.fused(self.operator, [rows, builder.reshape(ends, extents[:1])], extents)
-        rewrite = builder.rewrite("sum-to-ends", [fused], builder.reshape(fused, site.extents(root)))
-        return replace(rewrite, frontier=(grad, ends), ends={ends: own.sizes[0]})
+        groups, width = form.sizes[0], site.algebra.product(form.sizes[1:])
+        output = fused = builder.fused(self.operator, [rows, ends], [count, width])
+        if count != groups:
+            cut = [builder.ints([0]), builder.ints([-1]), builder.ints([0])]
+            output = builder.op("Slice", [fused, *cut], fused.dtype, [groups, width])
+        rewrite = builder.rewrite("sum-to-ends", [fused], builder.reshape(output, site.extents(root)))
+        return replace(rewrite, frontier=(grad, *given), ends=dict.fromkeys(given, own.sizes[0]))
 
 
 def _same_columns(form: Form, own: Form) -> bool:
     """Whether both have rows or groups first, and then the same dimensions."""
-    return len(own.sizes) > 1 and own.sizes[1:] == form.sizes[1:]
+    return bool(own.sizes and form.sizes) and own.sizes[1:] == form.sizes[1:]
 
 
 def _block(algebra: Algebra, own: Form, start: int, count: int) -> Poly:
@@ -195,21 +267,30 @@ def _static_group(algebra: Algebra, monomial: Monomial) -> tuple[int, int] | Non
     return None if group is None else (group, count)
 
 
-def _ends(algebra: Algebra, index: Poly, row: int, groups: Poly) -> Poly | None:
-    """The ends, by group, of an index that is the number of ends that are not above the row."""
-    counted = (groups - index).terms
-    if len(counted) != 1:
+def _ends(algebra: Algebra, index: Poly, row: int) -> tuple[Poly, Poly] | None:
+    """The ends of an index that is the number of ends that are not above the row; and how many there are."""
+    above = [(m, c) for m, c in index.terms.items() if row in algebra.free_of_monomial(m)]
+    if len(above) != 1 or len(above[0][0]) != 1 or above[0][1] != -1.0:
         return None
-    ((m, c),) = counted.items()
-    atom = algebra.atoms[m[0][0]] if len(m) == 1 else None
-    if atom is None or c != 1.0 or atom.kind != "sum" or atom.args[0] != (groups,):
+    atom = algebra.atoms[above[0][0][0][0]]
+    if not _is_row_sum(atom) or index - Poly(dict(above)) != atom.args[0][0]:
         return None
     inner = next(iter(algebra.opened(atom, [0]).terms))
     below = algebra.atoms[inner[0][0]] if len(inner) == 1 else None
     if below is None or below.kind != "lt":
         return None
     ends = algebra.var(row) - below.args[0]
-    return None if row in algebra.free(ends) else ends
+    return None if row in algebra.free(ends) else (ends, atom.args[0][0])
+
+
+def _is_row_sum(atom: Atom) -> bool:
+    return atom.kind == "sum" and len(atom.args[0]) == 1
+
+
+def _summed(algebra: Algebra, own: Form, mask: Poly, row: int) -> Poly:
+    """The sum over the rows of a mask, by the group 0 and the row, times dY."""
+    element = algebra.substitute(own.poly, {0: algebra.var(row)})
+    return algebra.sum(algebra.mul(mask, element), {row: own.sizes[0]}, {0: own.sizes[0]})
 
 
 def _first_input(node: ir.Node) -> ir.Value | None:
@@ -230,11 +311,15 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     todo, seen = [root], {root}
     while todo and len(seen) <= 4 * MAX_GROUPS:
         node = todo.pop().producer()
+        if node is not None and node.op_type in _PRODUCTS and not node.domain:
+            return _factors(site, node) if node is root.producer() and not _is_opaque(site, root) else []
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
             break
         sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
         if sums or node.op_type in _CUTS - {"Cast"}:
             source = _first_input(node)
+            if sums:
+                sources.update(dict.fromkeys(_factors(site, node) if node is root.producer() else ()))
             while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
                 source = _first_input(above)
             if source is not None:
@@ -249,4 +334,37 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     node = root.producer()
     scatters = node is not None and node.op_type in _SCATTERS and len(node.inputs) > 2
     updates = node.inputs[2] if node is not None and scatters else None
-    return [*([updates] if updates is not None else []), *(sources if len(sources) == 1 else ())]
+    clear = len(sources) == 1 or (node is not None and node.op_type == "ReduceSum")
+    return [*([updates] if updates is not None else []), *(sources if clear else ())]
+
+
+def _factors(site: Site, node: ir.Node) -> list[ir.Value]:
+    """What a mask is multiplied by, behind views, in a product of matrices, or in the product that is summed."""
+    inputs = list(node.inputs)
+    if node.op_type == "ReduceSum":
+        summed = _first_input(node)
+        above = None if summed is None else _behind_views(summed).producer()
+        if above is None or above.op_type != "Mul" or above.domain:
+            return []
+        inputs = list(above.inputs)
+    operands = [_behind_views(value) for value in inputs if value is not None]
+    forms = [site.forms.get(value) for value in operands]
+    atoms = [set() if f is None else {site.algebra.atoms[a] for m in f.poly.terms for a, _ in m} for f in forms]
+    others = [value for value, own in zip(operands, atoms, strict=True) if any(not atom.indicator for atom in own)]
+    return others if len(others) == 1 else []
+
+
+def _is_opaque(site: Site, value: ir.Value) -> bool:
+    """Whether the form of a value is no more than a name for it."""
+    form = site.forms.get(value)
+    names = [] if form is None else [site.algebra.atoms[a] for m in form.poly.terms for a, _ in m]
+    return len(names) == 1 and names[0].kind == "tensor"
+
+
+def _behind_views(value: ir.Value) -> ir.Value:
+    while (node := value.producer()) is not None and node.op_type in _VIEWS and not node.domain:
+        source = _first_input(node)
+        if source is None:
+            break
+        value = source
+    return value

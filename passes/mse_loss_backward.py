@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -16,13 +18,17 @@ _LINEAR = {
     *("Unsqueeze", "Expand", "Where", "Transpose", "Flatten", "Mean"),
 }
 
+_ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
+_NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for
+
 
 class FuseMseLossBackwardPass(FusePass):
     """Finds, in a value P, a difference d = x - t of two tensors of the graph with P = r d, r a single term, and
 
     1. r depends on no index and x and t are no constants, or d * d times r goes into an output: many computations, the
        backward of LayerNorm and the making of masks among them, have the loose form of a product with a difference;
-    2. x and t are values of P's type.
+    2. d is a subtraction of the graph; or r depends on no index and is not one, and x and t are of P's shape;
+    3. x and t are values of P's type.
 
     "mean" where r has the inverse of the number of elements of x, else "sum", or "none" where r has indices.
     """
@@ -34,20 +40,28 @@ class FuseMseLossBackwardPass(FusePass):
         form = site.forms.form(root)
         if len(form.poly) < 2:
             return None
-        candidates = (
-            (node, difference, ratio)
-            for node, difference, ratio in _differences(site, root, form)
-            if not (site.algebra.free(ratio) or _has_constant(site, node)) or _weighted(site, node)
-        )
+        differences = [
+            (minuend, subtrahend, difference, ratio)
+            for minuend, subtrahend, weighted, difference, ratio in _differences(site, root, form)
+            if not (site.algebra.free(ratio) or _has_constant(site, minuend, subtrahend)) or weighted()
+        ]
+        candidates = differences or _unwritten_differences(site, root, form)
         return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
 
     def _bound(
-        self, site: Site, builder: Builder, root: ir.Value, form: Form, node: ir.Node, difference: Poly, ratio: Poly
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        form: Form,
+        minuend: ir.Value,
+        subtrahend: ir.Value,
+        difference: Poly,
+        ratio: Poly,
     ) -> Rewrite:
         algebra = site.algebra
         assert root.dtype is not None
         (coefficient,) = ratio.terms.values()
-        minuend, subtrahend = (v for v in node.inputs if v is not None)
         if coefficient < 0:
             minuend, subtrahend, ratio, difference = subtrahend, minuend, -ratio, -difference
         operands = [_of_type(site, v, root) for v in (minuend, subtrahend)]
@@ -82,6 +96,8 @@ def _size(poly: Poly) -> int:
 
 def _of_type(site: Site, value: ir.Value, root: ir.Value) -> ir.Value:
     """The value in the root's type: itself, or what it was cast from."""
+    if value.dtype == root.dtype:
+        return value
     form = site.forms.form(value)
     found = site.find(form.poly, form.sizes, root, dtypes=[root.dtype], shape=site.extents(value))
     if found is None or found[1] != 1.0 or site.extents(found[0]) != site.extents(value):
@@ -89,9 +105,14 @@ def _of_type(site: Site, value: ir.Value, root: ir.Value) -> ir.Value:
     return found[0]
 
 
-def _differences(site: Site, root: ir.Value, form: Form) -> list[tuple[ir.Node, Poly, Poly]]:
-    """Subtractions ahead of the root of which it is a multiple: node, difference in the root's variables, ratio."""
-    found = []
+def _differences(
+    site: Site, root: ir.Value, form: Form
+) -> Iterator[tuple[ir.Value, ir.Value, Callable[[], bool], Poly, Poly]]:
+    """Subtractions ahead of the root of which it is a multiple.
+
+    Gives the operands, a test whether the square is part of an output, the difference in the root's variables, and
+    the ratio.
+    """
     wanted = site.algebra.tensors(form.poly)
     for node in site.differences:
         value = node.outputs[0]
@@ -104,21 +125,50 @@ def _differences(site: Site, root: ir.Value, form: Form) -> list[tuple[ir.Node, 
             continue
         _, (difference, poly) = site.forms.broadcast([own, form])
         ratio = site.algebra.ratio(poly, difference)
-        if ratio is not None and poly == form.poly:
-            found.append((node, difference, ratio))
-    return found
+        minuend, subtrahend = node.inputs
+        if ratio is not None and poly == form.poly and minuend is not None and subtrahend is not None:
+            yield minuend, subtrahend, partial(_weighted, site, value), difference, ratio
 
 
-def _weighted(site: Site, node: ir.Node) -> bool:
+def _unwritten_differences(site: Site, root: ir.Value, form: Form) -> Iterator[tuple[ir.Value, ir.Value, Poly, Poly]]:
+    """Pairs of values whose difference no node computes, as in x / n - t / n, and of which the root is a multiple."""
+    node = root.producer()
+    if node is None or node.op_type not in _ARITHMETIC or node.domain:
+        return
+    near: dict[ir.Value, Poly] = {}
+    todo, seen = [node], {node}
+    while todo and len(seen) <= _NEAR:
+        for value in todo.pop(0).inputs:
+            own = None if value is None or value.const_value is not None else site.forms.get(value)
+            if value is None or own is None or value not in site.position or own.groups != form.groups:
+                continue
+            if any(site.algebra.atoms[a].kind == "eq" for m in own.poly.terms for a, _ in m):
+                continue  # That a row of a one-hot sums to 1 is taken for granted; this op has no class to refuse.
+            near[value] = own.poly
+            above = value.producer()
+            if above is not None and above not in seen and above.op_type in _ARITHMETIC and not above.domain:
+                seen.add(above)
+                todo.append(above)
+    # What is computed first first: it leaves least behind.
+    values = sorted(near, key=site.position.__getitem__)
+    for x, t in itertools.combinations(values, 2):
+        if len(near[x]) + len(near[t]) != len(form.poly):
+            continue
+        difference = near[x] - near[t]
+        ratio = site.algebra.ratio(form.poly, difference)
+        if ratio is None or site.algebra.free(ratio) or ratio.constant in (1.0, -1.0):
+            continue
+        yield x, t, difference, ratio
+
+
+def _weighted(site: Site, difference: ir.Value) -> bool:
     """Whether the square of the difference goes, by linear operations only, into an output of the graph."""
-    squares = [
-        out
-        for use in node.outputs[0].uses()
-        for out in use.node.outputs
-        if (use.node.op_type == "Mul" and use.node.inputs[0] is use.node.inputs[1])
-        or (use.node.op_type == "Pow" and use.idx == 0 and _is_two(site, use.node.inputs[1]))
-    ]
-    todo, seen = squares, set(squares)
+    multiples = [difference]
+    for use in difference.uses():
+        if use.node.op_type in ("Mul", "Div", "Neg", "Cast", "Identity") and use.node.inputs.count(difference) == 1:
+            multiples += use.node.outputs
+    todo = [square for value in multiples for square in _squares(site, value)]
+    seen = set(todo)
     while todo:
         value = todo.pop()
         if value.is_graph_output():
@@ -131,9 +181,20 @@ def _weighted(site: Site, node: ir.Node) -> bool:
     return False
 
 
-def _has_constant(site: Site, node: ir.Node) -> bool:
+def _squares(site: Site, value: ir.Value) -> Iterator[ir.Value]:
+    """What is computed from a value as its square, or as a sum of squares."""
+    for use in value.uses():
+        node = use.node
+        twice = node.op_type in ("Mul", "Einsum") and node.inputs.count(value) == 2
+        if twice or node.op_type == "ReduceSumSquare" or (node.op_type == "Pow" and _is_two(site, node.inputs[1])):
+            yield node.outputs[0]
+        elif node.op_type == "ReduceL2":
+            yield from _squares(site, node.outputs[0])
+
+
+def _has_constant(site: Site, *operands: ir.Value) -> bool:
     """Whether an operand of a difference is a constant, as in 1 - mask."""
-    return any(site.forms.constant(value) is not None for value in node.inputs)
+    return any(site.forms.constant(value) is not None for value in operands)
 
 
 def _is_two(site: Site, value: ir.Value | None) -> bool:

@@ -30,7 +30,7 @@ from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
 from gradfuse.passes import training_ops
 from gradfuse.passes.algebra import Poly
-from gradfuse.passes.forms import FLOATS, has_reader
+from gradfuse.passes.forms import FLOATS, axes_of_size_one, has_reader
 
 if TYPE_CHECKING:
     from gradfuse.passes.rewriting import Rewrite, Site
@@ -123,11 +123,16 @@ class Proof:
     def _model(self) -> onnx.ModelProto:
         names = self.region.names
         bodies: dict[str, onnx.FunctionProto] = {}
-        protos = []
+        protos: list[onnx.NodeProto] = []
         for node in self.region.nodes:
             proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
             proto.input.extend("" if v is None else names[v] for v in node.inputs)
             proto.output.extend(names[v] for v in node.outputs)
+            if node.op_type == "OneHot" and not node.domain:
+                # onnx's evaluator wants the depth without dimensions.
+                depth = f"depth_{len(protos)}"
+                protos.append(onnx.helper.make_node("Squeeze", [proto.input[1]], [depth]))
+                proto.input[1] = depth
             proto.attribute.extend(ir.serde.serialize_attribute(a) for a in node.attributes.values())
             _to_float64(proto)
             if node in self.rewrite.fused:
@@ -399,7 +404,8 @@ def _collect(site: Site, rewrite: Rewrite) -> Region:
         if node in own:
             return False
         if not has_reader(node):
-            return True
+            # Axes that are found by their size are no numbers to choose freely.
+            return node.op_type != "NonZero" or axes_of_size_one(site.forms, value) is None
         return not rewrite.frontier and value in site.forms.opaque
 
     stack: list[tuple[ir.Value, bool]] = [(rewrite.output, False), (rewrite.root, False)]

@@ -158,6 +158,10 @@ class Builder:
         parts = [self._extent(s) if n is None else self.ints([n]) for n, s in zip(known, sizes, strict=True)]
         return self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
 
+    def extents(self, sizes: Sequence[Poly]) -> ir.Value:
+        """The sizes as an int64 tensor."""
+        return self._shape(sizes)
+
     def _extent(self, size: Poly) -> ir.Value:
         found = self.site.donor(size, self.root)
         if found is None:
@@ -404,10 +408,14 @@ class Site:
         for a, e in monomial:
             atom = algebra.atoms[a]
             used = [v for v in variables if v in atom.free]
-            part_layout = [[v for v in group if v in atom.free] for group in layout]
+            # A dimension of several variables is whole, or the parts would not broadcast.
+            part_layout = [list(group) if atom.free.intersection(group) else [] for group in layout]
+            power = algebra.of(atom, e if e > 0 else -e)
             if abs(e) != 1:
-                raise Mismatch(f"no value of the graph is {algebra.text(Poly({monomial: 1.0}))[:120]}")
-            factor = self.materialise(builder, algebra.of(atom), used, sizes, dtype, part_layout)
+                local = algebra.substitute(power, {v: algebra.var(k) for k, v in enumerate(used)})
+                if self.find(local, [sizes[v] for v in used], builder.root, dtypes=TOLERANCE) is None:
+                    raise Mismatch(f"no value of the graph is {algebra.text(Poly({monomial: 1.0}))[:120]}")
+            factor = self.materialise(builder, power, used, sizes, dtype, part_layout)
             shape = [algebra.product(sizes[v] for v in group) for group in layout]
             result = builder.op("Mul" if e > 0 else "Div", [result, factor], dtype, shape)
         return result
@@ -436,7 +444,7 @@ class Site:
             masks = []
             for part in parts:
                 used = [v for v in variables if v in algebra.free(part)]
-                part_layout = [[v for v in group if v in used] for group in layout]
+                part_layout = [list(group) if set(used).intersection(group) else [] for group in layout]
                 masks.append(self.find_mask(builder, part, used, sizes, part_layout))
             result = masks[0]
             for mask in masks[1:]:
@@ -543,6 +551,7 @@ class Site:
         replaced = names_of(dead)
         builder.commit()
         self.graph.insert_before(anchor, rewrite.nodes)
+        self.forms.insert(rewrite.nodes, anchor)
         output = rewrite.output
         root.name = self.fresh(f"{name}_plain")
         output.name = name
@@ -813,8 +822,8 @@ def _is_constant(value: ir.Value) -> bool:
     return value.const_value is not None if node is None else node.op_type == "Constant" and node.domain == ""
 
 
-def require_same(site: Site, root: ir.Value, expected: Poly) -> None:
-    """The op's definition, in the values that it was bound to, must be what the root computes."""
+def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None = None) -> None:
+    """The op's definition, in the values that it was bound to, must be what the root computes: its form, or `known`."""
     assert root.dtype is not None
-    if not site.forms.form(root).poly.close_to(expected, 8 * TOLERANCE[root.dtype]):
+    if not (site.forms.form(root).poly if known is None else known).close_to(expected, 8 * TOLERANCE[root.dtype]):
         raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
