@@ -11,15 +11,11 @@ from producers import Case, cases, in_float32, run, with_seeds
 
 from gradfuse import fuse
 from gradfuse.custom_ops import functions
-from gradfuse.errors import ModelError
-from gradfuse.model_io import OLDEST_OPSET
 from gradfuse.testing import assert_gradients_close
 
 # Graphs whose operator is not recognised yet.
 NOT_YET = {
     "jax2onnx_gemmfix/gba_2d_repeat",
-    "onnx_ad/ce_handwritten_lse_dyn",
-    "onnx_ad/ce_handwritten_onehot_dyn",
 }
 
 BFLOAT16_EPS = 2.0**-7
@@ -28,10 +24,6 @@ BFLOAT16_EPS = 2.0**-7
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
     model = ir.load(case.path)
-    if model.opset_imports[""] < OLDEST_OPSET:
-        with pytest.raises(ModelError, match="default opset"):
-            fuse(model)
-        return
     result = fuse(model, policy="all", bodies=False)
     fused = {f.op for f in result.report.fusions}
     if str(case) not in NOT_YET:

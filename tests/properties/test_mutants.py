@@ -7,7 +7,7 @@ an infinity nothing is compared: there the fused operators may give their zeros 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -15,6 +15,7 @@ import onnx_ir as ir
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from producers import COMMITTED, Case, cases, run, with_seeds
+from variants import FEEDS, GRAPHS, Array, built
 
 from gradfuse import fuse
 
@@ -130,10 +131,19 @@ MUTATIONS: list[Callable[[ir.Model, random.Random], bool]] = [
 
 
 def _check(seed: int, corpus: list[Case]) -> bool | None:
-    """Whether the mutant of this seed was fused; None where it is no valid model."""
     rng = random.Random(seed)
     case = rng.choice(corpus)
-    model = with_seeds(ir.load(case.path))
+    return _check_mutant(rng, with_seeds(ir.load(case.path)), case.arrays("in"), f"mutant {seed} of {case}")
+
+
+def _check_variant(seed: int) -> bool | None:
+    rng = random.Random(seed)
+    operator, name, build = rng.choice(GRAPHS)
+    return _check_mutant(rng, ir.from_proto(built(build)), FEEDS, f"mutant {seed} of {operator}: {name}")
+
+
+def _check_mutant(rng: random.Random, model: ir.Model, feeds: Mapping[str, Array], name: str) -> bool | None:
+    """Whether a mutant was fused; None where it is no valid model."""
     if not rng.choice(MUTATIONS)(model, rng):
         return None
     # What was known of types and shapes may be no longer true.
@@ -141,7 +151,6 @@ def _check(seed: int, corpus: list[Case]) -> bool | None:
         for value in node.outputs:
             if not value.is_graph_output():
                 value.shape = None
-    feeds = case.arrays("in")
     try:
         mutant = ir.to_proto(model)
         onnx.checker.check_model(mutant, full_check=True)
@@ -150,30 +159,31 @@ def _check(seed: int, corpus: list[Case]) -> bool | None:
         return None
     result = fuse(model, policy="all")
     bugs = [m for m in result.report.near_misses if m.bug]
-    assert not bugs, f"mutant {seed} of {case}: {bugs}"
+    assert not bugs, f"{name}: {bugs}"
     if not result.report.fusions:
         return False
     try:
         got = run(ir.to_proto(result.model), feeds)
     except InvalidArgument as refusal:
         # A class index that is negative wraps in ONNX; it is an error for the fused op, as for PyTorch.
-        assert "target_out_of_range" in str(refusal), f"mutant {seed} of {case}: {refusal}"
+        assert "target_out_of_range" in str(refusal), f"{name}: {refusal}"
         return True
     half = any(v.dtype == ir.DataType.FLOAT16 for n in model.graph for v in n.outputs)
     finite = [a[np.isfinite(a)].astype(np.float64) for a in wanted.values()]
     bound = (2e-2 if half else 2e-5) * max((float(np.abs(a).max(initial=0)) for a in finite), default=0.0)
-    for name, before in wanted.items():
+    for output, before in wanted.items():
         where = np.isfinite(before)
-        difference = np.abs(got[name][where].astype(np.float64) - before[where].astype(np.float64))
-        assert np.all(difference <= bound), (
-            f"mutant {seed} of {case}: {name} differs by {difference.max()}\n{result.report}"
-        )
+        difference = np.abs(got[output][where].astype(np.float64) - before[where].astype(np.float64))
+        assert np.all(difference <= bound), f"{name}: {output} differs by {difference.max()}\n{result.report}"
     return True
 
 
 def _check_many(seeds: range) -> None:
     corpus = _cases()
-    outcomes = [_check(seed, corpus) for seed in seeds]
+    _judge([_check(seed, corpus) for seed in seeds])
+
+
+def _judge(outcomes: list[bool | None]) -> None:
     valid = [o for o in outcomes if o is not None]
     assert len(valid) > len(outcomes) / 4
     assert sum(valid) > len(valid) / 4
@@ -185,8 +195,16 @@ def test_mutants_stay_right(part: int) -> None:
     _check_many(range(part * size, (part + 1) * size))
 
 
+@pytest.mark.parametrize("part", range(8))
+def test_mutants_of_variants_stay_right(part: int) -> None:
+    size = MUTANTS // 8
+    _judge([_check_variant(seed) for seed in range(part * size, (part + 1) * size)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(50))
 def test_many_mutants_stay_right(part: int) -> None:
     size = SLOW_MUTANTS // 50
-    _check_many(range(1_000_000 + part * size, 1_000_000 + (part + 1) * size))
+    seeds = range(1_000_000 + part * size, 1_000_000 + (part + 1) * size)
+    _check_many(seeds)
+    _judge([_check_variant(seed) for seed in seeds])

@@ -1,0 +1,612 @@
+"""Graphs of gradients as further producers would write them, and look-alikes that are something else.
+
+Tables of ways to write one part (a row's dot product, a mask, a one-hot, a sum over groups), each put into a graph that
+is the same otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from graphs import GraphBuilder
+from onnx import TensorProto
+
+Array = np.ndarray[Any, Any]
+Feeds = dict[str, Array]
+Build = Callable[[GraphBuilder], str]
+
+F32, F16, I64, I32, BOOL = (getattr(TensorProto, n) for n in ("FLOAT", "FLOAT16", "INT64", "INT32", "BOOL"))
+N, C = 6, 5
+ROWS, WIDTH, GROUPS = 7, 3, 3
+RNG = np.random.default_rng(0)
+FEEDS: Feeds = {
+    "s": RNG.normal(size=(2, 3, 4, 4)).astype(np.float32),
+    "u": RNG.normal(size=(2, 3, 4, 4)).astype(np.float32),
+    "padding": np.asarray([1, 1, 0, 1, 1, 1, 1, 0], bool).reshape(2, 1, 1, 4),
+    "number": np.asarray([1, 1, 0, 1, 1, 1, 1, 0]).reshape(2, 1, 1, 4),
+    "length": np.asarray([2, 4]),
+    "k": np.asarray(3.0, np.float32),
+    "q": np.zeros((2, 3, 4, 16), np.float32),
+    "z": RNG.normal(size=(N, C)).astype(np.float32),
+    "zt": RNG.normal(size=(C, N)).astype(np.float32),
+    "t": np.asarray([0, 4, 2, 1, 3, 3]),
+    "t_32": np.asarray([0, 4, 2, 1, 3, 3], np.int32),
+    "t_float": np.asarray([0, 4, 2, 1, 3, 3], np.float32),
+    "t_some": np.asarray([0, 4, -1, 1, 3, -1]),
+    "w": RNG.uniform(0.5, 2, C).astype(np.float32),
+    "row": RNG.uniform(0.5, 2, N).astype(np.float32),
+    "kept": np.asarray([1, 1, 0, 1, 1, 0], bool),
+    "image": RNG.normal(size=(2, C, 3, 4)).astype(np.float32),
+    "pixels": RNG.integers(0, C, (2, 3, 4)),
+    "tokens": RNG.normal(size=(2, 3, C)).astype(np.float32),
+    "labels": RNG.integers(0, C, (2, 3)),
+    "per_item": RNG.normal(size=2).astype(np.float32),
+    "x": RNG.normal(size=(N, C)).astype(np.float32),
+    "y": RNG.normal(size=(N, C)).astype(np.float32),
+    "dy": RNG.normal(size=(ROWS, WIDTH)).astype(np.float32),
+    "dy3": RNG.normal(size=(3, 4, WIDTH)).astype(np.float32),
+    "ends": np.asarray([2, 2, 7]),
+    "bounds": np.asarray([2, 5]),
+    "counts": np.asarray([2, 0, 5]),
+    "index": np.asarray([0, 2, 1, 1, 0, 2, 0]),
+}
+_TYPES = {"float32": F32, "int64": I64, "int32": I32, "bool": BOOL}
+
+
+def given(g: GraphBuilder, name: str, shape: Sequence[int | str | None] | None = None) -> str:
+    array = FEEDS[name]
+    return g.input(name, _TYPES[str(array.dtype)], array.shape if shape is None else shape)  # type: ignore[arg-type]
+
+
+def last(g: GraphBuilder, x: str) -> str:
+    return g.op("Unsqueeze", x, g.ints(-1))
+
+
+def first(g: GraphBuilder, x: str) -> str:
+    return g.op("Unsqueeze", x, g.ints(0))
+
+
+def number(g: GraphBuilder, x: str) -> str:
+    return g.op("Cast", x, to=F32)
+
+
+def arange(g: GraphBuilder, n: int) -> str:
+    zero, one = g.constant(0, np.int64), g.constant(1, np.int64)
+    return g.op("Range", zero, g.constant(n, np.int64), one)
+
+
+# The backward pass of a softmax
+
+
+def softmax_gradient(g: GraphBuilder, dot: Callable[[GraphBuilder, str, str], str] | None = None) -> str:
+    y, u = g.op("Softmax", given(g, "s"), axis=-1), given(g, "u")
+    total = g.sum(g.op("Mul", u, y), -1) if dot is None else dot(g, u, y)
+    return g.op("Mul", y, g.op("Sub", u, total))
+
+
+DOTS: dict[str, Callable[[GraphBuilder, str, str], str]] = {
+    "Einsum": lambda g, u, y: last(g, g.op("Einsum", u, y, equation="bhij,bhij->bhi")),
+    "Einsum with an ellipsis": lambda g, u, y: last(g, g.op("Einsum", u, y, equation="...i,...i->...")),
+    "Einsum of the product": lambda g, u, y: last(g, g.op("Einsum", g.op("Mul", u, y), equation="bhij->bhi")),
+    "MatMul of rows": lambda g, u, y: g.op(
+        "Squeeze", g.op("MatMul", g.op("Unsqueeze", u, g.ints(3)), last(g, y)), g.ints(4)
+    ),
+    "MatMul with ones": lambda g, u, y: g.op("MatMul", g.op("Mul", u, y), g.constant(np.ones((4, 1)))),
+    "Tile of the sum": lambda g, u, y: g.op("Tile", g.sum(g.op("Mul", u, y), -1), g.ints(1, 1, 1, 4)),
+    "mean times size": lambda g, u, y: g.op("Mul", g.op("ReduceMean", g.op("Mul", u, y), g.ints(-1)), g.constant(4.0)),
+    "end of the running sum": lambda g, u, y: g.op(
+        "Slice", g.op("CumSum", g.op("Mul", u, y), g.constant(3, np.int64)), g.ints(3), g.ints(4), g.ints(3)
+    ),
+}
+
+MASKS: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "Trilu of the gradient": lambda g, d: g.op("Trilu", d, upper=0),
+    "product with Trilu": lambda g, d: g.op("Mul", d, g.op("Trilu", g.constant(np.ones((4, 4))), upper=0)),
+    "causal from positions": lambda g, d: g.op(
+        "Where", g.op("GreaterOrEqual", last(g, arange(g, 4)), first(g, arange(g, 4))), d, g.constant(0.0)
+    ),
+    "padding, Where": lambda g, d: g.op("Where", given(g, "padding"), d, g.constant(0.0)),
+    "padding, Where the other way": lambda g, d: g.op("Where", given(g, "padding"), g.constant(0.0), d),
+    "padding, 1 - mask": lambda g, d: g.op("Mul", d, g.op("Sub", g.constant(1.0), number(g, given(g, "padding")))),
+    "padding by an integer mask": lambda g, d: g.op(
+        "Where", g.op("Equal", given(g, "number"), g.constant(0, np.int64)), g.constant(0.0), d
+    ),
+    "padding by lengths": lambda g, d: g.op(
+        "Mul", number(g, g.op("Less", arange(g, 4), g.op("Reshape", given(g, "length"), g.ints(2, 1, 1, 1)))), d
+    ),
+    "padding and causal": lambda g, d: g.op(
+        "Where", g.op("And", given(g, "padding"), g.constant(np.tril(np.ones((4, 4), bool)), bool)), d, g.constant(0.0)
+    ),
+    "zeros from a shape": lambda g, d: g.op("Where", given(g, "padding"), d, g.op("ConstantOfShape", g.op("Shape", d))),
+}
+
+SCALES: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "Reciprocal of Sqrt": lambda g, d: g.op("Mul", d, g.op("Reciprocal", g.op("Sqrt", g.constant(16.0)))),
+    "a power": lambda g, d: g.op("Mul", d, g.op("Pow", g.constant(16.0), g.constant(-0.5))),
+    "Sqrt of a dimension": lambda g, d: g.op(
+        "Div", d, g.op("Sqrt", number(g, g.op("Gather", g.op("Shape", given(g, "q")), g.constant(-1, np.int64))))
+    ),
+    "a loss scale": lambda g, d: g.op("Mul", d, given(g, "k")),
+}
+
+
+def _jacobian(g: GraphBuilder) -> str:
+    """diag(y) - y y^T, times the gradient."""
+    y, u = g.op("Softmax", given(g, "z")), given(g, "x")
+    eye = g.op("EyeLike", g.constant(np.zeros((C, C))))
+    rows = g.op("Einsum", y, eye, equation="bi,ij->bij")
+    return g.op("Einsum", g.op("Sub", rows, g.op("Einsum", y, y, equation="bi,bj->bij")), u, equation="bij,bj->bi")
+
+
+def _jacobian_of_columns(g: GraphBuilder) -> str:
+    y, u = g.op("Softmax", given(g, "z")), given(g, "x")
+    column, row = last(g, y), g.op("Unsqueeze", y, g.ints(1))
+    jacobian = g.op("Sub", g.op("Mul", g.constant(np.eye(C)[None]), row), g.op("MatMul", column, row))
+    return g.op("Squeeze", g.op("MatMul", jacobian, last(g, u)), g.ints(2))
+
+
+def _nameless_sizes(g: GraphBuilder) -> str:
+    shape = (None,) * 4
+    y, u = g.op("Softmax", given(g, "s", shape)), given(g, "u", shape)
+    return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), -1)))
+
+
+def _another_axis(g: GraphBuilder) -> str:
+    y, u = g.op("Softmax", given(g, "s"), axis=1), given(g, "u")
+    return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), 1)))
+
+
+def _decomposed(g: GraphBuilder) -> str:
+    s, u = given(g, "s"), given(g, "u")
+    e = g.op("Exp", g.op("Sub", s, g.op("ReduceMax", s, g.ints(-1))))
+    y = g.op("Mul", e, g.op("Reciprocal", last(g, g.op("Einsum", e, equation="bhij->bhi"))))
+    return g.op("Mul", y, g.op("Sub", u, last(g, g.op("Einsum", u, y, equation="bhij,bhij->bhi"))))
+
+
+SOFTMAX: dict[str, Build] = {
+    **{f"dot: {k}": lambda g, way=way: softmax_gradient(g, way) for k, way in DOTS.items()},  # type: ignore[misc]
+    **{f"mask: {k}": lambda g, way=way: way(g, softmax_gradient(g)) for k, way in MASKS.items()},  # type: ignore[misc]
+    **{f"scale: {k}": lambda g, way=way: way(g, softmax_gradient(g)) for k, way in SCALES.items()},  # type: ignore[misc]
+    "the whole Jacobian, Einsum": _jacobian,
+    "the whole Jacobian, MatMul": _jacobian_of_columns,
+    "sizes without names": _nameless_sizes,
+    "along another axis": _another_axis,
+    "decomposed softmax": _decomposed,
+}
+
+# Cross entropy
+
+
+def cross_entropy(g: GraphBuilder, p_less_onehot: str) -> str:
+    return g.op("Div", p_less_onehot, g.constant(float(N)))
+
+
+def _onehot(g: GraphBuilder, t: str) -> str:
+    return g.op("OneHot", t, g.constant(C, np.int64), g.constant([0.0, 1.0]))
+
+
+def _matrix(g: GraphBuilder, t: str) -> str:
+    """[N, 2]: row and class."""
+    return g.op("Concat", g.constant(np.arange(N)[:, None], np.int64), last(g, t), axis=1)
+
+
+ONE_HOTS: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "OneHot": _onehot,
+    "rows of an identity": lambda g, t: g.op("Gather", g.constant(np.eye(C)), t),
+    "rows of EyeLike": lambda g, t: g.op("Gather", g.op("EyeLike", g.constant(np.zeros((C, C)))), t),
+    "Equal with Range": lambda g, t: number(g, g.op("Equal", last(g, t), arange(g, C))),
+    "Equal of floats": lambda g, t: number(g, g.op("Equal", number(g, last(g, t)), g.constant(np.arange(C)[None]))),
+    "ScatterElements": lambda g, t: g.op(
+        "ScatterElements", g.constant(np.zeros((N, C))), last(g, t), g.constant(np.ones((N, 1))), axis=1
+    ),
+    "ScatterND": lambda g, t: g.op("ScatterND", g.constant(np.zeros((N, C))), _matrix(g, t), g.constant(np.ones(N))),
+    "smoothed": lambda g, t: g.op("OneHot", t, g.constant(C, np.int64), g.constant([0.02, 0.92])),
+    "smoothed in steps": lambda g, t: g.op("Add", g.op("Mul", _onehot(g, t), g.constant(0.9)), g.constant(0.1 / C)),
+}
+
+LESS_ONE: dict[str, Callable[[GraphBuilder, str, str], str]] = {
+    "-1 scattered into the softmax": lambda g, p, t: g.op(
+        "ScatterElements", p, last(g, t), g.constant(-np.ones((N, 1))), axis=1, reduction="add"
+    ),
+    "-1 scattered by row and class": lambda g, p, t: g.op(
+        "ScatterND", p, _matrix(g, t), g.constant(-np.ones(N)), reduction="add"
+    ),
+    "gathered, lessened, scattered back": lambda g, p, t: g.op(
+        "ScatterND", p, _matrix(g, t), g.op("Sub", g.op("GatherND", p, _matrix(g, t)), g.constant(1.0))
+    ),
+    "the same along an axis": lambda g, p, t: g.op(
+        "ScatterElements",
+        *(p, last(g, t), g.op("Sub", g.op("GatherElements", p, last(g, t), axis=1), g.constant(1.0))),
+        axis=1,
+    ),
+    "Where": lambda g, p, t: g.op("Where", g.op("Equal", last(g, t), arange(g, C)), g.op("Sub", p, g.constant(1.0)), p),
+    "times the sum of the one-hot": lambda g, p, t: g.op("Sub", g.op("Mul", p, g.sum(_onehot(g, t), 1)), _onehot(g, t)),
+}
+
+SOFTMAXES: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "Exp of LogSoftmax": lambda g, z: g.op("Exp", g.op("LogSoftmax", z)),
+    "ReduceLogSumExp": lambda g, z: g.op("Exp", g.op("Sub", z, g.op("ReduceLogSumExp", z, g.ints(1)))),
+    "ReduceLogSum": lambda g, z: g.op("Exp", g.op("Sub", z, g.op("ReduceLogSum", g.op("Exp", z), g.ints(1)))),
+}
+
+
+def _log_of_probability(g: GraphBuilder) -> str:
+    p = g.op("Softmax", given(g, "z"))
+    m = g.op("Mul", g.op("Div", g.op("Mul", _onehot(g, given(g, "t")), g.constant(-1 / N)), p), p)
+    return g.op("Sub", m, g.op("Mul", p, last(g, g.op("Einsum", m, equation="ij->i"))))
+
+
+def _weighted(g: GraphBuilder, weights: Callable[[GraphBuilder, str, str], str]) -> str:
+    p, t, w = g.op("Softmax", given(g, "z")), given(g, "t"), given(g, "w")
+    own = weights(g, t, w)
+    return g.op("Div", g.op("Mul", g.op("Sub", p, _onehot(g, t)), own), g.op("ReduceSum", own, keepdims=0))
+
+
+WEIGHTS: dict[str, Callable[[GraphBuilder, str, str], str]] = {
+    "Gather": lambda g, t, w: last(g, g.op("Gather", w, t)),
+    "sum by the one-hot": lambda g, t, w: g.sum(g.op("Mul", _onehot(g, t), w), 1),
+    "one-hot times vector": lambda g, t, w: g.op("MatMul", _onehot(g, t), last(g, w)),
+}
+
+
+def _ignored(g: GraphBuilder, way: str) -> str:
+    p, t = g.op("Softmax", given(g, "z")), given(g, "t_some")
+    hit = g.op("Equal", t, g.constant(-1, np.int64))
+    keep = number(g, g.op("Not", hit))
+    if way == "one-hot that is zero there":
+        rows = g.op("Sub", g.op("Mul", p, last(g, keep)), number(g, g.op("Equal", last(g, t), arange(g, C))))
+    else:
+        safe = g.op("Where", hit, g.constant(0, np.int64), t)
+        safe = g.op("Max", t, g.constant(0, np.int64)) if way == "Max and Mul" else safe
+        rows = g.op("Sub", p, _onehot(g, safe))
+        if way == "Where":
+            rows = g.op("Where", last(g, hit), g.constant(0.0), rows)
+        else:
+            rows = g.op("Mul", rows, last(g, keep))
+    count = g.op("ReduceSum", keep, keepdims=0)
+    return g.op("Div", rows, g.op("Max", count, g.constant(1.0)) if way == "at least one" else count)
+
+
+def _rows_selected(g: GraphBuilder) -> str:
+    """The rows that count, picked by NonZero and put back."""
+    z, t = given(g, "z"), given(g, "t_some")
+    where = g.op("NonZero", g.op("Not", g.op("Equal", t, g.constant(-1, np.int64))))
+    rows = g.op("Squeeze", where, g.ints(0))
+    t = g.op("Gather", t, rows)
+    d = g.op("Sub", g.op("Softmax", g.op("Gather", z, rows)), _onehot(g, t))
+    d = g.op("Div", d, number(g, g.op("Size", t)))
+    return g.op("ScatterND", g.constant(np.zeros((N, C))), g.op("Transpose", where, perm=[1, 0]), d)
+
+
+def _image(g: GraphBuilder) -> str:
+    p = g.op("Softmax", given(g, "image"), axis=1)
+    hot = g.op("OneHot", given(g, "pixels"), g.constant(C, np.int64), g.constant([0.0, 1.0]), axis=1)
+    return g.op("Mul", g.op("Sub", p, hot), g.constant(1 / 24))
+
+
+def _image_as_rows(g: GraphBuilder) -> str:
+    rows = g.op("Reshape", g.op("Transpose", given(g, "image"), perm=[0, 2, 3, 1]), g.ints(-1, C))
+    d = g.op("Sub", g.op("Softmax", rows), _onehot(g, g.op("Reshape", given(g, "pixels"), g.ints(-1))))
+    d = g.op("Reshape", g.op("Div", d, g.constant(24.0)), g.ints(2, 3, 4, C))
+    return g.op("Transpose", d, perm=[0, 3, 1, 2])
+
+
+def _tokens(g: GraphBuilder) -> str:
+    t = given(g, "labels", ("B", "T"))
+    d = g.op("Sub", g.op("Softmax", given(g, "tokens", ("B", "T", C))), _onehot(g, t))
+    return g.op("Div", d, number(g, g.op("Size", t)))
+
+
+def _mean_of_means(g: GraphBuilder) -> str:
+    d = g.op("Sub", g.op("Softmax", given(g, "tokens", ("B", 3, C))), _onehot(g, given(g, "labels", ("B", 3))))
+    scale = g.op("Div", given(g, "per_item", ("B",)), g.constant(3.0))
+    return g.op("Mul", d, g.op("Unsqueeze", scale, g.ints(1, 2)))
+
+
+def _columns(g: GraphBuilder) -> str:
+    hot = g.op("OneHot", given(g, "t"), g.constant(C, np.int64), g.constant([0.0, 1.0]), axis=0)
+    return cross_entropy(g, g.op("Sub", g.op("Softmax", given(g, "zt"), axis=0), hot))
+
+
+def _nameless_rows(g: GraphBuilder) -> str:
+    z = given(g, "z", (None, None))
+    n, c = (g.op("Gather", g.op("Shape", z), g.constant(k, np.int64)) for k in range(2))
+    hot = g.op("OneHot", given(g, "t", (None,)), c, g.constant([0.0, 1.0]))
+    return g.op("Div", g.op("Sub", g.op("Softmax", z), hot), number(g, n))
+
+
+def _p(g: GraphBuilder) -> str:
+    return g.op("Softmax", given(g, "z"))
+
+
+CROSS_ENTROPY: dict[str, Build] = {
+    **{
+        f"one-hot: {k}": lambda g, w=w: cross_entropy(g, g.op("Sub", _p(g), w(g, given(g, "t"))))  # type: ignore[misc]
+        for k, w in ONE_HOTS.items()
+    },
+    **{f"p - 1: {k}": lambda g, w=w: cross_entropy(g, w(g, _p(g), given(g, "t"))) for k, w in LESS_ONE.items()},  # type: ignore[misc]
+    **{
+        f"softmax: {k}": lambda g, w=w: cross_entropy(g, g.op("Sub", w(g, given(g, "z")), _onehot(g, given(g, "t"))))  # type: ignore[misc]
+        for k, w in SOFTMAXES.items()
+    },
+    **{f"weights: {k}": lambda g, w=w: _weighted(g, w) for k, w in WEIGHTS.items()},  # type: ignore[misc]
+    **{
+        f"ignored: {w}": lambda g, w=w: _ignored(g, w)  # type: ignore[misc]
+        for w in ("Where", "Mul", "Max and Mul", "at least one", "one-hot that is zero there")
+    },
+    "ignored: rows selected": _rows_selected,
+    "log of the probability": _log_of_probability,
+    "int32 targets": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), number(g, g.op("Equal", last(g, given(g, "t_32")), g.constant(np.arange(C), np.int32))))
+    ),
+    "targets cast from floats": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), _onehot(g, g.op("Cast", given(g, "t_float"), to=I64)))
+    ),
+    "a weight for each row": lambda g: g.op(
+        "Mul", cross_entropy(g, g.op("Sub", _p(g), _onehot(g, given(g, "t")))), last(g, given(g, "row"))
+    ),
+    "a mask for each row": lambda g: cross_entropy(
+        g, g.op("Mul", g.op("Sub", _p(g), _onehot(g, given(g, "t"))), last(g, number(g, given(g, "kept"))))
+    ),
+    "a loss scale": lambda g: g.op(
+        "Mul", cross_entropy(g, g.op("Sub", _p(g), _onehot(g, given(g, "t")))), given(g, "k")
+    ),
+    "NCHW": _image,
+    "NCHW as rows": _image_as_rows,
+    "tokens of sequences": _tokens,
+    "mean over tokens, gradient by sequence": _mean_of_means,
+    "classes first": _columns,
+    "sizes without names": _nameless_rows,
+}
+
+# Squared error
+
+
+def _difference(g: GraphBuilder) -> str:
+    return g.op("Sub", given(g, "x"), given(g, "y"))
+
+
+def _weighted_square(g: GraphBuilder, square: Callable[[GraphBuilder, str, str], str]) -> str:
+    """The gradient of a loss that weighs rows, beside that loss."""
+    d, w = _difference(g), last(g, given(g, "row"))
+    g.output(square(g, d, w))
+    return g.op("Mul", g.op("Mul", d, w), g.constant(2.0))
+
+
+def _total(g: GraphBuilder, x: str) -> str:
+    return g.op("ReduceSum", x, keepdims=0)
+
+
+SQUARES: dict[str, Callable[[GraphBuilder, str, str], str]] = {
+    "Mul": lambda g, d, w: _total(g, g.op("Mul", g.op("Mul", d, d), w)),
+    "ReduceSumSquare": lambda g, d, w: _total(g, g.op("Mul", g.op("ReduceSumSquare", d, g.ints(1)), w)),
+    "ReduceSumSquare of a multiple": lambda g, d, w: g.op(
+        "ReduceSumSquare", g.op("Mul", d, g.op("Sqrt", w)), keepdims=0
+    ),
+    "Einsum": lambda g, d, w: g.op("Einsum", d, d, g.op("Squeeze", w, g.ints(1)), equation="ij,ij,i->"),
+    "square of ReduceL2": lambda g, d, w: _total(
+        g, g.op("Mul", w, g.op("Pow", g.op("ReduceL2", d, g.ints(1)), g.constant(2.0)))
+    ),
+}
+
+
+def _root_mean_square(g: GraphBuilder) -> str:
+    d = g.op("Sub", "x", "y")
+    loss = g.op("Sqrt", g.op("ReduceMean", g.op("Mul", d, d), keepdims=0))
+    g.output(loss)
+    return loss
+
+
+SQUARED_ERROR: dict[str, Build] = {
+    **{f"loss: {k}": lambda g, w=w: _weighted_square(g, w) for k, w in SQUARES.items()},  # type: ignore[misc]
+    "x + (-y)": lambda g: g.op("Mul", g.op("Add", given(g, "x"), g.op("Neg", given(g, "y"))), g.constant(2 / (N * C))),
+    "2x / n - 2y / n": lambda g: g.op(
+        "Sub", g.op("Mul", given(g, "x"), g.constant(2 / (N * C))), g.op("Mul", given(g, "y"), g.constant(2 / (N * C)))
+    ),
+    "(x + x - 2y) / n": lambda g: g.op(
+        "Div",
+        g.op("Sub", g.op("Add", given(g, "x"), "x"), g.op("Mul", g.constant(2.0), given(g, "y"))),
+        g.constant(float(N * C)),
+    ),
+    "root of the mean": lambda g: g.op("Div", _difference(g), g.op("Mul", _root_mean_square(g), g.constant(30.0))),
+    "two equal paths": lambda g: g.op("Add", *[g.op("Div", _difference(g), g.constant(float(N * C)))] * 2),
+    "a factor expanded first": lambda g: g.op(
+        "Mul", g.op("Mul", g.constant(2.0), g.op("Expand", g.constant(1 / (N * C)), g.ints(N, C))), _difference(g)
+    ),
+    "number of elements from the shape": lambda g: g.op(
+        "Div",
+        g.op("Mul", g.op("Sub", given(g, "x", ("N", C)), given(g, "y", ("N", C))), g.constant(2.0)),
+        number(g, g.op("ReduceProd", g.op("Shape", "x"), keepdims=0)),
+    ),
+}
+
+# Sums over groups
+
+
+def _group_of_row(g: GraphBuilder, ends: str) -> str:
+    past = g.op("GreaterOrEqual", g.constant(np.arange(ROWS)[:, None], np.int64), ends)
+    return g.sum(g.op("Cast", past, to=I64), 1, 0)
+
+
+def _hot_groups(g: GraphBuilder) -> str:
+    index = _group_of_row(g, given(g, "ends"))
+    return g.op("OneHot", index, g.constant(GROUPS, np.int64), g.constant([0.0, 1.0]))
+
+
+def _scattered(g: GraphBuilder, index: str) -> str:
+    blank = g.constant(np.zeros((GROUPS, WIDTH)))
+    return g.op("ScatterND", blank, last(g, index), given(g, "dy"), reduction="add")
+
+
+def _starts(g: GraphBuilder, ends: str) -> str:
+    return g.op("Concat", g.ints(0), g.op("Slice", ends, g.ints(0), g.ints(GROUPS - 1), g.ints(0)), axis=0)
+
+
+def _in_group(g: GraphBuilder) -> str:
+    """[G, R]: whether a row is below the end of the group and not below its start."""
+    rows, ends = g.constant(np.arange(ROWS)[None], np.int64), given(g, "ends")
+    below = g.op("Less", rows, last(g, ends))
+    return number(g, g.op("And", below, g.op("GreaterOrEqual", rows, last(g, _starts(g, ends)))))
+
+
+def _masks_differ(g: GraphBuilder) -> str:
+    rows, ends = g.constant(np.arange(ROWS)[None], np.int64), given(g, "ends")
+    below, before = (g.op("Less", rows, last(g, e)) for e in (ends, _starts(g, ends)))
+    return g.op("Sub", number(g, below), number(g, before))
+
+
+def _between_offsets(g: GraphBuilder) -> str:
+    """The offsets of ragged rows: 0 and the running sum of the sizes."""
+    sums = g.op("CumSum", given(g, "counts"), g.constant(0, np.int64))
+    offsets = g.op("Concat", g.ints(0), sums, axis=0)
+    start, end = (g.op("Slice", offsets, g.ints(k), g.ints(k + GROUPS), g.ints(0)) for k in range(2))
+    rows = g.constant(np.arange(ROWS)[None], np.int64)
+    inside = g.op("And", g.op("GreaterOrEqual", rows, last(g, start)), g.op("Less", rows, last(g, end)))
+    return g.op("MatMul", number(g, inside), given(g, "dy"))
+
+
+GROUPED_BIAS: dict[str, Build] = {
+    "one-hot, MatMul": lambda g: g.op("MatMul", g.op("Transpose", _hot_groups(g), perm=[1, 0]), given(g, "dy")),
+    "one-hot, Gemm": lambda g: g.op("Gemm", _hot_groups(g), given(g, "dy"), transA=1),
+    "one-hot, Einsum": lambda g: g.op("Einsum", _hot_groups(g), given(g, "dy"), equation="rg,rh->gh"),
+    "mask of the group, MatMul": lambda g: g.op("MatMul", _in_group(g), given(g, "dy")),
+    "difference of masks, MatMul": lambda g: g.op("MatMul", _masks_differ(g), given(g, "dy")),
+    "difference of masks, sum": lambda g: g.sum(g.op("Mul", last(g, _masks_differ(g)), given(g, "dy")), 1, 0),
+    "ScatterElements": lambda g: g.op(
+        "ScatterElements",
+        g.constant(np.zeros((GROUPS, WIDTH))),
+        g.op("Expand", last(g, _group_of_row(g, given(g, "ends"))), g.ints(ROWS, WIDTH)),
+        given(g, "dy"),
+        axis=0,
+        reduction="add",
+    ),
+    "ends that sizes add up to": lambda g: _scattered(
+        g, _group_of_row(g, g.op("CumSum", given(g, "counts"), g.constant(0, np.int64)))
+    ),
+    "without the last end": lambda g: _scattered(g, _group_of_row(g, given(g, "bounds"))),
+    "offsets from 0 on": lambda g: _scattered(
+        g,
+        g.op(
+            "Sub",
+            _group_of_row(g, g.op("Concat", g.ints(0), given(g, "ends"), axis=0)),
+            g.constant(1, np.int64),
+        ),
+    ),
+    "index constant and sorted": lambda g: _scattered(g, g.constant([0, 0, 1, 1, 1, 2, 2], np.int64)),
+    "mask of the group, Where": lambda g: g.sum(
+        g.op("Where", last(g, g.op("Cast", _in_group(g), to=BOOL)), first(g, given(g, "dy")), g.constant(0.0)), 1, 0
+    ),
+    "mask between offsets": _between_offsets,
+    "constant mask": lambda g: g.op("MatMul", g.constant(np.eye(3)[:, [0, 0, 1, 1, 1, 2, 2]]), given(g, "dy")),
+    "constant mask, Gemm": lambda g: g.op(
+        "Gemm", g.constant(np.eye(3)[[0, 0, 0, 1, 1, 2, 2]]), given(g, "dy"), transA=1
+    ),
+    "4-D": lambda g: g.op("ReduceSum", given(g, "u"), g.ints(1, 2), keepdims=0),
+    "3-D, Einsum": lambda g: g.op("Einsum", given(g, "dy3"), equation="gch->gh"),
+    "3-D, ones": lambda g: g.op("MatMul", g.constant(np.ones((1, 4))), given(g, "dy3")),
+}
+
+GRAPHS: list[tuple[str, str, Build]] = [
+    *(("ScaledMaskedSoftmaxBackward", name, build) for name, build in SOFTMAX.items()),
+    *(("CrossEntropyLossGrad", name, build) for name, build in CROSS_ENTROPY.items()),
+    *(("MseLossBackward", name, build) for name, build in SQUARED_ERROR.items()),
+    *(("GroupedBiasAddGrad", name, build) for name, build in GROUPED_BIAS.items()),
+]
+
+
+def _sum_of_targets(g: GraphBuilder) -> str:
+    """Two scatters that overwrite each other: the last one wins, and nothing adds up."""
+    index = g.constant(np.asarray([[1, 1]] * N), np.int64)
+    hot = g.op("ScatterElements", g.constant(np.zeros((N, C))), index, g.constant(np.ones((N, 2))), axis=1)
+    return cross_entropy(g, g.op("Sub", _p(g), hot))
+
+
+def _centred(g: GraphBuilder) -> str:
+    x = given(g, "x")
+    d = g.op("Sub", x, g.op("ReduceMean", x, g.ints(1)))
+    variance = g.op("ReduceMean", g.op("Mul", d, d), g.ints(1))
+    return g.op("Div", d, g.op("Sqrt", g.op("Add", variance, g.constant(1e-5))))
+
+
+OTHERS: dict[str, tuple[str, Build]] = {
+    "sum along another axis": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: softmax_gradient(g, lambda g, u, y: g.sum(g.op("Mul", u, y), 2)),
+    ),
+    "mean for sum": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: softmax_gradient(g, lambda g, u, y: g.op("ReduceMean", g.op("Mul", u, y), g.ints(-1))),
+    ),
+    "transposed operand": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: softmax_gradient(g, lambda g, u, y: last(g, g.op("Einsum", u, y, equation="bhij,bhji->bhi"))),
+    ),
+    "running sum, not its end": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: softmax_gradient(g, lambda g, u, y: g.op("CumSum", g.op("Mul", u, y), g.constant(3, np.int64))),
+    ),
+    "all but the last element": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: softmax_gradient(
+            g,
+            lambda g, u, y: g.op(
+                "Slice", g.op("CumSum", g.op("Mul", u, y), g.constant(3, np.int64)), g.ints(2), g.ints(3), g.ints(3)
+            ),
+        ),
+    ),
+    "scatter that overwrites itself": ("CrossEntropyLossGrad", _sum_of_targets),
+    "normalisation": ("MseLossBackward", _centred),
+    "sum for difference": (
+        "MseLossBackward",
+        lambda g: g.op("Mul", g.op("Add", given(g, "x"), given(g, "y")), g.constant(0.1)),
+    ),
+    "different factors": (
+        "MseLossBackward",
+        lambda g: g.op(
+            "Sub", g.op("Mul", given(g, "x"), g.constant(0.5)), g.op("Mul", given(g, "y"), g.constant(0.25))
+        ),
+    ),
+    "any index": ("GroupedBiasAddGrad", lambda g: _scattered(g, given(g, "index"))),
+    "any index, one-hot": (
+        "GroupedBiasAddGrad",
+        lambda g: g.op(
+            "MatMul",
+            g.op(
+                "Transpose",
+                g.op("OneHot", given(g, "index"), g.constant(GROUPS, np.int64), g.constant([0.0, 1.0])),
+                perm=[1, 0],
+            ),
+            given(g, "dy"),
+        ),
+    ),
+    "constant index, not sorted": (
+        "GroupedBiasAddGrad",
+        lambda g: _scattered(g, g.constant([0, 1, 0, 1, 1, 2, 2], np.int64)),
+    ),
+    "constant mask, groups out of order": (
+        "GroupedBiasAddGrad",
+        lambda g: g.op("MatMul", g.constant(np.eye(3)[:, [1, 1, 0, 0, 0, 2, 2]]), given(g, "dy")),
+    ),
+    "constant mask, rows left out": (
+        "GroupedBiasAddGrad",
+        lambda g: g.op("MatMul", g.constant(np.eye(4)[:3, [0, 0, 1, 3, 1, 2, 2]]), given(g, "dy")),
+    ),
+    "masks that overlap": (
+        "GroupedBiasAddGrad",
+        lambda g: g.op(
+            "MatMul",
+            number(g, g.op("Less", g.constant(np.arange(ROWS)[None], np.int64), last(g, given(g, "ends")))),
+            given(g, "dy"),
+        ),
+    ),
+}
+
+
+def built(build: Build) -> onnx.ModelProto:
+    """The graph with an output behind the gradient; an infinity stays one."""
+    g = GraphBuilder()
+    g.output(g.op("Identity", build(g)))
+    return g.model()
