@@ -38,6 +38,7 @@ ONE: Monomial = ()
 TERM_LIMIT = 64
 _CANCELS = 1e-7  # relative size below which a difference of float32 constants is rounding
 _SUM_WIDTH = 8  # bound variables that one sum atom may have
+_NO_VARIABLES: frozenset[int] = frozenset()
 
 
 class TooComplex(Exception):
@@ -47,19 +48,20 @@ class TooComplex(Exception):
 class Poly:
     """An immutable polynomial. `key` identifies it up to rounding of the coefficients to six digits."""
 
-    __slots__ = ("_hash", "_key", "terms")
+    __slots__ = ("_free", "_hash", "_key", "terms")
 
     def __init__(self, terms: Mapping[Monomial, float]) -> None:
         self.terms: dict[Monomial, float] = {m: c for m, c in terms.items() if c != 0.0}
         if len(self.terms) > TERM_LIMIT:
             raise TooComplex(f"{len(self.terms)} terms")
-        self._key: tuple[tuple[Monomial, float], ...] | None = None
+        self._key: frozenset[tuple[Monomial, float]] | None = None
         self._hash: int | None = None
+        self._free: frozenset[int] | None = None
 
     @property
-    def key(self) -> tuple[tuple[Monomial, float], ...]:
+    def key(self) -> frozenset[tuple[Monomial, float]]:
         if self._key is None:
-            self._key = tuple(sorted((m, float(f"{c:.6g}")) for m, c in self.terms.items()))
+            self._key = frozenset([(m, _six_digits(c)) for m, c in self.terms.items()])
         return self._key
 
     def __hash__(self) -> int:
@@ -68,7 +70,9 @@ class Poly:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Poly) and (self is other or self.key == other.key)
+        if self is other:
+            return True
+        return isinstance(other, Poly) and len(self.terms) == len(other.terms) and self.key == other.key
 
     def __bool__(self) -> bool:
         return bool(self.terms)
@@ -79,11 +83,10 @@ class Poly:
     @property
     def constant(self) -> float | None:
         """The value if the polynomial is a number, else None."""
-        if not self.terms:
+        terms = self.terms
+        if not terms:
             return 0.0
-        if len(self.terms) == 1 and ONE in self.terms:
-            return self.terms[ONE]
-        return None
+        return terms.get(ONE) if len(terms) == 1 else None
 
     @property
     def integer(self) -> int | None:
@@ -91,6 +94,10 @@ class Poly:
         return int(value) if value is not None and value == int(value) else None
 
     def __add__(self, other: Poly) -> Poly:
+        if not other.terms:
+            return self
+        if not self.terms:
+            return other
         return _collected(itertools.chain(self.terms.items(), other.terms.items()))
 
     def __neg__(self) -> Poly:
@@ -100,7 +107,7 @@ class Poly:
         return self + (-other)
 
     def scaled(self, factor: float) -> Poly:
-        return Poly({m: c * factor for m, c in self.terms.items()})
+        return self if factor == 1.0 else Poly({m: c * factor for m, c in self.terms.items()})
 
     def close_to(self, other: Poly, tolerance: float) -> bool:
         """Same monomials, with coefficients that agree to the relative tolerance."""
@@ -120,12 +127,13 @@ UNIT = number(1)
 
 
 class Atom:
-    """An interned factor of monomials; `free` are the variables that it depends on."""
+    """An interned factor of monomials; `free` are the variables that it depends on, `poly` is the factor alone."""
 
-    __slots__ = ("args", "free", "height", "id", "indicator", "kind", "positive")
+    __slots__ = ("args", "free", "height", "id", "indicator", "kind", "poly", "positive")
 
     def __init__(self, id: int, kind: str, args: tuple[Any, ...]) -> None:
         self.id = id
+        self.poly = Poly({((id, 1),): 1.0})
         self.kind = kind
         self.args = args
         self.free: frozenset[int] = frozenset()
@@ -140,6 +148,8 @@ class Algebra:
     def __init__(self) -> None:
         self.atoms: list[Atom] = []
         self._table: dict[tuple[Any, ...], int] = {}
+        self._variables: dict[int, Poly] = {}
+        self._equalities: set[int] = set()
         self._boolean_tensors: set[object] = set()
         self._integers: set[object] = set()
         self._substituted: dict[tuple[int, tuple[tuple[int, Poly], ...]], Poly] = {}
@@ -167,6 +177,8 @@ class Algebra:
             atom.height = max((self.height_of(m) for p in polys for m in p.terms), default=0)
             if kind == "tensor":
                 atom.indicator = args[0] in self._boolean_tensors
+        if kind == "eq":
+            self._equalities.add(atom.id)
         self.atoms.append(atom)
         self._table[key] = atom.id
         return atom
@@ -180,10 +192,13 @@ class Algebra:
         return tuple(first - k for k in range(len(atom.args[0])))
 
     def of(self, atom: Atom, exponent: Exponent = 1) -> Poly:
-        return Poly({((atom.id, exponent),): 1.0})
+        return atom.poly if exponent == 1 else Poly({((atom.id, exponent),): 1.0})
 
     def var(self, variable: int) -> Poly:
-        return self.of(self._intern("var", variable))
+        found = self._variables.get(variable)
+        if found is None:
+            found = self._variables[variable] = self.of(self._intern("var", variable))
+        return found
 
     def dim(self, name: str) -> Poly:
         return self.of(self._intern("dim", name))
@@ -210,10 +225,17 @@ class Algebra:
     # Structure
 
     def free_of_monomial(self, monomial: Monomial) -> frozenset[int]:
-        return frozenset().union(*(self.atoms[a].free for a, _ in monomial))
+        atoms = self.atoms
+        if len(monomial) == 1:
+            return atoms[monomial[0][0]].free
+        return _NO_VARIABLES.union(*[atoms[a].free for a, _ in monomial])
 
     def free(self, poly: Poly) -> frozenset[int]:
-        return frozenset().union(*(self.free_of_monomial(m) for m in poly.terms))
+        found = poly._free
+        if found is None:
+            atoms = self.atoms
+            found = poly._free = _NO_VARIABLES.union(*[atoms[a].free for m in poly.terms for a, _ in m])
+        return found
 
     def tensors(self, poly: Poly) -> frozenset[object]:
         """The tensors that a polynomial reads, at any depth."""
@@ -261,10 +283,12 @@ class Algebra:
     # Arithmetic
 
     def mul(self, a: Poly, b: Poly) -> Poly:
-        if a.constant is not None:
-            return b.scaled(a.constant)
-        if b.constant is not None:
-            return a.scaled(b.constant)
+        constant = a.constant
+        if constant is not None:
+            return b.scaled(constant)
+        constant = b.constant
+        if constant is not None:
+            return a.scaled(constant)
         if len(a) * len(b) > 16 * TERM_LIMIT:
             raise TooComplex("product")
         total = ZERO
@@ -288,24 +312,27 @@ class Algebra:
     def _times(self, m: Monomial, n: Monomial) -> Monomial:
         powers: dict[int, Exponent] = dict(m)
         for a, e in n:
-            powers[a] = powers.get(a, 0) + e
-        return tuple(
-            sorted((a, 1 if self.atoms[a].indicator and e > 0 else _plain(e)) for a, e in powers.items() if e != 0)
-        )
+            known = powers.get(a)
+            if known is None:
+                powers[a] = e
+            elif known + e == 0:
+                del powers[a]
+            else:
+                powers[a] = 1 if known + e > 0 and self.atoms[a].indicator else _plain(known + e)
+        return tuple(sorted(powers.items()))
 
     def _select(self, monomial: Monomial) -> Poly | None:
         """[v = x] f(v) as [v = x] f(x); None where nothing changes."""
         for a, _ in monomial:
-            atom = self.atoms[a]
-            if atom.kind != "eq":
+            if a not in self._equalities:
                 continue
             # Always the same variable of an equation, or two of them would replace each other forever.
-            v, x = self._eliminated(atom)
+            v, x = self._eliminated(self.atoms[a])
             if x is None:
                 continue
             rest = tuple(f for f in monomial if f[0] != a)
             if v in self.free_of_monomial(rest):
-                return self.mul(self.of(atom), self.substitute(Poly({rest: 1.0}), {v: x}))
+                return self.mul(self.of(self.atoms[a]), self.substitute(Poly({rest: 1.0}), {v: x}))
         return None
 
     def _eliminated(self, eq: Atom) -> tuple[int, Poly | None]:
@@ -551,9 +578,9 @@ class Algebra:
 
     def _sum_monomial(self, monomial: Monomial, variables: dict[int, Poly], sizes: Mapping[int, Poly]) -> Poly:
         for a, _ in monomial:
-            atom = self.atoms[a]
-            if atom.kind != "eq":
+            if a not in self._equalities:
                 continue
+            atom = self.atoms[a]
             for v in atom.free & variables.keys():
                 x = self.solve(atom, v)
                 if x is not None and self._in_range(x, variables[v], sizes):
@@ -640,14 +667,20 @@ class Algebra:
 
     def substitute(self, poly: Poly, names: Mapping[int, Poly]) -> Poly:
         """Every free variable of `names` replaced at once."""
-        names = {v: p for v, p in names.items() if p is not self.var(v) and p != self.var(v)}
-        if not names or not (self.free(poly) & names.keys()):
+        free = self.free(poly)
+        names = {v: p for v, p in names.items() if v in free and p != self.var(v)}
+        if not names:
             return poly
         result = ZERO
         kept: dict[Monomial, float] = {}
+        plain: list[tuple[Monomial, float]] = []
         for m, c in poly.terms.items():
-            if not (self.free_of_monomial(m) & names.keys()):
-                kept[m] = kept.get(m, 0.0) + c
+            if self.free_of_monomial(m).isdisjoint(names):
+                kept[m] = c
+                continue
+            single = self._substituted_monomial(m, c, names)
+            if single is not None:
+                plain.append(single)
                 continue
             term = number(c)
             for a, e in m:
@@ -655,7 +688,28 @@ class Algebra:
                 changed = self._substitute_atom(atom, names) if atom.free & names.keys() else self.of(atom)
                 term = self.mul(term, changed if e == 1 else self.power(changed, e))
             result = result + term
-        return result + Poly(kept)
+        return result + _collected(plain) + Poly(kept)
+
+    def _substituted_monomial(
+        self, monomial: Monomial, coefficient: float, names: Mapping[int, Poly]
+    ) -> tuple[Monomial, float] | None:
+        """The term with its variables replaced, where that is a term without equalities, so that nothing selects."""
+        result = ONE
+        for a, e in monomial:
+            atom = self.atoms[a]
+            factor: Monomial = ((a, e),)
+            if not atom.free.isdisjoint(names):
+                changed = self._substitute_atom(atom, names)
+                if e != 1:
+                    changed = self.power(changed, e)
+                if len(changed.terms) != 1:
+                    return None
+                ((factor, c),) = changed.terms.items()
+                coefficient *= c
+            if not self._equalities.isdisjoint([b for b, _ in factor]):
+                return None
+            result = self._times(result, factor) if result else factor
+        return result, coefficient
 
     def _substitute_atom(self, atom: Atom, names: Mapping[int, Poly]) -> Poly:
         relevant = tuple(sorted(((v, p) for v, p in names.items() if v in atom.free), key=lambda i: i[0]))
@@ -725,7 +779,11 @@ class Algebra:
 
 
 def _plain(e: Exponent) -> Exponent:
-    return int(e) if e == int(e) else e
+    return e if type(e) is int else int(e) if e == int(e) else e
+
+
+def _six_digits(c: float) -> float:
+    return c if -1e6 < c < 1e6 and c == int(c) else float(f"{c:.6g}")
 
 
 def _as_exponent(c: float) -> Exponent:
@@ -735,8 +793,14 @@ def _as_exponent(c: float) -> Exponent:
 def _collected(items: Iterable[tuple[Monomial, float]]) -> Poly:
     """The sum of the terms; what cancels up to rounding is zero, as sums of float32 constants need not meet exactly."""
     sums: dict[Monomial, float] = {}
-    peaks: dict[Monomial, float] = {}
+    peaks: dict[Monomial, float] = {}  # of the terms that met
     for m, c in items:
-        sums[m] = sums.get(m, 0.0) + c
-        peaks[m] = max(peaks.get(m, 0.0), abs(c))
-    return Poly({m: c for m, c in sums.items() if abs(c) > _CANCELS * peaks[m]})
+        known = sums.get(m)
+        if known is None:
+            sums[m] = c
+        else:
+            sums[m] = known + c
+            peaks[m] = max(peaks.get(m) or abs(known), abs(c))
+    if not peaks:
+        return Poly(sums)
+    return Poly({m: c for m, c in sums.items() if abs(c) > _CANCELS * peaks.get(m, 0.0)})
