@@ -38,7 +38,8 @@ ONE: Monomial = ()
 TERM_LIMIT = 64
 _CANCELS = 1e-7  # relative size below which a difference of float32 constants is rounding
 _SUM_WIDTH = 8  # bound variables that one sum atom may have
-_NO_VARIABLES: frozenset[int] = frozenset()
+_NOTHING: frozenset[Any] = frozenset()
+_DEPTH_LIMIT = 64  # atoms within each other, as in the exponential of an exponential
 
 
 class TooComplex(Exception):
@@ -127,9 +128,13 @@ UNIT = number(1)
 
 
 class Atom:
-    """An interned factor of monomials; `free` are the variables that it depends on, `poly` is the factor alone."""
+    """An interned factor of monomials.
 
-    __slots__ = ("args", "free", "height", "id", "indicator", "kind", "poly", "positive")
+    `free` are the variables that it depends on, `tensors` the tensors that it reads at any depth, `poly` is the factor
+    alone, and `depth` says how many atoms stand within each other.
+    """
+
+    __slots__ = ("args", "depth", "free", "height", "id", "indicator", "kind", "poly", "positive", "tensors")
 
     def __init__(self, id: int, kind: str, args: tuple[Any, ...]) -> None:
         self.id = id
@@ -137,7 +142,9 @@ class Atom:
         self.kind = kind
         self.args = args
         self.free: frozenset[int] = frozenset()
+        self.tensors: frozenset[object] = frozenset()
         self.height = 0
+        self.depth = 0
         self.indicator = kind in ("eq", "lt")
         self.positive = kind in ("exp", "dim")
 
@@ -162,11 +169,13 @@ class Algebra:
         if found is not None:
             return self.atoms[found]
         atom = Atom(len(self.atoms), kind, args)
+        inner: Iterable[Monomial] = ()
         if kind == "var":
             atom.free = frozenset(args)
         elif kind in ("exp", "sum"):
             monomial = args[-1]
             atom.free = self.free_of_monomial(monomial)
+            inner = (monomial,)
             atom.height = self.height_of(monomial) + (kind == "sum")
             if kind == "sum":
                 atom.free = frozenset(v for v in atom.free if v >= 0 or v not in self.bound_of(atom))
@@ -174,9 +183,16 @@ class Algebra:
         else:
             polys = [a for a in args if isinstance(a, Poly)]
             atom.free = frozenset().union(*(self.free(p) for p in polys))
-            atom.height = max((self.height_of(m) for p in polys for m in p.terms), default=0)
+            inner = [m for p in polys for m in p.terms]
+            atom.height = max((self.height_of(m) for m in inner), default=0)
             if kind == "tensor":
                 atom.indicator = args[0] in self._boolean_tensors
+                atom.tensors = frozenset(args[:1])
+        parts = [self.atoms[a] for a in {a for m in inner for a, _ in m}]
+        atom.depth = 1 + max((part.depth for part in parts), default=0)
+        if atom.depth > _DEPTH_LIMIT:
+            raise TooComplex(f"{atom.depth} functions within each other")
+        atom.tensors = atom.tensors.union(*[part.tensors for part in parts])
         if kind == "eq":
             self._equalities.add(atom.id)
         self.atoms.append(atom)
@@ -228,32 +244,18 @@ class Algebra:
         atoms = self.atoms
         if len(monomial) == 1:
             return atoms[monomial[0][0]].free
-        return _NO_VARIABLES.union(*[atoms[a].free for a, _ in monomial])
+        return _NOTHING.union(*[atoms[a].free for a, _ in monomial])
 
     def free(self, poly: Poly) -> frozenset[int]:
         found = poly._free
         if found is None:
             atoms = self.atoms
-            found = poly._free = _NO_VARIABLES.union(*[atoms[a].free for m in poly.terms for a, _ in m])
+            found = poly._free = _NOTHING.union(*[atoms[a].free for m in poly.terms for a, _ in m])
         return found
 
     def tensors(self, poly: Poly) -> frozenset[object]:
         """The tensors that a polynomial reads, at any depth."""
-        found: set[object] = set()
-        todo: list[Any] = list(poly.terms)
-        seen: set[int] = set()
-        while todo:
-            for a, _ in todo.pop():
-                if a in seen:
-                    continue
-                seen.add(a)
-                atom = self.atoms[a]
-                if atom.kind == "tensor":
-                    found.add(atom.args[0])
-                if atom.kind in ("exp", "sum"):
-                    todo.append(atom.args[-1])
-                todo.extend(m for p in atom.args if isinstance(p, Poly) for m in p.terms)
-        return frozenset(found)
+        return _NOTHING.union(*[self.atoms[a].tensors for m in poly.terms for a, _ in m])
 
     def _some_indicator(self, poly: Poly) -> Atom | None:
         for monomial in poly.terms:

@@ -13,7 +13,8 @@ import ast
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +92,11 @@ class Forms:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.algebra = Algebra()
-        self._forms: dict[ir.Value, Form | None] = {}
+        self._forms: MutableMapping[ir.Value, Form | None] = {}
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
         self._constants: dict[ir.Value, Array | None] = {}
         self._dims: dict[str, str] = {}
+        self._sizes: dict[str, Poly] = {}
         self._names: dict[object, str] = {}
         self.opaque: set[ir.Value] = set()
         """The values that are named, not expressed."""
@@ -104,7 +106,7 @@ class Forms:
             for node in graph
             if node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
         }
-        self._order: dict[ir.Node, float] = {node: k for k, node in enumerate(graph)}
+        self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
         for node in graph:
             self._read(node)
 
@@ -130,20 +132,24 @@ class Forms:
         """Says what a value that is new to the graph computes."""
         self._forms[value] = form
 
-    def insert(self, nodes: Sequence[ir.Node], before: ir.Node) -> None:
-        """Says where nodes that are new to the graph are."""
-        for k, node in enumerate(reversed(nodes), 1):
-            self._order[node] = self._order[before] - k * 2.0**-20
+    def place(self, nodes: Iterable[ir.Node], anchor: ir.Node) -> None:
+        """Says that new nodes stand, in order, right before another."""
+        *same, last = self._order[anchor]
+        for k, node in enumerate(nodes):
+            self._order[node] = (*same, last - 1, k)
 
     def relative(self, root: ir.Value, source: ir.Value) -> tuple[Form, Form]:
         """The forms of two values of which one is computed from the other, with `source` taken as opaque."""
-        cone: list[ir.Node] = []
+        above = source.producer()
+        first = () if above is None else self._order.get(above, ())
+        cone: set[ir.Node] = set()
         todo, seen = [root], {root, source}
         while todo:
             node = todo.pop().producer()
-            if node is None or node in cone or node not in self._order:  # values of an outer graph are given
+            # What comes before the source, or is of an outer graph, is not computed from it.
+            if node is None or node in cone or (order := self._order.get(node)) is None or order < first:
                 continue
-            cone.append(node)
+            cone.add(node)
             for value in node.inputs:
                 if value is not None and value not in seen:
                     seen.add(value)
@@ -151,7 +157,7 @@ class Forms:
         own = self.form(source)
         opaque = self._named(("source", own), self._simple_groups(own), source)
         part = copy.copy(self)
-        part._forms = dict(self._forms)
+        part._forms = ChainMap({}, self._forms)
         part._forms[source] = opaque
         changed = {source}
         for node in sorted(cone, key=self._order.__getitem__):
@@ -286,10 +292,15 @@ class Forms:
         return self._size_of_text(str(dim.value))
 
     def _size_of_text(self, text: str) -> Poly:
-        try:
-            return self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, TooComplex):
-            return self.algebra.dim(self._dim_name(text))
+        known = self._sizes.get(text)
+        if known is None:
+            try:
+                known = self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
+            except (SyntaxError, ValueError, TooComplex, RecursionError, MemoryError):
+                # The last two are what Python makes of an expression that is nested too deeply.
+                known = self.algebra.dim(self._dim_name(text))
+            self._sizes[text] = known
+        return known
 
     def _size_of_tree(self, tree: ast.expr) -> Poly:
         match tree:

@@ -551,7 +551,7 @@ class Site:
         replaced = names_of(dead)
         builder.commit()
         self.graph.insert_before(anchor, rewrite.nodes)
-        self.forms.insert(rewrite.nodes, anchor)
+        self.forms.place(rewrite.nodes, anchor)
         output = rewrite.output
         root.name = self.fresh(f"{name}_plain")
         output.name = name
