@@ -369,20 +369,27 @@ class Algebra:
         inverse = tuple((a, -e) for a, e in monomial)
         return _collected((self._times(m, inverse), c) for m, c in poly.terms.items())
 
+    def common(self, poly: Poly) -> Monomial:
+        """The largest monomial that divides every term."""
+        common: dict[int, Exponent] | None = None
+        for m in poly.terms:
+            if common is None:
+                common = dict(m)
+                continue
+            powers = dict(m)
+            shared: dict[int, Exponent] = {}
+            for a in common.keys() | powers.keys():
+                if (e := min(common.get(a, 0), powers.get(a, 0))) != 0:
+                    shared[a] = e
+            common = shared
+        return tuple(sorted((common or {}).items()))
+
     def content(self, poly: Poly) -> tuple[float, Monomial, Poly]:
         """poly = coefficient * monomial * primitive; the primitive part leads with coefficient 1."""
         if not poly:
             return 0.0, ONE, ZERO
-        common: dict[int, Exponent] | None = None
-        for m in poly.terms:
-            powers = dict(m)
-            if common is None:
-                common = powers
-            else:
-                keys = common.keys() | powers.keys()
-                common = {a: e for a in keys if (e := min(common.get(a, 0), powers.get(a, 0))) != 0}
-        monomial = tuple(sorted((common or {}).items()))
-        reduced = self.divide_monomial(poly, monomial)
+        monomial = self.common(poly)
+        reduced = self.divide_monomial(poly, monomial) if monomial else poly
         lead = reduced.terms[min(reduced.terms)]
         return lead, monomial, reduced.scaled(1.0 / lead)
 

@@ -114,7 +114,7 @@ def _differences(
     the ratio.
     """
     wanted = site.algebra.tensors(form.poly)
-    for node in site.differences:
+    for node in site.differences(form.poly):
         value = node.outputs[0]
         if site.position.get(value, site.position[root]) >= site.position[root]:
             continue

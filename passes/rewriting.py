@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -219,16 +220,14 @@ class Site:
         self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
         self._index: dict[frozenset[object], list[ir.Value]] = {}
+        self._outer_factors: dict[ir.Value, tuple[ir.Value, list[int], Poly] | None] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         for value in self._leaves():
             self._enter(value, -1)
         for k, node in enumerate(graph):
             for value in node.outputs:
                 self._enter(value, k)
-        # The subtractions of floats, for the rule of the squared error.
-        self.differences = [
-            n for n in graph if n.op_type == "Sub" and n.domain == "" and n.outputs[0].dtype in TOLERANCE
-        ]
+        self._differences = self._subtractions()
 
     def _leaves(self) -> Iterator[ir.Value]:
         seen: set[ir.Value] = set(self.graph.inputs)
@@ -249,6 +248,27 @@ class Site:
             for axis, size in enumerate(self.extents(value)):
                 if size.integer is None:
                     self._donors.setdefault(size, []).append((value, axis))
+
+    def _subtractions(self) -> dict[tuple[int, object], list[tuple[int, ir.Node]]]:
+        """The subtractions of floats, in order, by the number of their terms and the rarest of their tensors."""
+        found = []
+        for k, node in enumerate(self.graph):
+            if node.op_type == "Sub" and node.domain == "" and node.outputs[0].dtype in TOLERANCE:
+                form = self.forms.get(node.outputs[0])
+                if form is not None:
+                    found.append((k, node, len(form.poly), self.algebra.tensors(form.poly)))
+        uses = Counter(tensor for *_, tensors in found for tensor in tensors)
+        index: dict[tuple[int, object], list[tuple[int, ir.Node]]] = {}
+        for k, node, terms, tensors in found:
+            rarest = min(tensors, key=lambda t: (uses[t], str(t)), default=None)
+            index.setdefault((terms, rarest), []).append((k, node))
+        return index
+
+    def differences(self, poly: Poly) -> list[ir.Node]:
+        """The subtractions of floats, in order, that a polynomial may be a multiple of."""
+        tensors = (None, *self.algebra.tensors(poly))
+        found = [entry for tensor in tensors for entry in self._differences.get((len(poly), tensor), ())]
+        return [node for _, node in sorted(found, key=lambda entry: entry[0])]
 
     def fresh(self, stem: str) -> str:
         stem = stem.lower()
@@ -284,8 +304,15 @@ class Site:
 
         Gives that value, the root's variables that it has, and the factor; None where no variable is left over.
         """
+        if root not in self._outer_factors:
+            self._outer_factors[root] = self._without_outer_factor(root)
+        return self._outer_factors[root]
+
+    def _without_outer_factor(self, root: ir.Value) -> tuple[ir.Value, list[int], Poly] | None:
         form = self.forms.form(root)
-        factors = self.algebra.content(form.poly)[1]
+        factors = self.algebra.common(form.poly)
+        if not factors:
+            return None
         rest = self.algebra.divide_monomial(form.poly, factors)
         alone = set(range(len(form.sizes))) - self.algebra.free(rest)
         apart = tuple(f for f in factors if (free := self.algebra.atoms[f[0]].free) and free <= alone)
