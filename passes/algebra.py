@@ -216,6 +216,16 @@ class Algebra:
             found = self._variables[variable] = self.of(self._intern("var", variable))
         return found
 
+    def _variable_of(self, poly: Poly) -> int | None:
+        """The variable that a polynomial is, if it is one alone."""
+        if len(poly.terms) != 1:
+            return None
+        ((m, c),) = poly.terms.items()
+        if len(m) != 1 or m[0][1] != 1 or c != 1.0 or self.atoms[m[0][0]].kind != "var":
+            return None
+        variable: int = self.atoms[m[0][0]].args[0]
+        return variable
+
     def dim(self, name: str) -> Poly:
         return self.of(self._intern("dim", name))
 
@@ -745,6 +755,9 @@ class Algebra:
             case "lt":
                 return self.less_than_zero(self.substitute(atom.args[0], names))
             case "sum":
+                renamed = self._renamed_sum(atom, names)
+                if renamed is not None:
+                    return renamed
                 # Bound variables step aside first: what comes in may hold sums of the same height.
                 fresh = {b: -2_000_000 - atom.height * _SUM_WIDTH - k for k, b in enumerate(self.bound_of(atom))}
                 opened = self.substitute(Poly({atom.args[1]: 1.0}), {b: self.var(f) for b, f in fresh.items()})
@@ -752,6 +765,17 @@ class Algebra:
                 return self.sum(self.substitute(opened, names), sizes)
             case _:
                 raise AssertionError(atom.kind)
+
+    def _renamed_sum(self, atom: Atom, names: Mapping[int, Poly]) -> Poly | None:
+        """A sum over one variable whose free variables get other names, which moves nothing into or out of it."""
+        targets = {self._variable_of(p) for p in names.values()}
+        if len(atom.args[0]) != 1 or None in targets or len(targets) != len(names) or targets & atom.free - names.keys():
+            return None
+        changed = self.substitute(Poly({atom.args[1]: 1.0}), names)
+        if len(changed.terms) != 1:
+            return None
+        ((monomial, c),) = changed.terms.items()
+        return self._intern("sum", atom.args[0], monomial).poly.scaled(c)
 
     # For reports and for people
 
