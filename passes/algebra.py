@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 Exponent = int | Fraction
@@ -119,6 +120,7 @@ class Poly:
         )
 
 
+@lru_cache(1 << 12)
 def number(value: float) -> Poly:
     return Poly({ONE: float(value)})
 
@@ -159,6 +161,7 @@ class Algebra:
         self._equalities: set[int] = set()
         self._boolean_tensors: set[object] = set()
         self._integers: set[object] = set()
+        self._opened: dict[tuple[int, ...], Poly] = {}
         self._substituted: dict[tuple[int, tuple[tuple[int, Poly], ...]], Poly] = {}
 
     # Atoms
@@ -660,8 +663,12 @@ class Algebra:
 
     def opened(self, atom: Atom, variables: Iterable[int]) -> Poly:
         """The summand of a sum atom, with the given variables in place of the bound ones."""
-        names = {b: self.var(v) for b, v in zip(self.bound_of(atom), variables, strict=True)}
-        return self.substitute(Poly({atom.args[1]: 1.0}), names)
+        key = (atom.id, *variables)
+        known = self._opened.get(key)
+        if known is None:
+            names = {b: self.var(v) for b, v in zip(self.bound_of(atom), key[1:], strict=True)}
+            known = self._opened[key] = self.substitute(Poly({atom.args[1]: 1.0}), names)
+        return known
 
     def _in_range(self, x: Poly, size: Poly, sizes: Mapping[int, Poly]) -> bool:
         if x.constant is not None:

@@ -332,6 +332,8 @@ class Forms:
 
     def refine(self, a: Sequence[Poly], b: Sequence[Poly]) -> tuple[list[Poly], list[list[int]], list[list[int]]]:
         """The coarsest variables of which both lists of sizes are made, and the pieces of each of their members."""
+        if len(a) == len(b) and all(s == t for s, t in zip(a, b, strict=True)):
+            return list(a), [[k] for k in range(len(a))], [[k] for k in range(len(a))]
         common: list[Poly] = []
         left, right = list(a), list(b)
         pieces: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
@@ -383,7 +385,10 @@ class Forms:
     def regrouped(self, form: Form, sizes: Sequence[Poly]) -> Form:
         """The form reshaped (row-major) to dimensions of these sizes."""
         wanted = [s for s in sizes if s.constant != 1]
-        common, own, new = self.refine(form.sizes, wanted)
+        own_sizes = form.sizes
+        if list(own_sizes) == wanted:
+            return Form(tuple(() if s.constant == 1 else (s,) for s in sizes), form.poly)
+        common, own, new = self.refine(own_sizes, wanted)
         poly = self.algebra.substitute(form.poly, {v: self.assembled(p, common) for v, p in enumerate(own)})
         parts = iter(new)
         groups = tuple(() if s.constant == 1 else tuple(common[k] for k in next(parts)) for s in sizes)

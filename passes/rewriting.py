@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -219,7 +221,8 @@ class Site:
         self._names = names
         self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
-        self._index: dict[frozenset[object], list[ir.Value]] = {}
+        self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
+        self._dead: dict[ir.Node, None] = {}
         self._outer_factors: dict[ir.Value, tuple[ir.Value, list[int], Poly] | None] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         for value in self._leaves():
@@ -244,10 +247,16 @@ class Site:
         self.position[value] = position
         form = self.forms.get(value)
         if form is not None:
-            self._index.setdefault(self.algebra.tensors(form.poly), []).append(value)
+            # In the order of positions, where it mostly comes last.
+            insort(self._index.setdefault(self._index_key(form.poly), []), (position, value), key=itemgetter(0))
             for axis, size in enumerate(self.extents(value)):
                 if size.integer is None:
                     self._donors.setdefault(size, []).append((value, axis))
+
+    def _index_key(self, poly: Poly) -> tuple[frozenset[object], object]:
+        """What values that are multiples of each other have in common, however their dimensions are grouped."""
+        tensors = self.algebra.tensors(poly)
+        return (tensors, len(poly)) if self.algebra.free(poly) else (tensors, frozenset(poly.terms))
 
     def _subtractions(self) -> dict[tuple[int, object], list[tuple[int, ir.Node]]]:
         """The subtractions of floats, in order, by the number of their terms and the rarest of their tensors."""
@@ -353,16 +362,20 @@ class Site:
         wanted = set(dtypes)
         limit = self.position[root]
         best: tuple[tuple[bool, bool, int], ir.Value, float] | None = None
-        for value in self._index.get(self.algebra.tensors(poly), ()):
+        for position, value in self._index.get(self._index_key(poly), ()):
+            if position >= limit:
+                break
             # Values that went with a rewrite have no position any more.
-            if self.position.get(value, limit) >= limit or value.dtype not in wanted:
+            if value not in self.position or value.dtype not in wanted:
                 continue
             factor = self._factor(value, poly, sizes)
             if factor is None:
                 continue
-            rank = (factor != 1.0, shape is not None and self.extents(value) != list(shape), self.position[value])
+            rank = (factor != 1.0, shape is not None and self.extents(value) != list(shape), position)
             if best is None or rank < best[0]:
                 best = (rank, value, factor)
+            if not any(rank[:2]):
+                break
         return None if best is None else (best[1], best[2])
 
     def _factor(self, value: ir.Value, poly: Poly, sizes: Sequence[Poly]) -> float | None:
@@ -590,11 +603,14 @@ class Site:
             node.metadata_props["gradfuse.rule"] = rewrite.rule
         for node in rewrite.fused:
             node.metadata_props["gradfuse.replaced"] = ", ".join(replaced)
-        ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=True)
+        ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=root.is_graph_output())
         self.forms.set(output, self.forms.form(root))
         self.position[output] = self.position[root]
         read = {v for node in dead for v in node.inputs if v is not None}
-        self.graph.remove(dead, safe=True)
+        for node in dead:
+            for k in range(len(node.inputs)):
+                node.replace_input_with(k, None)
+        self._dead.update(dict.fromkeys(dead))
         for value in read:
             unused = not value.uses() and not value.is_graph_output() and not value.is_graph_input()
             if unused and self.graph.initializers.get(str(value.name)) is value:
@@ -609,6 +625,15 @@ class Site:
         return Fusion(
             rewrite.operator, str(rewrite.fused[0].name), rewrite.rule, replaced, before.bytes, after.bytes, speedup
         )
+
+    def is_dead(self, node: ir.Node) -> bool:
+        """Whether a rewrite made the node superfluous."""
+        return node in self._dead
+
+    def sweep(self) -> None:
+        """Takes the nodes that rewrites made superfluous out of the graph: all at once, as it goes by its outputs."""
+        self.graph.remove(self._dead, safe=True)
+        self._dead.clear()
 
     def add_constant(self, value: ir.Value, root: ir.Value) -> None:
         if not self.is_function:
@@ -721,10 +746,11 @@ class FusePass(ir.passes.InPlacePass):
             # From the end: the whole of a backward subgraph before its parts.
             for node in reversed(list(site.graph)):
                 view = node.op_type in VIEWS and node.domain == ""
-                if node.graph is None or view or node.domain == custom_ops.DOMAIN:
+                if site.is_dead(node) or view or node.domain == custom_ops.DOMAIN:
                     continue
                 for root in node.outputs:
                     self._try(site, root)
+            site.sweep()
         if self._alone:
             self._sites.forget()
         if self.fusions:

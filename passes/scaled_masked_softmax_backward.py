@@ -79,10 +79,13 @@ def _rows(site: Site, form: Form) -> list[tuple[Poly, int]]:
             atom = algebra.atoms[a]
             if atom.kind != "sum" or e != 1 or len(atom.args[0]) != 1:
                 continue
+            own = [algebra.atoms[b] for b, f in monomial if f == 1]
+            own = [t for t in own if t.kind == "tensor" and t.args[0] in atom.tensors]
             for j in set(range(len(form.sizes))) - atom.free:
-                for inside in algebra.opened(atom, [j]).terms:
-                    tensors = [algebra.atoms[b] for b, f in inside if f == 1 and (b, 1) in monomial]
-                    rows += [(algebra.of(t), j) for t in tensors if t.kind == "tensor" and j in t.free]
+                along = [t for t in own if j in t.free]
+                if along:
+                    for inside in algebra.opened(atom, [j]).terms:
+                        rows += [(algebra.of(t), j) for t in along if (t.id, 1) in inside]
     return list(dict.fromkeys(rows))
 
 
