@@ -776,7 +776,9 @@ class Algebra:
     def _renamed_sum(self, atom: Atom, names: Mapping[int, Poly]) -> Poly | None:
         """A sum over one variable whose free variables get other names, which moves nothing into or out of it."""
         targets = {self._variable_of(p) for p in names.values()}
-        if len(atom.args[0]) != 1 or None in targets or len(targets) != len(names) or targets & atom.free - names.keys():
+        if len(atom.args[0]) != 1 or None in targets or len(targets) != len(names):
+            return None
+        if targets & (atom.free - names.keys()):
             return None
         changed = self.substitute(Poly({atom.args[1]: 1.0}), names)
         if len(changed.terms) != 1:

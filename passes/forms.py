@@ -23,6 +23,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, number
+from gradfuse.passes.progress import Progress, counted
 
 Group = tuple[Poly, ...]
 Array = npt.NDArray[Any]
@@ -90,7 +91,7 @@ def _repeated(array: Array) -> Array | None:
 class Forms:
     """The canonical forms of the values of one graph (or function body)."""
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, progress: Progress | None = None) -> None:
         self.algebra = Algebra()
         self._forms: MutableMapping[ir.Value, Form | None] = {}
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
@@ -107,7 +108,7 @@ class Forms:
             if node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
         }
         self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
-        for node in graph:
+        for node in counted(list(graph), "reading", progress):
             self._read(node)
 
     def get(self, value: ir.Value) -> Form | None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.exporter_bugs import FindExporterBugsPass
+from gradfuse.passes.progress import Progress
 from gradfuse.passes.rewriting import ForgetPass, FusePass, Policy, Sites
 from gradfuse.passes.unmatched import FindUnmatchedPass
 
@@ -26,7 +27,10 @@ def _passes() -> dict[str, type[FusePass]]:
 
 
 def default_pipeline(
-    policy: Policy = "profitable", only: Collection[str] | None = None, skip: Collection[str] | None = None
+    policy: Policy = "profitable",
+    only: Collection[str] | None = None,
+    skip: Collection[str] | None = None,
+    progress: Progress | None = None,
 ) -> ir.passes.PassManager:
     """The passes that `gradfuse.fuse` runs, in order.
 
@@ -34,11 +38,12 @@ def default_pipeline(
         policy: "profitable" leaves alone what would not move fewer bytes; "all" takes every legal match.
         only: names of the operators to fuse; all that have rules if None.
         skip: names of operators to leave alone.
+        progress: called now and then with what is being done, how many nodes are behind, and how many there are.
 
     Raises:
         ArgumentError: an unknown policy or operator.
     """
-    return _pipeline(policy, only, skip, Sites())
+    return _pipeline(policy, only, skip, Sites(progress))
 
 
 def explaining_pipeline() -> ir.passes.PassManager:

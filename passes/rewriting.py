@@ -23,6 +23,7 @@ from gradfuse import custom_ops
 from gradfuse.passes import shapes, training_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque
+from gradfuse.passes.progress import Progress, counted
 from gradfuse.passes.proof import Refuted, Unproved, prove
 from gradfuse.passes.report import Fusion, NearMiss
 
@@ -210,11 +211,13 @@ class Builder:
 class Site:
     """One graph, or the body of a function, under rewriting, with the forms of its values."""
 
-    def __init__(self, graph: ir.Graph, names: set[str], opset: int, is_function: bool = False) -> None:
+    def __init__(
+        self, graph: ir.Graph, names: set[str], opset: int, is_function: bool = False, progress: Progress | None = None
+    ) -> None:
         self.graph = graph
         self.opset = opset
         self.is_function = is_function
-        self.forms = Forms(graph)
+        self.forms = Forms(graph, progress)
         self.algebra: Algebra = self.forms.algebra
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
         self.proofs: dict[bytes, Exception | None] = {}
@@ -650,9 +653,13 @@ class Sites:
     """The sites of a model, shared by the passes of a pipeline: what one pass replaces, the next still knows.
 
     Types and shapes that an exporter left out are inferred for the time of the work.
+
+    Args:
+        progress: what to tell of the work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress
         self._model: ir.Model | None = None
         self._sites: list[Site] = []
         self._left_out: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
@@ -673,7 +680,7 @@ class Sites:
             names |= {str(n.name) for g in graphs for n in g}
             bodies = {f.graph for f in model.functions.values()}
             opsets = _opsets(model)
-            self._sites = [Site(graph, names, opsets[graph], graph in bodies) for graph in graphs]
+            self._sites = [Site(graph, names, opsets[graph], graph in bodies, self.progress) for graph in graphs]
             self._model = model
         return self._sites
 
@@ -744,7 +751,7 @@ class FusePass(ir.passes.InPlacePass):
         self.fusions, self.near_misses = [], []
         for site in self._sites.of(model):
             # From the end: the whole of a backward subgraph before its parts.
-            for node in reversed(list(site.graph)):
+            for node in counted(list(reversed(site.graph)), self.operator, self._sites.progress):
                 view = node.op_type in VIEWS and node.domain == ""
                 if site.is_dead(node) or view or node.domain == custom_ops.DOMAIN:
                     continue

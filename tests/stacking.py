@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 CORPUS = Path(__file__).parents[1] / "tests" / "corpus"
@@ -41,8 +40,8 @@ def stacked(blocks: Sequence[onnx.ModelProto], nodes: int, *, chained: bool, sha
     Args:
         blocks: models of one opset.
         nodes: how many nodes at least; the last copy is whole.
-        chained: whether a weight or an input of a copy is an output of the same block's copy ahead, where one has its
-            type and shape: training steps in a row. Else the copies stand side by side.
+        chained: whether a parameter of a copy is an output of the same block's copy ahead, where one has its type and
+            shape: training steps in a row. Else the copies stand side by side.
         shapes: whether the values between the nodes keep their types and shapes.
     """
     model = onnx.ModelProto(ir_version=max(b.ir_version for b in blocks))
@@ -98,9 +97,9 @@ def _append(
 
 
 def _floats(block: onnx.GraphProto) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Inputs and initializers that may be computed as well: floats of at least one dimension."""
+    """Parameters, which may be computed as well: inputs, but for the batch, and initializers of some dimension."""
     for value in block.input:
-        if value.type.tensor_type.shape.dim:
+        if value.type.tensor_type.shape.dim and not value.name.startswith("batch"):
             yield value.name, _kind(value)
     for tensor in block.initializer:
         if tensor.dims:
@@ -144,8 +143,3 @@ def with_external_weights(model: onnx.ModelProto, folder: Path, gigabytes: int) 
     path = folder / "model.onnx"
     onnx.save(model, path)
     return path
-
-
-def scalar(name: str, value: float) -> onnx.TensorProto:
-    """An initializer of rank 0."""
-    return onnx.numpy_helper.from_array(np.asarray(value, np.float32), name)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.text import Text
 
 from gradfuse import __version__
@@ -24,9 +26,10 @@ from gradfuse.errors import CheckError, GradfuseError, ModelError
 
 if TYPE_CHECKING:
     import onnx.defs
+    import onnx_ir as ir
 
-    from gradfuse.fusion import FuseResult
-    from gradfuse.passes.report import ExporterBug
+    from gradfuse.passes.progress import Progress
+    from gradfuse.passes.report import ExporterBug, Report
 
 EXIT_BAD_INPUT = 2
 EXIT_CHECK_FAILED = 3
@@ -98,22 +101,24 @@ def fuse(
     target = _target(source, target, in_place)
     if report_path is not None:
         _require_report_path(report_path, source, target)
-    from gradfuse import model_io
-    from gradfuse.fusion import fuse as fuse_model
+    from gradfuse import fusion, model_io
 
-    with _busy("reading"):
-        loaded = model_io.load(source)
-    with _busy("fusing"):
-        # Given as onnx_ir.Model, so that external data stays in its files.
-        result = fuse_model(loaded.ir, list(only) or None, list(skip) or None, policy, bodies=not no_bodies)
-    document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **result.report.to_dict()}
+    with fusion.collection_paused():
+        with _busy("reading"):
+            loaded = model_io.load(source)
+            # Of onnx_ir's kind, so that external data stays in its files; the original only where it is compared with.
+            fused = dataclasses.replace(loaded, ir=model_io.copy_model(loaded.ir) if runs else loaded.ir, source=target)
+        with _busy("fusing") as progress:
+            chosen = (list(only) or None, list(skip) or None, policy)
+            fused, report = fusion.fuse_loaded(fused, *chosen, bodies=not no_bodies, progress=progress)
+    document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **report.to_dict()}
     if runs:
-        document["check"] = _checked(loaded, dataclasses.replace(loaded, ir=result.model, source=target), runs)
-    with _busy("writing"):
-        _write(result, loaded, source, target, in_place)
+        document["check"] = _checked(loaded, fused, runs)
+    with _busy("writing"), fusion.collection_paused():
+        _write(fused.ir, report, source, target, in_place)
     if report_path is not None:
         model_io.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode())
-    _print_report(result, verbose)
+    _print_report(report, verbose)
     if runs:
         click.echo(f"checked: {document['check']['summary']}")
 
@@ -154,7 +159,7 @@ def expand(source: str, target: str | None, in_place: bool) -> None:
     with _busy("expanding"):
         expanded = expand_model(loaded.ir)
     with _busy("writing"):
-        model_io.save(expanded, target, keep_references=in_place)
+        model_io.save(expanded, target, keep_references=_same_folder(source, target))
     click.echo(f"expanded {count} nodes" if count else "nothing to expand: no node is a fused operator")
 
 
@@ -251,26 +256,32 @@ def _checked(first: Any, second: Any, runs: int) -> dict[str, Any]:
     return {**report.to_dict(), "summary": report.summary()}
 
 
-def _write(result: FuseResult, loaded: Any, source: str, target: str, in_place: bool) -> None:
+def _same_folder(source: str, target: str) -> bool:
+    """Whether external data that the source refers to is beside the target as well."""
+    first, second = (os.path.realpath(os.path.dirname(os.path.abspath(path))) for path in (source, target))
+    return first == second
+
+
+def _write(model: ir.Model, report: Report, source: str, target: str, in_place: bool) -> None:
     from gradfuse import model_io
 
-    if result.report.fusions or model_io.has_external_data(loaded.ir):
-        model_io.save(result.model, target, keep_references=in_place)
+    if report.fusions or model_io.has_external_data(model):
+        model_io.save(model, target, keep_references=_same_folder(source, target))
     elif not in_place:
         # Nothing was changed, so not a byte is.
         with open(source, "rb") as file:
             model_io.write_file(target, file.read())
 
 
-def _print_report(result: FuseResult, verbose: bool) -> None:
-    heading, *lines = result.report.lines()
+def _print_report(report: Report, verbose: bool) -> None:
+    heading, *lines = report.lines()
     _print_heading(heading)
     for line in lines:
         click.echo(line)
     if verbose:
-        for fusion in result.report.fusions:
+        for fusion in report.fusions:
             click.echo(f"  {fusion.node} replaces {', '.join(fusion.replaced)}")
-    _print_warnings(result.report.warnings)
+    _print_warnings(report.warnings)
 
 
 def _print_region(text: str) -> None:
@@ -331,19 +342,31 @@ def _fail(message: str, code: int) -> int:
 
 
 @contextlib.contextmanager
-def _busy(what: str) -> Iterator[None]:
-    """Show on a terminal that work goes on, once it takes noticeable time."""
+def _busy(what: str) -> Iterator[Progress]:
+    """Show on a terminal that work goes on, and how far it has come, once it takes noticeable time."""
     console = Console(stderr=True)
+    bar = Bar(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task(what, total=None)
+
+    def progress(part: str, done: int, total: int) -> None:
+        bar.update(task, description=f"{what}: {part}", completed=done, total=total)
+
     if not console.is_terminal:
-        yield
+        yield progress
         return
-    status = console.status(f"{what} ...")
-    timer = threading.Timer(_SHOW_PROGRESS_AFTER_SECONDS, status.start)
+    timer = threading.Timer(_SHOW_PROGRESS_AFTER_SECONDS, bar.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield progress
     finally:
         timer.cancel()
         timer.join()
-        status.stop()
+        bar.stop()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.passes.exporter_bugs import FindExporterBugsPass
 from gradfuse.passes.pipeline import default_pipeline
+from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
 from gradfuse.passes.rewriting import FusePass, Policy
 
@@ -39,6 +42,7 @@ def fuse(
     check: int = 0,
     *,
     bodies: bool = True,
+    progress: Progress | None = None,
 ) -> FuseResult:
     """Replaces decomposed backward subgraphs by fused operators of the domain `aclnn`.
 
@@ -53,26 +57,17 @@ def fuse(
             legal match.
         check: so many runs of the original against the fused model on random inputs.
         bodies: whether to attach the function bodies; without them the model needs the library.
+        progress: called now and then with what is being done, how many nodes are behind, and how many there are.
 
     Raises:
         ModelError: the model cannot be read.
         ArgumentError: an unknown operator or policy.
         CheckError: a run of the fused model differed from the original's beyond the bounds of :func:`gradfuse.check`.
     """
-    loaded = model_io.load(model)
-    # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
-    has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
-    whole = _inlined(loaded.ir) if has_functions else None
-    fused, report = _fused(loaded.ir, policy, only, skip)
-    if whole is not None:
-        inlined, report_inlined = _fused(whole, policy, only, skip)
-        if _gain(report_inlined) > _gain(report):
-            fused, report = inlined, replace(report_inlined, before=report.before)
-    if report.fusions:
-        fused.metadata_props[VERSION_KEY] = _version()
-        if bodies:
-            functions.attach(fused)
-    result = loaded.restore(fused if report.fusions or loaded.older is None else loaded.older)
+    with collection_paused():
+        loaded = model_io.load(model)
+        fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
+        result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
         outcome = checking.check(model, result, runs=check)
         if not outcome.ok:
@@ -80,11 +75,41 @@ def fuse(
     return FuseResult(result, report)
 
 
-def _fused(
-    model: ir.Model, policy: Policy, only: Collection[str] | None, skip: Collection[str] | None
-) -> tuple[ir.Model, Report]:
-    """The model, rewritten in place, and what was done."""
-    pipeline = default_pipeline(policy, only, skip)
+def fuse_loaded(
+    loaded: model_io.LoadedModel,
+    only: Collection[str] | None = None,
+    skip: Collection[str] | None = None,
+    policy: Policy = "profitable",
+    *,
+    bodies: bool = True,
+    progress: Progress | None = None,
+) -> tuple[model_io.LoadedModel, Report]:
+    """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
+    # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
+    has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
+    whole = _inlined(loaded.ir) if has_functions else None
+    fused, report = loaded.ir, _run(loaded.ir, policy, only, skip, progress)
+    if whole is not None:
+        inlined = _run(whole, policy, only, skip, progress)
+        if _gain(inlined) > _gain(report):
+            fused, report = whole, replace(inlined, before=report.before)
+    if report.fusions:
+        fused.metadata_props[VERSION_KEY] = _version()
+        if bodies:
+            functions.attach(fused)
+    elif loaded.older is not None:
+        fused = loaded.older
+    return replace(loaded, ir=fused), report
+
+
+def _run(
+    model: ir.Model,
+    policy: Policy,
+    only: Collection[str] | None,
+    skip: Collection[str] | None,
+    progress: Progress | None,
+) -> Report:
+    pipeline = default_pipeline(policy, only, skip, progress)
     report = Report(before=_count(model))
     pipeline(model)
     for step in pipeline.passes:
@@ -94,7 +119,19 @@ def _fused(
         elif isinstance(step, FindExporterBugsPass):
             report.warnings += step.warnings
     report.after = _count(model)
-    return model, report
+    return report
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the search for cyclic garbage: the analysis makes millions of objects that all stay until its end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _gain(report: Report) -> tuple[int, int]:

@@ -196,10 +196,16 @@ def tensor_bytes(model: ir.Model) -> int:
     return sum(tensor.nbytes for tensor in tensors(model))
 
 
+def embedded_bytes(model: ir.Model) -> int:
+    """Return how many bytes the tensors of a model take that are not in files beside it."""
+    return sum(tensor.nbytes for tensor in tensors(model) if not isinstance(tensor, ir.ExternalTensor))
+
+
 def save(model: ir.Model, path: str | os.PathLike[str], *, keep_references: bool = False) -> None:
     """Write a model, with its external data, whole or not at all.
 
-    A model that has external tensors, or is too large for one protobuf message, gets its tensors into `<path>.data`.
+    A model that has external tensors, or is too large for one protobuf message, gets its tensors into `<path>.data`,
+    unless it goes on referring to the files that have them.
     Everything is written to a temporary folder beside `path` and then renamed, so that at any failure what was at
     `path` before is still there.
 
@@ -220,7 +226,8 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, keep_references: bool
     try:
         with _temporary_folder(folder, name) as temporary:
             written = os.path.join(temporary, name)
-            if not fits_one_message(model) or (has_external_data(model) and not references_hold):
+            external = not references_hold and has_external_data(model)
+            if external or embedded_bytes(model) + _MESSAGE_ROOM > PROTOBUF_LIMIT:
                 copy = copy_model(model)
                 _read_attribute_tensors(copy)
                 ir.save(copy, written, external_data=data_name)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ import pytest
 import small_models
 
 import gradfuse
-from gradfuse import cli, custom_ops
+from gradfuse import cli, custom_ops, fusion
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_report_is_json(run: Run, trained: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert run("fuse", trained, tmp_path / "fused.onnx", "--report", report, "--check", 1)[0] == 0
     data = json.loads(report.read_text())
-    assert [fusion["op"] for fusion in data["fusions"]] == ["CrossEntropyLossGrad"]
+    assert [f["op"] for f in data["fusions"]] == ["CrossEntropyLossGrad"]
     assert data["fusions"][0]["replaced"] and data["before"]["ScatterElements"] == 1
     assert data["check"]["ok"] is True and data["gradfuse"] == gradfuse.__version__
 
@@ -146,16 +147,16 @@ def test_report_is_json(run: Run, trained: Path, tmp_path: Path) -> None:
 def test_a_failed_check_writes_nothing_and_exits_3(
     run: Run, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = gradfuse.fuse
+    real = fusion.fuse_loaded
 
-    def wrong(model: object, *arguments: object, **options: object) -> object:
-        result = real(model, *arguments, **options)  # type: ignore[arg-type]
-        for node in result.model.graph:
+    def wrong(*arguments: Any, **options: Any) -> object:
+        fused, report = real(*arguments, **options)
+        for node in fused.ir.graph:
             if node.op_type == "CrossEntropyLossGrad":
                 node.attributes.add(onnx_ir.AttrString("reduction", "mean"))
-        return result
+        return fused, report
 
-    monkeypatch.setattr("gradfuse.fusion.fuse", wrong)
+    monkeypatch.setattr("gradfuse.fusion.fuse_loaded", wrong)
     before = sorted(os.listdir(tmp_path))
     code, _, errors = run("fuse", trained, tmp_path / "fused.onnx", "--check", 1, "--report", tmp_path / "r.json")
     assert code == 3 and errors.count("\n") == 1 and "'w_grad'" in errors
