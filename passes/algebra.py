@@ -270,6 +270,10 @@ class Algebra:
         """The tensors that a polynomial reads, at any depth."""
         return _NOTHING.union(*[self.atoms[a].tensors for m in poly.terms for a, _ in m])
 
+    def has_variable_factor(self, poly: Poly) -> bool:
+        """Whether an index variable is a factor of a term, as a number."""
+        return any(self.atoms[a].kind == "var" for m in poly.terms for a, _ in m)
+
     def _some_indicator(self, poly: Poly) -> Atom | None:
         for monomial in poly.terms:
             for a, _ in monomial:

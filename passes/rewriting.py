@@ -261,26 +261,32 @@ class Site:
         tensors = self.algebra.tensors(poly)
         return (tensors, len(poly)) if self.algebra.free(poly) else (tensors, frozenset(poly.terms))
 
-    def _subtractions(self) -> dict[tuple[int, object], list[tuple[int, ir.Node]]]:
-        """The subtractions of floats, in order, by the number of their terms and the rarest of their tensors."""
+    def _subtractions(self) -> dict[tuple[int, object, int | None], list[tuple[int, ir.Node]]]:
+        """The subtractions of floats, in order, by what multiples share: the number of terms, the rarest of the tensors
+        and the spread of the coefficients."""
         found = []
         for k, node in enumerate(self.graph):
             if node.op_type == "Sub" and node.domain == "" and node.outputs[0].dtype in TOLERANCE:
                 form = self.forms.get(node.outputs[0])
                 if form is not None:
-                    found.append((k, node, len(form.poly), self.algebra.tensors(form.poly)))
+                    found.append((k, node, form.poly, self.algebra.tensors(form.poly)))
         uses = Counter(tensor for *_, tensors in found for tensor in tensors)
-        index: dict[tuple[int, object], list[tuple[int, ir.Node]]] = {}
-        for k, node, terms, tensors in found:
+        index: dict[tuple[int, object, int | None], list[tuple[int, ir.Node]]] = {}
+        for k, node, poly, tensors in found:
             rarest = min(tensors, key=lambda t: (uses[t], str(t)), default=None)
-            index.setdefault((terms, rarest), []).append((k, node))
+            # Other groups of dimensions change the coefficients of index variables.
+            spread = None if self.algebra.has_variable_factor(poly) else _spread(poly)
+            index.setdefault((len(poly), rarest, spread), []).append((k, node))
         return index
 
     def differences(self, poly: Poly) -> list[ir.Node]:
         """The subtractions of floats, in order, that a polynomial may be a multiple of."""
         tensors = (None, *self.algebra.tensors(poly))
-        found = [entry for tensor in tensors for entry in self._differences.get((len(poly), tensor), ())]
-        return [node for _, node in sorted(found, key=lambda entry: entry[0])]
+        spread = _spread(poly)
+        spreads = (None, spread - 1, spread, spread + 1)
+        keys = [(len(poly), tensor, s) for tensor in tensors for s in spreads]
+        found = [entry for key in keys for entry in self._differences.get(key, ())]
+        return [node for _, node in sorted(found, key=itemgetter(0))]
 
     def fresh(self, stem: str) -> str:
         stem = stem.lower()
@@ -880,6 +886,13 @@ def _is_constant(value: ir.Value) -> bool:
         return False
     node = value.producer()
     return value.const_value is not None if node is None else node.op_type == "Constant" and node.domain == ""
+
+
+def _spread(poly: Poly) -> int:
+    """The logarithm of the ratio of the largest to the smallest coefficient, in steps of a tenth of a thousandth."""
+    sizes = [abs(c) for c in poly.terms.values()]
+    ratio = max(sizes, default=1.0) / min(sizes, default=1.0)
+    return round(1e4 * math.log(ratio)) if math.isfinite(ratio) else 0
 
 
 def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None = None) -> None:

@@ -67,7 +67,7 @@ def _append(
     """Adds a copy of the block to the graph, with values from those offered, and gives its outputs."""
     names = {"": ""}
     left = list(offered)
-    for name, kind in _floats(block):
+    for name, kind in _parameters(block):
         found = next((k for k, v in enumerate(left) if _kind(v) == kind), None)
         if found is not None:
             names[name] = left.pop(found).name
@@ -96,13 +96,13 @@ def _append(
     return list(graph.output[first:])
 
 
-def _floats(block: onnx.GraphProto) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Parameters, which may be computed as well: inputs, but for the batch, and initializers of some dimension."""
+def _parameters(block: onnx.GraphProto) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The parameters: inputs, but for the batch, and the initializers that the producers named after the module."""
     for value in block.input:
         if value.type.tensor_type.shape.dim and not value.name.startswith("batch"):
             yield value.name, _kind(value)
     for tensor in block.initializer:
-        if tensor.dims:
+        if tensor.dims and tensor.name.startswith("m."):
             yield tensor.name, (tensor.data_type, *tensor.dims)
 
 
