@@ -14,13 +14,14 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench-payoff lint format wheel clean
+.PHONY: help demo test test-slow bench-payoff bench-scale lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (a quarter of an hour)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
+	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make lint    check style and types of Python, and the format of C++"
 	@echo "make format  format Python and C++"
 	@echo "make wheel   build a wheel into dist/"
@@ -48,6 +49,9 @@ test-slow: $(INSTALLED)
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
+
+bench-scale: $(INSTALLED)
+	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg
 
 lint: $(DEPENDENCIES)
 	$(BIN)/ruff check .
