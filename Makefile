@@ -51,7 +51,7 @@ bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
 
 bench-scale: $(INSTALLED)
-	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg
+	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md
 
 lint: $(DEPENDENCIES)
 	$(BIN)/ruff check .

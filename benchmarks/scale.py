@@ -1,6 +1,6 @@
 """Time and memory of `gradfuse fuse` by the size of the model.
 
-    python benchmarks/scale.py [--nodes 1000,10000] [--json FILE] [--plot FILE]
+    python benchmarks/scale.py [--nodes 1000,10000] [--json FILE] [--plot FILE] [--page FILE]
 
 Models are stacked from training graphs of tests/corpus, with values and nodes renamed apart. Each is fused by the
 command line in a process of its own, from the start of Python to the written file; memory is the peak resident size of
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=1, help="runs of each size, of which the fastest counts")
     parser.add_argument("--json", type=Path, help="write what was measured")
     parser.add_argument("--plot", type=Path, help="draw the curves")
+    parser.add_argument("--page", type=Path, help="put the table into this page, between its marks")
     options = parser.parse_args(arguments)
 
     rows: list[Row] = []
@@ -67,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     if options.plot:
         plot(document, options.plot)
+    if options.page:
+        before, begin, rest = options.page.read_text().partition("<!-- measured -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        options.page.write_text(f"{before}{begin}{table(document)}{end}{after}")
 
 
 def _stacked(names: Sequence[str], nodes: int, *, chained: bool, shapes: bool = True) -> onnx.ModelProto:
@@ -124,6 +129,25 @@ def _print(row: Row) -> None:
 def _cpu() -> str:
     with open("/proc/cpuinfo") as file:
         return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
+
+
+def table(document: Row) -> str:
+    """What was measured, as a table in Markdown."""
+    lines = [
+        f"{document['cores']} cores ({document['cpu']}), Python {document['python']}:",
+        "",
+        "| model | nodes | matches fused | time | of that, CPU | peak memory | read |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in document["rows"]:
+        kind = row["kind"]
+        if "external_bytes" in row:
+            kind = f"{kind}, {row['external_bytes'] / 2**30:.0f} GiB"
+        lines.append(
+            f"| {kind} | {row['nodes']:,} | {row['fused']:,} | {row['seconds']:.1f} s | {row['cpu_seconds']:.1f} s | "
+            f"{row['peak_mib']:,} MiB | {row['read_mib']} MiB |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def plot(document: Row, path: Path) -> None:
