@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 ELEMENT_LIMIT = 1 << 18  # of all leaves together; larger static sizes are shrunk
 FULL_LIMIT = 1 << 23  # of all leaves, where no shrinking keeps the subgraph valid
+_ATTEMPTS = 8
 _KEPT_SIZE = 8  # static sizes up to this are never shrunk
 _REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))
 _DIMS = ((3, 5, 2, 4, 7, 6), (2, 3, 4, 2, 5, 3))
@@ -202,16 +203,24 @@ class Proof:
 
         evaluator = ReferenceEvaluator(self.proto, new_ops=training_ops.reference_ops())
         problem: Exception | None = None
-        for table, rescale in itertools.product(self._tables(), (False, True)):
+        for table, rescale in self._attempts():
             try:
                 self._compare_at(evaluator, table, rescale)
                 return
-            except (Refuted, Unproved) as error:
+            except Refuted as error:
+                # In other sizes the constants of the graph may be wrong.
+                problem = Unproved(f"in smaller sizes the original is {error}") if table else error
+            except Unproved as error:
                 problem = error
-            if not table:
-                break
         assert problem is not None
         raise problem
+
+    def _attempts(self) -> Iterator[tuple[Mapping[int, int], bool]]:
+        """Ways to run: the sizes to replace, and whether constants go with them."""
+        for table in self._tables():
+            yield table, False
+            if table:
+                yield table, True
 
     def _tables(self) -> Iterator[Mapping[int, int]]:
         """Ways to replace the large static sizes by small ones; empty for the sizes as they are.
@@ -225,20 +234,9 @@ class Proof:
         sizes = self._static_sizes()
         yield _shrunk(sizes, sizes)
         large = sorted((n for n in sizes if n > _KEPT_SIZE), reverse=True)
-        tried = 0
-        for kept in reversed(large):
-            table = _shrunk(sizes, sizes - {kept})
-            if self._elements(table) <= FULL_LIMIT and tried < 4:
-                tried += 1
-                yield table
-        for n in large[:4]:
-            table = _shrunk(sizes, {n})
-            if self._elements(table) <= FULL_LIMIT:
-                yield table
-        if count <= FULL_LIMIT:
-            yield {}
-        elif tried == 0:
-            raise Unproved(f"{count} elements are too many to run, and its sizes cannot be shrunk")
+        others = [_shrunk(sizes, sizes - {n}) for n in reversed(large)] + [_shrunk(sizes, {n}) for n in large]
+        affordable = [table for table in (*others, {}) if self._elements(table) <= FULL_LIMIT]
+        yield from affordable[:_ATTEMPTS]
 
     def _elements(self, table: Mapping[int, int]) -> int:
         env = dict(zip(self.dims, _cycled(_DIMS[0], len(self.dims)), strict=True))
