@@ -124,7 +124,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
                     index = x
         counted = None if index is None else _ends(algebra, index, row)
         if counted is None:
-            raise Mismatch(UNSORTED)
+            known = form.sizes[0].integer or 0
+            raise Mismatch(UNSORTED + (f"; {known} groups, more than {MAX_GROUPS}" if known > MAX_GROUPS else ""))
         ends, count = counted
         groups = form.sizes[0]
         if (groups - count).constant not in (0.0, 1.0):
