@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 CORPUS = Path(__file__).parents[1] / "tests" / "corpus"
@@ -120,7 +121,8 @@ def _add(target: object, value: onnx.ValueInfoProto, name: str) -> None:
 def with_external_weights(model: onnx.ModelProto, folder: Path, gigabytes: int) -> Path:
     """The model with layers whose weights are external data of so many GiB, saved in a folder.
 
-    The data file is sparse: it has that size, and takes no space on a disk whose file system knows holes.
+    The data file is sparse: it has that size, and takes no space on a disk whose file system knows holes. Each weight
+    begins with a 1, as a tensor that is one number all over is no weight.
     """
     width = 8192
     graph = model.graph
@@ -140,6 +142,9 @@ def with_external_weights(model: onnx.ModelProto, folder: Path, gigabytes: int) 
     graph.output.append(onnx.helper.make_tensor_value_info(f"layer{count - 1}", onnx.TensorProto.FLOAT, [1, width]))
     with open(folder / "weights.bin", "wb") as data:
         os.truncate(data.fileno(), count * size)
+        for k in range(count):
+            data.seek(k * size)
+            data.write(np.float32(1).tobytes())
     path = folder / "model.onnx"
     onnx.save(model, path)
     return path
