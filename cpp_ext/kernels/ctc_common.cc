@@ -9,18 +9,21 @@ namespace {
 
 std::string At(const char* name, int64_t index) { return std::string(name) + "[" + std::to_string(index) + "]"; }
 
-// The lengths of all items, which bound every later access to targets.
+// The lengths of all items, as far as the host can read them. They bound every later access to targets.
 Status CheckLengths(const Tensor& log_probs, const Tensor& targets, const Tensor& input_lengths,
                     const Tensor& target_lengths) {
   const int64_t steps = log_probs.shape[0];
   const int64_t items = log_probs.shape[1];
+  for (int64_t item = 0; item < items && input_lengths.on_host; ++item) {
+    const int64_t input_length = input_lengths.Data<int64_t>()[item];
+    GRADFUSE_EXPECT(input_length >= 0 && input_length <= steps, At("input_lengths", item), std::to_string(input_length),
+                    "a length in [0, " + std::to_string(steps) + "]");
+  }
+  if (!target_lengths.on_host) return {};
   const bool joined = targets.shape.rank() == 1;
   const int64_t longest = joined ? targets.shape[0] : targets.shape[1];
   int64_t total = 0;
   for (int64_t item = 0; item < items; ++item) {
-    const int64_t input_length = input_lengths.Data<int64_t>()[item];
-    GRADFUSE_EXPECT(input_length >= 0 && input_length <= steps, At("input_lengths", item), std::to_string(input_length),
-                    "a length in [0, " + std::to_string(steps) + "]");
     const int64_t target_length = target_lengths.Data<int64_t>()[item];
     GRADFUSE_EXPECT(target_length >= 0 && target_length <= longest, At("target_lengths", item),
                     std::to_string(target_length),
@@ -72,8 +75,8 @@ Status CheckCtc(const Tensor& log_probs, const Tensor& targets, const Tensor& in
                   Describe(input_lengths.dtype, per_item) + ", one length an item");
   GRADFUSE_EXPECT(target_lengths.shape == per_item, "target_lengths", Describe(target_lengths),
                   Describe(target_lengths.dtype, per_item) + ", one length an item");
-  if (!(targets.on_host && input_lengths.on_host && target_lengths.on_host)) return {};
   GRADFUSE_RETURN_IF_ERROR(CheckLengths(log_probs, targets, input_lengths, target_lengths));
+  if (!(targets.on_host && target_lengths.on_host)) return {};
   return WithTargetType(targets.dtype, [&](auto type) {
     return CheckLabels<std::remove_cv_t<std::remove_pointer_t<decltype(type)>>>(targets, target_lengths, classes);
   });

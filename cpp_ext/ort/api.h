@@ -37,6 +37,16 @@ inline bool Succeeded(const OrtApi& api, OrtStatus* status) {
   return false;
 }
 
+constexpr OrtErrorCode ToOrt(StatusCode code) {
+  switch (code) {
+    case StatusCode::kOk: return ORT_OK;
+    case StatusCode::kInvalidArgument: return ORT_INVALID_ARGUMENT;
+    case StatusCode::kNotSupported: return ORT_NOT_IMPLEMENTED;
+    case StatusCode::kFailed: return ORT_FAIL;
+  }
+  return ORT_FAIL;
+}
+
 // Runs body, which returns a Status, where ONNX Runtime calls in: every failure becomes an OrtStatus, and no exception
 // leaves.
 template <class Body>
@@ -44,8 +54,7 @@ OrtStatus* Guarded(const OrtApi& api, const Body& body) noexcept {
   try {
     const Status status = body();
     if (status.ok()) return nullptr;
-    const bool not_supported = status.code() == StatusCode::kNotSupported;
-    return api.CreateStatus(not_supported ? ORT_NOT_IMPLEMENTED : ORT_INVALID_ARGUMENT, status.message().c_str());
+    return api.CreateStatus(ToOrt(status.code()), status.message().c_str());
   } catch (const std::bad_alloc&) {
     return api.CreateStatus(ORT_FAIL, "gradfuse: out of memory");
   } catch (const std::exception& error) {

@@ -18,6 +18,14 @@ class TypeSet {
     for (DType type : types) types_[size_++] = type;
   }
 
+  // The same types for an input whose values the host reads wherever the others are: they decide an output's shape.
+  constexpr TypeSet ReadByHost() const {
+    TypeSet set = *this;
+    set.read_by_host_ = true;
+    return set;
+  }
+
+  constexpr bool read_by_host() const { return read_by_host_; }
   constexpr bool is_t() const { return size_ == 0; }
   constexpr int size() const { return size_; }
   constexpr DType operator[](int index) const { return types_[index]; }
@@ -33,6 +41,7 @@ class TypeSet {
  private:
   DType types_[8] = {};
   int size_ = 0;
+  bool read_by_host_ = false;
 };
 
 inline constexpr TypeSet kT{};
@@ -50,6 +59,9 @@ inline constexpr TypeSet kT{};
 //   Status Check(const Args&);                       whether inputs and attributes are ones that it takes
 //   std::vector<Shape> OutputShapes(const Args&);    of checked arguments
 //   void cpu::Run(const Args&, const ParallelFor&);  of checked arguments with their outputs
+//   Status cuda::Run(const Args&, const Queue&);     the same, of arguments in device memory; inputs that are
+//                                                    ReadByHost are in host memory
+//   int64_t cuda::WorkspaceBytes(const Args&);       device memory that cuda::Run needs beside them
 
 // "float32(2,3)".
 std::string Describe(const Tensor& tensor);

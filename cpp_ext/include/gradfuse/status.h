@@ -5,7 +5,7 @@
 
 namespace gradfuse {
 
-enum class StatusCode { kOk, kInvalidArgument, kNotSupported };
+enum class StatusCode { kOk, kInvalidArgument, kNotSupported, kFailed };
 
 // Outcome of a call: success, or why not, in one line that a user can act on.
 class [[nodiscard]] Status {

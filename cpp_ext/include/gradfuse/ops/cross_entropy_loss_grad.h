@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -52,5 +53,9 @@ std::vector<Shape> OutputShapes(const CrossEntropyLossGradArgs& args);
 namespace cpu {
 void Run(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel);
 }
+namespace cuda {
+int64_t WorkspaceBytes(const CrossEntropyLossGradArgs& args);
+Status Run(const CrossEntropyLossGradArgs& args, const Queue& queue);
+}  // namespace cuda
 
 }  // namespace gradfuse

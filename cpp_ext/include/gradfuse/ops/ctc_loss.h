@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -37,7 +38,7 @@ struct CtcLossArgs {
     visitor.Input("log_probs", self.log_probs, kT);
     visitor.Input("targets", self.targets, kCtcTargetTypes);
     visitor.Input("input_lengths", self.input_lengths, DType::kInt64);
-    visitor.Input("target_lengths", self.target_lengths, DType::kInt64);
+    visitor.Input("target_lengths", self.target_lengths, TypeSet(DType::kInt64).ReadByHost());
     visitor.Attribute("blank", self.blank);
     visitor.Attribute("zero_infinity", self.zero_infinity);
     visitor.Output("neg_log_likelihood", self.neg_log_likelihood, kT);
@@ -50,5 +51,9 @@ std::vector<Shape> OutputShapes(const CtcLossArgs& args);
 namespace cpu {
 void Run(const CtcLossArgs& args, const ParallelFor& parallel);
 }
+namespace cuda {
+int64_t WorkspaceBytes(const CtcLossArgs& args);
+Status Run(const CtcLossArgs& args, const Queue& queue);
+}  // namespace cuda
 
 }  // namespace gradfuse

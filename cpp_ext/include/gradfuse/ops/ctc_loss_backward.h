@@ -4,6 +4,7 @@
 
 #include "gradfuse/ops/ctc_loss.h"
 #include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -50,5 +51,9 @@ std::vector<Shape> OutputShapes(const CtcLossBackwardArgs& args);
 namespace cpu {
 void Run(const CtcLossBackwardArgs& args, const ParallelFor& parallel);
 }
+namespace cuda {
+int64_t WorkspaceBytes(const CtcLossBackwardArgs& args);
+Status Run(const CtcLossBackwardArgs& args, const Queue& queue);
+}  // namespace cuda
 
 }  // namespace gradfuse

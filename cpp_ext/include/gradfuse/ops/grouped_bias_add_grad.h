@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -33,5 +34,9 @@ std::vector<Shape> OutputShapes(const GroupedBiasAddGradArgs& args);
 namespace cpu {
 void Run(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel);
 }
+namespace cuda {
+int64_t WorkspaceBytes(const GroupedBiasAddGradArgs& args);
+Status Run(const GroupedBiasAddGradArgs& args, const Queue& queue);
+}  // namespace cuda
 
 }  // namespace gradfuse

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -37,5 +38,9 @@ std::vector<Shape> OutputShapes(const MseLossBackwardArgs& args);
 namespace cpu {
 void Run(const MseLossBackwardArgs& args, const ParallelFor& parallel);
 }
+namespace cuda {
+int64_t WorkspaceBytes(const MseLossBackwardArgs& args);
+Status Run(const MseLossBackwardArgs& args, const Queue& queue);
+}  // namespace cuda
 
 }  // namespace gradfuse

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -38,5 +39,9 @@ std::vector<Shape> OutputShapes(const ScaledMaskedSoftmaxBackwardArgs& args);
 namespace cpu {
 void Run(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& parallel);
 }
+namespace cuda {
+int64_t WorkspaceBytes(const ScaledMaskedSoftmaxBackwardArgs& args);
+Status Run(const ScaledMaskedSoftmaxBackwardArgs& args, const Queue& queue);
+}  // namespace cuda
 
 }  // namespace gradfuse

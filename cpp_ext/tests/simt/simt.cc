@@ -1,0 +1,261 @@
+#include "tests/simt/simt.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace gradfuse::simt {
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStackBytes = 256 << 10;
+constexpr unsigned char kGarbage = 0xff;  // NaN as a float, out of every range as an index
+
+enum class State { kReady, kAtBarrier, kInWarp, kDone };
+
+// A switch of contexts that the address sanitizer knows of.
+struct Context {
+  ucontext_t context;
+  void* fake_stack = nullptr;
+  const void* stack = nullptr;
+  size_t stack_bytes = 0;
+};
+
+void SwitchTo(Context& from, Context& to) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&from.fake_stack, to.stack, to.stack_bytes);
+#endif
+  swapcontext(&from.context, &to.context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
+}
+
+struct Fibre {
+  Context context;
+  Position here;
+  State state = State::kDone;
+  int collective = 0;      // which one it waits in
+  uint64_t brought = 0;    // to a shuffle
+  size_t shared_asked = 0;
+
+  Fibre() {
+    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED) throw std::bad_alloc();
+    context.stack = stack;
+    context.stack_bytes = kStackBytes;
+  }
+  ~Fibre() { munmap(const_cast<void*>(context.stack), kStackBytes); }
+};
+
+// What lanes of one warp meet in: a shuffle by a mask, or a barrier.
+constexpr int kWarpBarrier = -1;
+
+struct Warp {
+  unsigned arrived = 0;
+  uint64_t values[2][kWarp];
+  int generation = 0;
+};
+
+class Machine {
+ public:
+  static Machine& Get() {
+    static Machine& machine = *new Machine;
+    return machine;
+  }
+
+  void Run(unsigned blocks, unsigned threads, const std::function<void()>& thread) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (threads == 0 || threads % kWarp != 0 || threads > 1024) throw KernelError("simt: a block of broken warps");
+    body_ = &thread;
+    std::vector<unsigned> order(blocks);
+    for (unsigned block = 0; block < blocks; ++block) order[block] = block;
+    std::shuffle(order.begin(), order.end(), random_);
+    for (unsigned block : order) RunBlock(block, blocks, threads);
+  }
+
+  int64_t MaxBlocks() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const unsigned choice = static_cast<unsigned>(random_() % 8);
+    return choice < 4 ? choice + 1 : std::numeric_limits<int32_t>::max();
+  }
+
+  void Seed(uint64_t seed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    random_.seed(seed);
+  }
+
+  Fibre& current() { return *current_; }
+
+  // Leaves the current fibre until it is ready again.
+  void Wait(State state, int collective) {
+    Fibre& fibre = *current_;
+    fibre.state = state;
+    fibre.collective = collective;
+    SwitchTo(fibre.context, scheduler_);
+  }
+
+  // The values of the whole warp.
+  const uint64_t* Meet(int collective, uint64_t value) {
+    Warp& warp = warps_[current_->here.thread.x / kWarp];
+    uint64_t* values = warp.values[warp.generation % 2];
+    values[current_->here.thread.x % kWarp] = value;
+    ++warp.arrived;
+    Wait(State::kInWarp, collective);
+    return values;
+  }
+
+  void* SharedBytes(size_t bytes) {
+    const size_t index = current_->shared_asked++;
+    if (index == shared_.size()) {
+      shared_.emplace_back(static_cast<unsigned char*>(std::malloc(bytes)), bytes);
+      std::memset(shared_.back().memory.get(), kGarbage, bytes);
+    }
+    if (shared_[index].bytes != bytes) simt::Fail("threads of a block that declare different shared memory");
+    return shared_[index].memory.get();
+  }
+
+  [[noreturn]] void Fail(const char* what) {
+    error_ = std::string("simt: ") + what;
+    SwitchTo(current_->context, scheduler_);
+    std::abort();
+  }
+
+ private:
+  struct Shared {
+    struct Free {
+      void operator()(unsigned char* memory) const { std::free(memory); }
+    };
+    Shared(unsigned char* memory_, size_t bytes_) : memory(memory_), bytes(bytes_) {}
+    std::unique_ptr<unsigned char, Free> memory;
+    size_t bytes;
+  };
+
+  static void Enter() {
+    Machine& machine = Get();
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &machine.scheduler_.stack, &machine.scheduler_.stack_bytes);
+#endif
+    for (;;) {
+      (*machine.body_)();
+      machine.Wait(State::kDone, 0);
+    }
+  }
+
+  void RunBlock(unsigned block, unsigned blocks, unsigned threads) {
+    shared_.clear();
+    warps_.assign(threads / kWarp, Warp{});
+    for (size_t index = fibres_.size(); index < threads; ++index) {
+      fibres_.push_back(std::make_unique<Fibre>());
+      Context& context = fibres_.back()->context;
+      getcontext(&context.context);
+      context.context.uc_stack.ss_sp = const_cast<void*>(context.stack);
+      context.context.uc_stack.ss_size = context.stack_bytes;
+      context.context.uc_link = nullptr;
+      makecontext(&context.context, Enter, 0);
+    }
+    ready_.clear();
+    for (unsigned index = 0; index < threads; ++index) {
+      Fibre& fibre = *fibres_[index];
+      fibre.here = {{index}, {block}, {threads}, {blocks}};
+      fibre.state = State::kReady;
+      fibre.shared_asked = 0;
+      ready_.push_back(&fibre);
+    }
+    unsigned at_barrier = 0;
+    unsigned done = 0;
+    while (done < threads) {
+      if (ready_.empty()) {
+        if (at_barrier < threads) Abandon(Deadlock(threads));
+        at_barrier = 0;
+        for (unsigned index = 0; index < threads; ++index) MakeReady(*fibres_[index]);
+      }
+      std::swap(ready_[random_() % ready_.size()], ready_.back());
+      current_ = ready_.back();
+      ready_.pop_back();
+      SwitchTo(scheduler_, current_->context);
+      if (!error_.empty()) Abandon(error_);
+      at_barrier += current_->state == State::kAtBarrier;
+      done += current_->state == State::kDone;
+      if (current_->state == State::kInWarp) ReleaseWarp(current_->here.thread.x / kWarp);
+    }
+  }
+
+  void MakeReady(Fibre& fibre) {
+    fibre.state = State::kReady;
+    ready_.push_back(&fibre);
+  }
+
+  void ReleaseWarp(unsigned index) {
+    Warp& warp = warps_[index];
+    const int collective = current_->collective;
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+      const Fibre& fibre = *fibres_[index * kWarp + lane];
+      if (fibre.state == State::kInWarp && fibre.collective != collective) {
+        Abandon("simt: lanes of a warp that meet in different operations");
+      }
+    }
+    if (warp.arrived < kWarp) return;
+    warp.arrived = 0;
+    ++warp.generation;
+    for (unsigned lane = 0; lane < kWarp; ++lane) MakeReady(*fibres_[index * kWarp + lane]);
+  }
+
+  std::string Deadlock(unsigned threads) const {
+    unsigned counts[4] = {};
+    for (unsigned index = 0; index < threads; ++index) ++counts[static_cast<int>(fibres_[index]->state)];
+    return "simt: divergence: of " + std::to_string(threads) + " threads " + std::to_string(counts[1]) +
+           " wait at a barrier, " + std::to_string(counts[2]) + " in a warp, " + std::to_string(counts[3]) +
+           " have returned";
+  }
+
+  // Forgets the fibres where they are: kernels own nothing.
+  [[noreturn]] void Abandon(const std::string& why) {
+    const std::string message = why;
+    error_.clear();
+    fibres_.clear();
+    throw KernelError(message);
+  }
+
+  std::mutex mutex_;
+  std::mt19937_64 random_;
+  const std::function<void()>* body_ = nullptr;
+  Context scheduler_;
+  std::vector<std::unique_ptr<Fibre>> fibres_;
+  std::vector<Fibre*> ready_;
+  std::vector<Warp> warps_;
+  std::vector<Shared> shared_;
+  Fibre* current_ = nullptr;
+  std::string error_;
+};
+
+}  // namespace
+
+void Run(unsigned blocks, unsigned threads, const std::function<void()>& thread) {
+  Machine::Get().Run(blocks, threads, thread);
+}
+int64_t MaxBlocks() { return Machine::Get().MaxBlocks(); }
+void Seed(uint64_t seed) { Machine::Get().Seed(seed); }
+const Position& Here() { return Machine::Get().current().here; }
+void Fail(const char* what) { Machine::Get().Fail(what); }
+void Barrier() { Machine::Get().Wait(State::kAtBarrier, 0); }
+void WarpBarrier() { Machine::Get().Meet(kWarpBarrier, 0); }
+uint64_t ShuffleXorBits(uint64_t bits, int mask) {
+  const unsigned lane = Here().thread.x % kWarp;
+  return Machine::Get().Meet(mask, bits)[lane ^ static_cast<unsigned>(mask)];
+}
+void* SharedBytes(size_t bytes) { return Machine::Get().SharedBytes(bytes); }
+
+}  // namespace gradfuse::simt
