@@ -1,7 +1,6 @@
 #include "tests/simt/simt.h"
 
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -16,6 +15,37 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
+#if defined(__x86_64__)
+// What swapcontext does, without its two system calls: pushes the registers that a call preserves, leaves the stack
+// pointer at *from, and goes on where `to` left off.
+asm(R"(
+.text
+.hidden gradfuse_simt_switch
+.globl gradfuse_simt_switch
+.type gradfuse_simt_switch, @function
+gradfuse_simt_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size gradfuse_simt_switch, . - gradfuse_simt_switch
+)");
+extern "C" void gradfuse_simt_switch(void** from, void* to);
+#else
+#include <ucontext.h>
+#endif
+
 namespace gradfuse::simt {
 namespace {
 
@@ -25,19 +55,44 @@ constexpr unsigned char kGarbage = 0xff;  // NaN as a float, out of every range 
 
 enum class State { kReady, kAtBarrier, kInWarp, kDone };
 
-// A switch of contexts that the address sanitizer knows of.
+// The stack of a fibre or of the scheduler, and where it left off.
 struct Context {
+#if defined(__x86_64__)
+  void* stack_pointer = nullptr;
+#else
   ucontext_t context;
+#endif
   void* fake_stack = nullptr;
   const void* stack = nullptr;
   size_t stack_bytes = 0;
 };
 
+// Makes `context` begin with enter() on its stack.
+void Prepare(Context& context, void (*enter)()) {
+#if defined(__x86_64__)
+  auto* top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(context.stack)) + context.stack_bytes);
+  *--top = nullptr;  // as after a call: the stack is aligned to 16 bytes less one address
+  *--top = reinterpret_cast<void*>(enter);
+  for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+  context.stack_pointer = top;
+#else
+  getcontext(&context.context);
+  context.context.uc_stack.ss_sp = const_cast<void*>(context.stack);
+  context.context.uc_stack.ss_size = context.stack_bytes;
+  context.context.uc_link = nullptr;
+  makecontext(&context.context, enter, 0);
+#endif
+}
+
 void SwitchTo(Context& from, Context& to) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&from.fake_stack, to.stack, to.stack_bytes);
 #endif
+#if defined(__x86_64__)
+  gradfuse_simt_switch(&from.stack_pointer, to.stack_pointer);
+#else
   swapcontext(&from.context, &to.context);
+#endif
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
 #endif
@@ -51,12 +106,15 @@ struct Fibre {
   uint64_t brought = 0;    // to a shuffle
   size_t shared_asked = 0;
 
-  Fibre() {
+  explicit Fibre(size_t index) {
     void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) throw std::bad_alloc();
     context.stack = stack;
-    context.stack_bytes = kStackBytes;
+    // Stacks that all began at the same place in a page would share few lines of the cache.
+    context.stack_bytes = kStackBytes - index % 64 * 192;
   }
+  Fibre(const Fibre&) = delete;
+  Fibre& operator=(const Fibre&) = delete;
   ~Fibre() { munmap(const_cast<void*>(context.stack), kStackBytes); }
 };
 
@@ -65,6 +123,7 @@ constexpr int kWarpBarrier = -1;
 
 struct Warp {
   unsigned arrived = 0;
+  int collective = 0;
   uint64_t values[2][kWarp];
   int generation = 0;
 };
@@ -158,13 +217,8 @@ class Machine {
     shared_.clear();
     warps_.assign(threads / kWarp, Warp{});
     for (size_t index = fibres_.size(); index < threads; ++index) {
-      fibres_.push_back(std::make_unique<Fibre>());
-      Context& context = fibres_.back()->context;
-      getcontext(&context.context);
-      context.context.uc_stack.ss_sp = const_cast<void*>(context.stack);
-      context.context.uc_stack.ss_size = context.stack_bytes;
-      context.context.uc_link = nullptr;
-      makecontext(&context.context, Enter, 0);
+      fibres_.push_back(std::make_unique<Fibre>(index));
+      Prepare(fibres_.back()->context, Enter);
     }
     ready_.clear();
     for (unsigned index = 0; index < threads; ++index) {
@@ -200,13 +254,8 @@ class Machine {
 
   void ReleaseWarp(unsigned index) {
     Warp& warp = warps_[index];
-    const int collective = current_->collective;
-    for (unsigned lane = 0; lane < kWarp; ++lane) {
-      const Fibre& fibre = *fibres_[index * kWarp + lane];
-      if (fibre.state == State::kInWarp && fibre.collective != collective) {
-        Abandon("simt: lanes of a warp that meet in different operations");
-      }
-    }
+    if (warp.arrived == 1) warp.collective = current_->collective;
+    if (warp.collective != current_->collective) Abandon("simt: lanes of a warp that meet in different operations");
     if (warp.arrived < kWarp) return;
     warp.arrived = 0;
     ++warp.generation;
