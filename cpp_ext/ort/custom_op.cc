@@ -28,7 +28,9 @@ std::optional<Tensor> InputReader::Next() {
   void* data = nullptr;
   // The function has a mutable argument for the sake of other callers; the tensor is only read.
   ThrowIfError(api_, api_.GetTensorMutableData(const_cast<OrtValue*>(value), &data));
-  return Tensor(data, types_[index], ShapeOf(api_, value));
+  Tensor tensor(data, types_[index], ShapeOf(api_, value));
+  tensor.on_host = on_host_[index];
+  return tensor;
 }
 
 void OutputMaker::Output(const char* name, Tensor& tensor, const TypeSet&) {
@@ -43,6 +45,7 @@ void OutputMaker::Output(const char* name, Tensor& tensor, const TypeSet&) {
     if (status.ok()) status = Refuse(name, "absent", "a named output");
     return;
   }
+  if (index == 0) first = value;
   void* data = nullptr;
   ThrowIfError(api_, api_.GetTensorMutableData(value, &data));
   tensor = Tensor(data, types_[index], shape);
@@ -65,22 +68,32 @@ std::vector<Signature::Types> Signature::Combinations() const {
   return combinations;
 }
 
-CustomOp::CustomOp(const OrtApi& api_, uint32_t version_, const char* name_, const Signature& signature,
-                   Signature::Types types_)
+std::vector<bool> Signature::InputIsOnHost(bool reads_device) const {
+  std::vector<bool> on_host;
+  for (const TypeSet& types : inputs_) on_host.push_back(reads_device || types.read_by_host());
+  return on_host;
+}
+
+CustomOp::CustomOp(const OrtApi& api_, uint32_t version_, const char* name_, const char* provider_,
+                   std::vector<bool> input_is_on_host_, const Signature& signature, Signature::Types types_)
     : OrtCustomOp{},
       api(api_),
       name(name_),
+      provider(provider_),
+      input_is_on_host(std::move(input_is_on_host_)),
       input_is_optional(signature.input_is_optional()),
       types(std::move(types_)) {
   version = version_;
   GetName = [](const OrtCustomOp* op) { return From(op).name; };
-  GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // the CPU
+  GetExecutionProviderType = [](const OrtCustomOp* op) { return From(op).provider; };
   GetInputTypeCount = [](const OrtCustomOp* op) { return From(op).types.inputs.size(); };
   GetInputType = [](const OrtCustomOp* op, size_t index) { return ToOnnx(From(op).types.inputs[index]); };
   GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
     return From(op).input_is_optional[index] ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  GetInputMemoryType = [](const OrtCustomOp* op, size_t index) {
+    return From(op).provider != nullptr && From(op).input_is_on_host[index] ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+  };
   GetOutputTypeCount = [](const OrtCustomOp* op) { return From(op).types.outputs.size(); };
   GetOutputType = [](const OrtCustomOp* op, size_t index) { return ToOnnx(From(op).types.outputs[index]); };
   GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };

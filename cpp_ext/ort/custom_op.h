@@ -14,6 +14,13 @@
 // What makes a custom op of ONNX Runtime out of the arguments of any op.
 namespace gradfuse::ort {
 
+// A device says where nodes of an op run:
+//
+//   static constexpr const char* kProvider;   the execution provider, nullptr for the CPU's
+//   static constexpr bool kOnHost;            whether the host can read all inputs, not just those that are ReadByHost
+//   explicit Device(const OrtApi&);           made once for a node
+//   Status Run(const Args&, OrtKernelContext*, const OrtValue* output) const;
+
 // The session's own thread pool.
 class OrtParallelFor final : public ParallelFor {
  public:
@@ -27,6 +34,23 @@ class OrtParallelFor final : public ParallelFor {
  private:
   const OrtApi& api_;
   const OrtKernelContext* context_;
+};
+
+class CpuDevice {
+ public:
+  static constexpr const char* kProvider = nullptr;
+  static constexpr bool kOnHost = true;
+
+  explicit CpuDevice(const OrtApi& api) : api_(api) {}
+
+  template <class Args>
+  Status Run(const Args& args, OrtKernelContext* context, const OrtValue*) const {
+    cpu::Run(args, OrtParallelFor(api_, context));
+    return {};
+  }
+
+ private:
+  const OrtApi& api_;
 };
 
 // Reads a node's attributes; those that it does not have keep their defaults.
@@ -91,8 +115,9 @@ class AttributeReader {
 // Points the inputs of an op's arguments at the tensors of a call.
 class InputReader {
  public:
-  InputReader(const OrtApi& api, const OrtKernelContext* context, const std::vector<DType>& types)
-      : api_(api), context_(context), types_(types) {
+  InputReader(const OrtApi& api, const OrtKernelContext* context, const std::vector<DType>& types,
+              const std::vector<bool>& on_host)
+      : api_(api), context_(context), types_(types), on_host_(on_host) {
     ThrowIfError(api, api.KernelContext_GetInputCount(context, &count_));
   }
 
@@ -116,6 +141,7 @@ class InputReader {
   const OrtApi& api_;
   const OrtKernelContext* context_;
   const std::vector<DType>& types_;
+  const std::vector<bool>& on_host_;
   size_t count_ = 0;
   size_t index_ = 0;
 };
@@ -136,6 +162,7 @@ class OutputMaker {
   void Output(const char* name, Tensor& tensor, const TypeSet&);
 
   Status status;
+  const OrtValue* first = nullptr;  // of the outputs
 
  private:
   const OrtApi& api_;
@@ -172,6 +199,8 @@ class Signature {
   std::vector<Types> Combinations() const;
 
   const std::vector<bool>& input_is_optional() const { return input_is_optional_; }
+  // Whether each input is in host memory, on a device whose memory it can read or not.
+  std::vector<bool> InputIsOnHost(bool reads_device) const;
 
  private:
   void AddInput(const TypeSet& types, bool optional) {
@@ -187,12 +216,15 @@ class Signature {
 
 // An op for one combination of element types, as ONNX Runtime registers it.
 struct CustomOp : OrtCustomOp {
-  CustomOp(const OrtApi& api, uint32_t version, const char* name, const Signature& signature, Signature::Types types);
+  CustomOp(const OrtApi& api, uint32_t version, const char* name, const char* provider, std::vector<bool> input_is_on_host,
+           const Signature& signature, Signature::Types types);
 
   static const CustomOp& From(const OrtCustomOp* op) { return *static_cast<const CustomOp*>(op); }
 
   const OrtApi& api;
   const char* name;
+  const char* provider;
+  std::vector<bool> input_is_on_host;
   std::vector<bool> input_is_optional;
   Signature::Types types;
 };
@@ -201,7 +233,7 @@ struct CustomOp : OrtCustomOp {
 std::string PrefixOf(const OrtApi& api, const char* op, const OrtKernelInfo* info);
 
 // A node of an op: its attributes, and during a call its tensors.
-template <class Args>
+template <class Args, class Device>
 class Kernel {
  public:
   // Makes `op` create, run and destroy nodes of this kind.
@@ -212,7 +244,7 @@ class Kernel {
   }
 
  private:
-  explicit Kernel(const CustomOp& op) : op_(op) {}
+  explicit Kernel(const CustomOp& op) : op_(op), device_(op.api) {}
 
   static OrtStatus* ORT_API_CALL Create(const OrtCustomOp* ort_op, const OrtApi*, const OrtKernelInfo* info,
                                         void** kernel) {
@@ -237,7 +269,7 @@ class Kernel {
 
   Status Call(OrtKernelContext* context) const {
     Args args = attributes_;
-    InputReader inputs(op_.api, context, op_.types.inputs);
+    InputReader inputs(op_.api, context, op_.types.inputs, op_.input_is_on_host);
     Args::Visit(args, inputs);
     GRADFUSE_RETURN_IF_ERROR(inputs.status);
     GRADFUSE_RETURN_IF_ERROR(Check(args));
@@ -245,8 +277,7 @@ class Kernel {
     OutputMaker outputs(op_.api, context, shapes, op_.types.outputs);
     Args::Visit(args, outputs);
     GRADFUSE_RETURN_IF_ERROR(outputs.status);
-    cpu::Run(args, OrtParallelFor(op_.api, context));
-    return {};
+    return device_.Run(args, context, outputs.first);
   }
 
   Status Named(const Status& status) const {
@@ -256,15 +287,17 @@ class Kernel {
   const CustomOp& op_;
   std::string prefix_;
   Args attributes_;
+  Device device_;
 };
 
-// The custom ops of `Args`, one for each combination of element types, appended to `ops`.
-template <class Args>
+// The custom ops of `Args` on a device, one for each combination of element types, appended to `ops`.
+template <class Args, class Device>
 void AppendCustomOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
   const Signature signature = Signature::Of<Args>();
   for (Signature::Types& types : signature.Combinations()) {
-    ops.push_back(std::make_unique<CustomOp>(api, version, Args::kName, signature, std::move(types)));
-    Kernel<Args>::Install(*ops.back());
+    ops.push_back(std::make_unique<CustomOp>(api, version, Args::kName, Device::kProvider,
+                                             signature.InputIsOnHost(Device::kOnHost), signature, std::move(types)));
+    Kernel<Args, Device>::Install(*ops.back());
   }
 }
 

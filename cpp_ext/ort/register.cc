@@ -7,9 +7,9 @@
 #include <mutex>
 #include <vector>
 
-#include "gradfuse/op_table.h"
 #include "ort/api.h"
 #include "ort/custom_op.h"
+#include "ort/devices.h"
 
 namespace gradfuse::ort {
 namespace {
@@ -39,8 +39,7 @@ OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version) {
   if (const auto found = registrations.find(&api); found != registrations.end()) return found->second.domain;
 
   Registration made;
-  ForEachOp(OpTable(),
-            [&](auto* args) { AppendCustomOps<std::remove_pointer_t<decltype(args)>>(api, version, made.ops); });
+  AppendAllCustomOps(api, version, made.ops);
   ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &made.domain));
   for (const auto& op : made.ops) ThrowIfError(api, api.CustomOpDomain_Add(made.domain, op.get()));
   return registrations.emplace(&api, std::move(made)).first->second.domain;

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gradfuse.testing import assert_gradients_close
 
+pytestmark = pytest.mark.usefixtures("device")
+
 OP = "CrossEntropyLossGrad"
 IGNORED = -100
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gradfuse.testing import assert_gradients_close
 
+pytestmark = pytest.mark.usefixtures("device")
+
 OP = "CtcLossBackward"
 WIDE = (torch.float32, torch.float64)
 NARROW = (torch.float16, torch.bfloat16)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gradfuse.testing import assert_gradients_close
 
+pytestmark = pytest.mark.usefixtures("device")
+
 OP = "MseLossBackward"
 NONE, MEAN, SUM = range(3)
 

@@ -1,0 +1,167 @@
+"""Builds the CUDA kernels for tests and measurements, with nothing but a compiler: `device_library.py VARIANT`.
+
+Variants:
+    cuda            kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
+    simt            the same, on the host machine of tests/simt
+    simt-sanitized  the same with the address and undefined-behaviour sanitizers
+    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider
+
+Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CPP_EXT = Path(__file__).resolve().parents[1]
+BUILD = CPP_EXT.parent / "build" / "device"
+VARIANTS = ("cuda", "simt", "simt-sanitized", "simt-ort")
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the text says why."""
+
+
+def build(variant: str, arch: str = "native") -> Path:
+    """Build a variant of the library, if it is not there yet, and return its path.
+
+    Args:
+        variant: one of VARIANTS.
+        arch: for "cuda", what nvcc is to build for: "native" is the GPU of this machine.
+
+    Raises:
+        BuildError: a compiler is missing, or fails.
+    """
+    if variant not in VARIANTS:
+        raise BuildError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
+    sources = _sources(variant)
+    command = _command(variant, arch)
+    library = BUILD / variant / _digest(sources, command) / f"libgradfuse_{variant.replace('-', '_')}.so"
+    with _lock(BUILD / variant):
+        if library.is_file():
+            return library
+        for old in library.parent.parent.iterdir():
+            if old.is_dir():
+                shutil.rmtree(old)
+        library.parent.mkdir(parents=True)
+        _link(variant, command, [_compile(command, source, library.parent) for source in sources], library)
+    return library
+
+
+def _sources(variant: str) -> list[Path]:
+    kernels = [*sorted((CPP_EXT / "kernels").glob("*.cc")), *sorted((CPP_EXT / "kernels/cuda").glob("*.cu"))]
+    tests = CPP_EXT / "tests"
+    if variant == "cuda":
+        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc"]
+    kernels = [path for path in kernels if path.name != "fault.cu"]
+    if variant == "simt-ort":
+        adapter = [path for path in sorted((CPP_EXT / "ort").glob("*.cc")) if path.name != "devices.cc"]
+        return [*kernels, tests / "simt/simt.cc", tests / "simt/devices.cc", *adapter]
+    return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+
+
+def _command(variant: str, arch: str) -> list[str]:
+    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
+    if variant == "cuda":
+        warnings = ["-diag-suppress", "2810", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
+        options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
+        return [_compiler("nvcc", "NVCC"), *options, *includes]
+    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DGRADFUSE_SIMT"]
+    if variant == "simt-sanitized":
+        options += ["-g1", *SANITIZERS]
+    if variant == "simt-ort":
+        includes += ["-isystem", str(_onnxruntime_headers())]
+    return [_compiler("c++", "CXX"), *options, *includes]
+
+
+def _compiler(name: str, variable: str) -> str:
+    path = shutil.which(os.environ.get(variable, name))
+    if path is None:
+        raise BuildError(f"{name} is not on the PATH; expected it there, or its path in {variable}")
+    return path
+
+
+def _onnxruntime_headers() -> Path:
+    """Where CMake found the headers of onnxruntime, or what the variable GRADFUSE_ORT_INCLUDE_DIR says."""
+    given = os.environ.get("GRADFUSE_ORT_INCLUDE_DIR")
+    if given:
+        return Path(given)
+    for cache in sorted(CPP_EXT.parent.glob("build/*/CMakeCache.txt")):
+        found = re.search(r"^GRADFUSE_ORT_INCLUDE_DIR:PATH=(.+)$", cache.read_text(encoding="utf-8"), re.MULTILINE)
+        if found and Path(found[1]).is_dir():
+            return Path(found[1])
+    folder = BUILD / "headers"
+    script = CPP_EXT / "tools" / "fetch_headers.py"
+    result = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"no headers of onnxruntime: {result.stderr.strip()}")
+    return Path(result.stdout.strip())
+
+
+def _digest(sources: list[Path], command: list[str]) -> str:
+    digest = hashlib.sha256("\0".join(command).encode())
+    headers = (path for path in sorted(CPP_EXT.rglob("*")) if path.suffix in {".h", ".cuh"})
+    for path in [*sources, *headers]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(command: list[str], source: Path, folder: Path) -> Path:
+    # Two sources of an op differ in their folders only.
+    target = folder / f"{source.parent.name}_{source.name}.o"
+    language = ["-x", "c++"] if source.suffix == ".cu" and Path(command[0]).name != "nvcc" else []
+    _run([*command, *language, "-c", str(source), "-o", str(target)])
+    return target
+
+
+def _link(variant: str, command: list[str], objects: list[Path], library: Path) -> None:
+    if variant == "cuda":
+        options = ["-cudart", "static"]
+    else:
+        options = ["-Wl,--no-undefined"] if variant != "simt-sanitized" else []
+        if variant == "simt-ort":
+            options.append(f"-Wl,--version-script={CPP_EXT / 'exports.map'}")
+    unfinished = library.with_suffix(".unfinished")
+    _run([*command, "-shared", *map(str, objects), *options, "-o", str(unfinished)])
+    unfinished.replace(library)
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{result.stderr}")
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Test processes side by side build a library once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    if len(sys.argv) not in (2, 3):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        print(build(*sys.argv[1:]))
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
