@@ -5,7 +5,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from cpp_ext.single_node import FLOATS, assert_refused, assert_same_bits, run
+from cpp_ext.single_node import CPU, FLOATS, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -106,6 +106,27 @@ def test_all_rows_ignored(reduction: str) -> None:
     (out,) = run(OP, grad_of(reduction, 3, torch.float32), log_prob, torch.full_like(target, 7), ignore_index=7,
                  reduction=reduction)  # fmt: skip
     assert_same_bits(out, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_rows_with_a_target_out_of_range_are_nan_where_no_check_can_read_it(
+    device: str, reduction: str, dtype: torch.dtype
+) -> None:
+    if device == CPU:
+        pytest.skip("refused before anything runs")
+    log_prob, target, weight = sample(300, 7, dtype)
+    good = target.clone()
+    good[[1, 100, 299]] = IGNORED
+    target[[1, 100, 299]] = torch.tensor([7, -1, 2**40])
+    grad = grad_of(reduction, 300, dtype)
+    (out,) = run(OP, grad, log_prob, target, weight, reduction=reduction, label_smoothing=0.1)
+    with pytest.raises(Exception, match="target is out of range in an earlier run"):
+        run(OP, grad, log_prob, good, weight, reduction=reduction, label_smoothing=0.1)
+    (expected,) = run(OP, grad, log_prob, good, weight, reduction=reduction, label_smoothing=0.1)
+    assert out[[1, 100, 299]].isnan().all()
+    kept = torch.tensor([row not in (1, 100, 299) for row in range(300)])
+    assert_same_bits(out[kept], expected[kept])
 
 
 def test_nan_and_infinity_stay_where_they_are() -> None:

@@ -7,7 +7,7 @@ import oracles
 import pytest
 import torch
 from cpp_ext.ctc_samples import TARGET_TYPES, Item, batches, joined, sample
-from cpp_ext.single_node import assert_refused, assert_same_bits, run
+from cpp_ext.single_node import CPU, CUDA_SIMT, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -157,10 +157,6 @@ NAMES = (
         ("grad_out is float32(3); expected float32(2), one value an item", {"grad_out": torch.ones(3)}),
         ("neg_log_likelihood is float32(2,1); expected float32(2), one value an item",
          {"neg_log_likelihood": torch.ones(2, 1)}),
-        ("log_alpha is float32(2,5,4); expected shape (2,5,X) with X at least 5, twice the longest target and one",
-         {"log_alpha": torch.zeros(2, 5, 4)}),
-        ("log_alpha is float32(2,4,5); expected shape (2,5,X) with X at least 5, twice the longest target and one",
-         {"log_alpha": torch.zeros(2, 4, 5)}),
         ("targets[0,0] is 4; expected a class in [0, 4)", {"targets": torch.tensor([[4, 1], [1, 1]])}),
         ("input_lengths[1] is 6; expected a length in [0, 5]", {"input_lengths": torch.tensor([5, 6])}),
         ("blank is 4; expected a class in [0, 4)", {"blank": 4}),
@@ -171,3 +167,32 @@ def test_bad_arguments(message: str, changes: dict[str, Any]) -> None:
     attributes = {name: value for name, value in changes.items() if name not in NAMES}
     changed = [changes.get(name, value) for name, value in zip(NAMES, inputs, strict=True)]
     assert_refused(OP, message, changed, attributes)
+
+
+def test_log_alpha_of_the_wrong_shape(device: str) -> None:
+    inputs = inputs_of(sample([Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32))
+    wanted = f"shape (2,5,X) with X at least {'5, ' if device == CPU else ''}twice the longest target and one"
+    assert_refused(OP, f"log_alpha is float32(2,4,5); expected {wanted}", [*inputs[:6], torch.zeros(2, 4, 5)], {})
+    narrow = "target_lengths[0] is too long" if device == CUDA_SIMT else "log_alpha is float32(2,5,4); expected " + wanted
+    assert_refused(OP, narrow, [*inputs[:6], torch.zeros(2, 5, 4)], {})
+
+
+def test_values_out_of_range_spoil_their_own_item_where_no_check_can_read_them(device: str) -> None:
+    if device == CPU:
+        pytest.skip("refused before anything runs")
+    inputs = inputs_of(sample([Item(5, 2), Item(5, 1), Item(4, 2)], steps=5, classes=4, dtype=torch.float32))
+    (expected,) = run(OP, *inputs)
+    for index, value in ((2, 4), (2, -1), (3, 6), (3, -1), (4, 3), (4, -(2**62)), (4, 2**62)):
+        bad = [tensor.clone() for tensor in inputs]
+        bad[index][0, ...] = value
+        (out,) = run(OP, *bad)
+        assert_same_bits(out[:, 1:], expected[:, 1:])
+        length = 5 if index == 3 else int(inputs[3][0])
+        assert out[:length, 0].isnan().all()
+        with pytest.raises(Exception, match="is out of range in an earlier run"):
+            run(OP, *inputs)
+    for lengths in ([2, 2, 2], [2, 0, 2], [2**62, 2**62, 2**62]):
+        line = joined(inputs[2], inputs[4])
+        run(OP, *inputs[:2], line, inputs[3], torch.tensor(lengths), *inputs[5:])
+        with pytest.raises(Exception, match="is out of range in an earlier run"):
+            run(OP, *inputs[:2], line, *inputs[3:])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import oracles
 import pytest
 import torch
-from cpp_ext.single_node import FLOATS, assert_refused, assert_same_bits, run
+from cpp_ext.single_node import CPU, FLOATS, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -86,6 +86,32 @@ def test_nan_and_infinity_stay_in_their_group() -> None:
     grad_y = torch.ones(300, 3)
     grad_y[10, 0], grad_y[200, 1], grad_y[299, 2] = torch.nan, torch.inf, -torch.inf
     check(grad_y, torch.tensor([100, 250, 300]))
+
+
+@pytest.mark.parametrize("index_type", (torch.int64, torch.int32))
+@pytest.mark.parametrize(
+    "ends, clamped",
+    [
+        ([300, 200, 400], [300, 300, 400]),
+        ([-5, 100, 400], [0, 100, 400]),
+        ([100, 2**31 - 1, 50], [100, 400, 400]),
+        ([100, 200, 300], [100, 200, 300]),
+        ([-(2**31), -1, -1], [0, 0, 0]),
+    ],
+)
+def test_ends_out_of_order_are_clamped_where_no_check_can_read_them(
+    device: str, ends: list[int], clamped: list[int], index_type: torch.dtype
+) -> None:
+    if device == CPU:
+        pytest.skip("refused before anything runs")
+    grad_y = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    (out,) = run(OP, grad_y, torch.tensor(ends, dtype=index_type))
+    with pytest.raises(Exception, match="group_idx is out of range in an earlier run"):
+        run(OP, grad_y, torch.tensor(ends, dtype=index_type))
+    expected = torch.stack(
+        [grad_y[begin:end].double().sum(0) for begin, end in zip([0, *clamped], clamped, strict=False)]
+    )
+    assert_gradients_close(out, expected.float(), expected, torch.float32, terms=grad_y.abs().sum(0).numpy())
 
 
 ROWS = torch.zeros(4, 2)
