@@ -1,0 +1,123 @@
+"""Tests the CUDA kernels on a device against numpy in float64: `make gpu-test`.
+
+    gpu_test.py [--simt | --simt-sanitized] [--small] [--only OP] [--no-tools]
+
+Every op in every type, twice (the bits must be the same), from aligned and from odd addresses, with memory poisoned that
+an op must write. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there. Needs numpy and
+nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
+
+import device_library
+from cases import Case, cases
+from device import Device, DeviceError, Operand
+
+
+def check(device: Device, case: Case, shift: int) -> str:
+    """Run a case and compare: "" where all is well, else what is wrong."""
+    inputs: list[Operand | None] = []
+    for index, values in enumerate(case.inputs):
+        if values is None:
+            inputs.append(None)
+        elif index in case.host_inputs:
+            inputs.append(Operand(values.bits, values.dtype, values.bits.shape))
+        else:
+            inputs.append(device.upload(values, shift=shift))
+    signature = {"CrossEntropyLossGrad": 6, "CtcLoss": 4, "CtcLossBackward": 7, "GroupedBiasAddGrad": 2}
+    inputs += [None] * (signature.get(case.op, 3) - len(inputs))
+    results = []
+    for _ in range(2):
+        outputs = [device.empty(exact.shape, case.dtype, shift=shift) for exact in case.expected]
+        call = device.prepare(case.op, [*inputs, *outputs], **case.attributes)
+        call.workspace.fill(0xFF)
+        call.run()
+        results.append([device.download(output) for output in outputs])
+        if (fault := device.fault_of(call)) != case.fault:
+            return f"reports input {fault} as out of range; expected {case.fault}"
+    for first, second in zip(*results, strict=True):
+        if first.bits.tobytes() != second.bits.tobytes():
+            return "gives other bits the second time"
+    for result, exact, bound in zip(results[0], case.expected, case.error_bounds(), strict=True):
+        got = result.wide()
+        with np.errstate(invalid="ignore"):
+            error = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0.0, np.abs(got - exact))
+        wrong = ~(error <= bound)
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            return f"is {got[at]:.9g} at {list(at)}; expected {exact[at]:.9g}; {int(wrong.sum())} of {got.size} are off"
+    return ""
+
+
+def run(device: Device, *, large: bool, only: str | None) -> int:
+    """Check all cases; gives the number that failed."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for case in cases(large=large):
+        if only not in (None, case.op):
+            continue
+        for shift in (0, 1):
+            if shift and large and sum(v.bits.size for v in case.inputs if v is not None) > 10**7:
+                continue
+            try:
+                problem = check(device, case, shift)
+            except DeviceError as error:
+                problem = str(error)
+            count = counts.setdefault((case.op, case.dtype), [0, 0])
+            count[bool(problem)] += 1
+            if problem:
+                print(f"FAILED {case.op} {case.dtype} {case.name}{', odd addresses' * shift}: {problem}", flush=True)
+    for (op, dtype), (passed, failed) in counts.items():
+        print(f"{op:28} {dtype:9} {passed:4} passed {failed:4} failed")
+    return sum(failed for _, failed in counts.values())
+
+
+def sanitize(only: str | None) -> int:
+    """Run the small cases under compute-sanitizer; gives the number of tools that found something."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("compute-sanitizer is not on the PATH: memcheck and racecheck were not run")
+        return 0
+    failed = 0
+    for name in ("memcheck", "racecheck"):
+        command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, __file__, "--small", "--no-tools"]
+        code = subprocess.run([*command, *(["--only", only] if only else [])], check=False).returncode
+        print(f"compute-sanitizer {name}: {'clean' if code == 0 else f'failed with {code}'}")
+        failed += code != 0
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simt", action="store_true", help="on the SIMT machine of the tests")
+    parser.add_argument("--simt-sanitized", action="store_true", help="the same, compiled with sanitizers")
+    parser.add_argument("--small", action="store_true", help="small sizes only")
+    parser.add_argument("--only", metavar="OP", help="one op only")
+    parser.add_argument("--no-tools", action="store_true", help="without compute-sanitizer")
+    options = parser.parse_args()
+    variant = "simt-sanitized" if options.simt_sanitized else "simt" if options.simt else "cuda"
+    try:
+        device = Device(device_library.build(variant))
+    except (device_library.BuildError, DeviceError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(device.name, flush=True)
+    on_gpu = variant == "cuda"
+    failed = run(device, large=on_gpu and not options.small, only=options.only)
+    if on_gpu and not options.no_tools:
+        failed += sanitize(options.only)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
