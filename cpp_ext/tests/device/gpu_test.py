@@ -10,6 +10,7 @@ nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,18 @@ def sanitize(only: str | None) -> int:
     return failed
 
 
+def run_again_with_sanitizers() -> int:
+    """Run this program in a process that has the sanitizers' libraries from the start, as they must be."""
+    compiler = os.environ.get("CXX", "c++")
+    libraries = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    options = "detect_leaks=0:detect_stack_use_after_return=0"  # Python's own leaks are of no interest
+    environment = {**os.environ, "LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": options}
+    return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simt", action="store_true", help="on the SIMT machine of the tests")
@@ -105,6 +118,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="OP", help="one op only")
     parser.add_argument("--no-tools", action="store_true", help="without compute-sanitizer")
     options = parser.parse_args()
+    if options.simt_sanitized and "libasan" not in os.environ.get("LD_PRELOAD", ""):
+        return run_again_with_sanitizers()
     variant = "simt-sanitized" if options.simt_sanitized else "simt" if options.simt else "cuda"
     try:
         device = Device(device_library.build(variant))
