@@ -14,7 +14,7 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench-payoff bench-scale lint format wheel clean
+.PHONY: help demo test test-slow bench-payoff bench-scale gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-slow   run the sweeps that the suite leaves out (a quarter of an hour)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
+	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
+	@echo "make gpu-bench   measure them, against PyTorch where there is one with CUDA"
 	@echo "make lint    check style and types of Python, and the format of C++"
 	@echo "make format  format Python and C++"
 	@echo "make wheel   build a wheel into dist/"
@@ -34,8 +36,12 @@ $(DEPENDENCIES): pyproject.toml constraints.txt tools/create_venv.py
 	$(PIP) install --constraint constraints.txt $$($(BIN)/python tools/requirements.py)
 	@touch $@
 
+# CUDA kernels take minutes to build for every GPU there is, and the tests run them on the host: CUDA=AUTO or CUDA=ON
+# builds them here too. Wheels have them wherever there is an nvcc.
+CUDA ?= OFF
 $(INSTALLED): $(DEPENDENCIES) $(CXX_SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps --editable .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps \
+		--config-settings=cmake.define.GRADFUSE_CUDA=$(CUDA) --editable .
 	@touch $@
 
 demo: $(INSTALLED)
@@ -52,6 +58,13 @@ bench-payoff: $(INSTALLED)
 
 bench-scale: $(INSTALLED)
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md
+
+# A GPU machine may have no way to install anything: these take whatever Python has numpy, and torch if it is there.
+gpu-test:
+	$(PYTHON) cpp_ext/tests/device/gpu_test.py
+
+gpu-bench:
+	$(PYTHON) benchmarks/gpu_bench.py
 
 lint: $(DEPENDENCIES)
 	$(BIN)/ruff check .

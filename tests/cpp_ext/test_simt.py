@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ mixed shuffles: simt: lanes of a warp that meet in different operations
 misaligned: simt: a store to a misaligned address
 unwritten shared memory: nan
 race: changes from run to run
+race of rounds: changes from run to run
+no race: stays the same
 sum after all that: 2016.000000
 """
 
@@ -49,3 +53,41 @@ def test_errors_of_kernels_are_found(tmp_path: Path) -> None:
     subprocess.run([compiler, *options, *map(str, sources), "-o", str(program)], check=True)
     result = subprocess.run([program], check=True, capture_output=True, text=True, timeout=60)
     assert result.stdout == EXPECTED
+
+
+def test_kernels_agree_with_numpy_under_the_sanitizers() -> None:
+    """What `make gpu-test` runs on a GPU, on the host machine: nothing is read or written out of bounds."""
+    program = CPP_EXT / "tests" / "device" / "gpu_test.py"
+    result = subprocess.run([sys.executable, program, "--simt-sanitized"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    rows = re.findall(r"^(\w+) +(\w+) +(\d+) passed +0 failed$", result.stdout, re.MULTILINE)
+    assert {(op, dtype) for op, dtype, _ in rows} == {(op, short(t)) for op in OPS for t in OPS[op].types}
+
+
+def short(onnx_type: str) -> str:
+    name = onnx_type.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_bench.py", "--simt", "--output", output]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert {row["op"] for row in report["rows"]} == set(OPS)
+    for row in report["rows"]:
+        assert row["milliseconds"] > 0 and row["bytes"] > 0
+        assert {"torch"} == set(row["peers"])
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("no nvcc")
+    for source in sorted((CPP_EXT / "kernels" / "cuda").glob("*.cu")):
+        options = ["-std=c++17", "-arch=sm_90", "--expt-relaxed-constexpr", f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
+        command = [compiler, *options, "-cubin", str(source), "-o", str(tmp_path / f"{source.stem}.cubin")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr

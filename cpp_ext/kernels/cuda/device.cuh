@@ -41,7 +41,9 @@ inline bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(
 
 #ifdef GRADFUSE_SIMT
 
-#define GRADFUSE_SHARED(type, name, count) type* const name = ::gradfuse::simt::SharedArray<type>(count)
+#define GRADFUSE_SHARED(type, name, count) \
+  static char name##_place;                \
+  type* const name = ::gradfuse::simt::SharedArray<type>(&name##_place, count)
 
 inline void Barrier() { simt::Barrier(); }
 inline void WarpBarrier() { simt::WarpBarrier(); }

@@ -104,7 +104,6 @@ struct Fibre {
   State state = State::kDone;
   int collective = 0;      // which one it waits in
   uint64_t brought = 0;    // to a shuffle
-  size_t shared_asked = 0;
 
   explicit Fibre(size_t index) {
     void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -122,6 +121,7 @@ struct Fibre {
 constexpr int kWarpBarrier = -1;
 
 struct Warp {
+  std::vector<Fibre*> ready;
   unsigned arrived = 0;
   int collective = 0;
   uint64_t values[2][kWarp];
@@ -176,14 +176,13 @@ class Machine {
     return values;
   }
 
-  void* SharedBytes(size_t bytes) {
-    const size_t index = current_->shared_asked++;
-    if (index == shared_.size()) {
-      shared_.emplace_back(static_cast<unsigned char*>(std::malloc(bytes)), bytes);
-      std::memset(shared_.back().memory.get(), kGarbage, bytes);
+  void* SharedBytes(const void* place, size_t bytes) {
+    for (const Shared& shared : shared_) {
+      if (shared.place == place) return shared.memory.get();
     }
-    if (shared_[index].bytes != bytes) simt::Fail("threads of a block that declare different shared memory");
-    return shared_[index].memory.get();
+    shared_.emplace_back(place, static_cast<unsigned char*>(std::malloc(bytes)));
+    std::memset(shared_.back().memory.get(), kGarbage, bytes);
+    return shared_.back().memory.get();
   }
 
   [[noreturn]] void Fail(const char* what) {
@@ -197,9 +196,9 @@ class Machine {
     struct Free {
       void operator()(unsigned char* memory) const { std::free(memory); }
     };
-    Shared(unsigned char* memory_, size_t bytes_) : memory(memory_), bytes(bytes_) {}
+    Shared(const void* place_, unsigned char* memory_) : place(place_), memory(memory_) {}
+    const void* place;
     std::unique_ptr<unsigned char, Free> memory;
-    size_t bytes;
   };
 
   static void Enter() {
@@ -220,25 +219,24 @@ class Machine {
       fibres_.push_back(std::make_unique<Fibre>(index));
       Prepare(fibres_.back()->context, Enter);
     }
-    ready_.clear();
+    order_.resize(threads / kWarp);
+    for (unsigned warp = 0; warp < order_.size(); ++warp) order_[warp] = warp;
+    std::shuffle(order_.begin(), order_.end(), random_);
+    ready_ = 0;
     for (unsigned index = 0; index < threads; ++index) {
       Fibre& fibre = *fibres_[index];
       fibre.here = {{index}, {block}, {threads}, {blocks}};
-      fibre.state = State::kReady;
-      fibre.shared_asked = 0;
-      ready_.push_back(&fibre);
+      MakeReady(fibre);
     }
     unsigned at_barrier = 0;
     unsigned done = 0;
     while (done < threads) {
-      if (ready_.empty()) {
+      if (ready_ == 0) {
         if (at_barrier < threads) Abandon(Deadlock(threads));
         at_barrier = 0;
         for (unsigned index = 0; index < threads; ++index) MakeReady(*fibres_[index]);
       }
-      std::swap(ready_[random_() % ready_.size()], ready_.back());
-      current_ = ready_.back();
-      ready_.pop_back();
+      current_ = &Pick();
       SwitchTo(scheduler_, current_->context);
       if (!error_.empty()) Abandon(error_);
       at_barrier += current_->state == State::kAtBarrier;
@@ -249,7 +247,24 @@ class Machine {
 
   void MakeReady(Fibre& fibre) {
     fibre.state = State::kReady;
-    ready_.push_back(&fibre);
+    warps_[fibre.here.thread.x / kWarp].ready.push_back(&fibre);
+    ++ready_;
+  }
+
+  // Some warps run as far as they can while others have not begun: so they meet what these have yet to read. Now and
+  // then others take the lead.
+  Fibre& Pick() {
+    if (random_() % 256 == 0) std::shuffle(order_.begin(), order_.end(), random_);
+    for (unsigned index : order_) {
+      std::vector<Fibre*>& ready = warps_[index].ready;
+      if (ready.empty()) continue;
+      std::swap(ready[random_() % ready.size()], ready.back());
+      Fibre& fibre = *ready.back();
+      ready.pop_back();
+      --ready_;
+      return fibre;
+    }
+    std::abort();
   }
 
   void ReleaseWarp(unsigned index) {
@@ -283,7 +298,8 @@ class Machine {
   const std::function<void()>* body_ = nullptr;
   Context scheduler_;
   std::vector<std::unique_ptr<Fibre>> fibres_;
-  std::vector<Fibre*> ready_;
+  unsigned ready_ = 0;
+  std::vector<unsigned> order_;  // of warps: the first that can runs
   std::vector<Warp> warps_;
   std::vector<Shared> shared_;
   Fibre* current_ = nullptr;
@@ -305,6 +321,6 @@ uint64_t ShuffleXorBits(uint64_t bits, int mask) {
   const unsigned lane = Here().thread.x % kWarp;
   return Machine::Get().Meet(mask, bits)[lane ^ static_cast<unsigned>(mask)];
 }
-void* SharedBytes(size_t bytes) { return Machine::Get().SharedBytes(bytes); }
+void* SharedBytes(const void* place, size_t bytes) { return Machine::Get().SharedBytes(place, bytes); }
 
 }  // namespace gradfuse::simt

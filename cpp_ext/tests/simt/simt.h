@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 // Runs CUDA kernels on the host, for tests: a block's threads are fibres, which take turns in random order wherever
-// they meet. So a missing barrier shows as a result that changes from run to run, a barrier that not all threads reach
+// they meet, some warps far ahead of others. So a missing barrier shows as a result that changes from run to run, a barrier that not all threads reach
 // is an error, and the sanitizers of the host's compiler see every access. Shared memory is filled with garbage before
 // a block runs. Blocks of a grid run one after the other, in random order too.
 
@@ -72,12 +72,12 @@ T ShuffleXor(T value, int mask) {
   return value;
 }
 
-// The block's next array of shared memory. Every thread asks for the same ones in the same order.
-void* SharedBytes(size_t bytes);
+// The block's array of shared memory that is declared at a place in the source.
+void* SharedBytes(const void* place, size_t bytes);
 
 template <class T>
-T* SharedArray(size_t count) {
-  return static_cast<T*>(SharedBytes(count * sizeof(T)));
+T* SharedArray(const void* place, size_t count) {
+  return static_cast<T*>(SharedBytes(place, count * sizeof(T)));
 }
 
 template <class T>
