@@ -36,12 +36,11 @@ $(DEPENDENCIES): pyproject.toml constraints.txt tools/create_venv.py
 	$(PIP) install --constraint constraints.txt $$($(BIN)/python tools/requirements.py)
 	@touch $@
 
-# CUDA kernels take minutes to build for every GPU there is, and the tests run them on the host: CUDA=AUTO or CUDA=ON
-# builds them here too. Wheels have them wherever there is an nvcc.
+# CUDA=ON builds the CUDA kernels into the library, for every GPU that nvcc knows. The tests run them on the host anyway.
 CUDA ?= OFF
+CUDA_SETTING = --config-settings=cmake.define.GRADFUSE_CUDA=$(CUDA)
 $(INSTALLED): $(DEPENDENCIES) $(CXX_SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps \
-		--config-settings=cmake.define.GRADFUSE_CUDA=$(CUDA) --editable .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps $(CUDA_SETTING) --editable .
 	@touch $@
 
 demo: $(INSTALLED)
@@ -78,7 +77,7 @@ format: $(DEPENDENCIES)
 	$(BIN)/clang-format -i $(CXX_FORMATTED)
 
 wheel: $(DEPENDENCIES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .
 
 clean:
 	rm -rf build dist $(VENV) .venv-ort-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,31 +3,34 @@
     gpu_bench.py [--simt] [--only OP] [--repeats N] [--output FILE]
 
 Times are medians over CUDA events; data that would fit into the GPU's cache comes in several copies, which take turns.
-The roof is a copy of as many bytes as the op must move at least, measured beside it. With a PyTorch that has CUDA its own
-operators run on the same shapes, eager and compiled. Results go to benchmarks/results/. With --simt everything runs on
-the host machine of the tests, at tiny sizes: to test this program, not to measure anything.
+The roof is a copy of as many bytes as the op must move at least, measured beside it. With a PyTorch that has CUDA its
+own operators run on the same shapes, eager and compiled. Results go to benchmarks/results/. With --simt everything runs
+on the host machine of the tests, at tiny sizes: to test this program, not to measure anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "cpp_ext" / "tests" / "device"), str(ROOT / "cpp_ext" / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpp_ext" / "tests" / "device"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpp_ext" / "tools"))
 
 import device_library
 from device import Buffer, Call, Device, DeviceError, Operand, Values
 
+ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CACHE = 256 << 20  # bytes; more than any GPU's
 
@@ -78,14 +81,22 @@ def main() -> int:
     print(f"{device.name}; PyTorch {torch.__version__ if torch else 'with CUDA is not there'}")
     print(f"{'op':28} {'size':28} {'dtype':9} {'ms':>9} {'GB/s':>7} {'of a copy':>9}  peers, times as long")
     rows = []
+    failures = []
     for work in _works(device, tiny=options.simt):
-        if options.only in (None, work.op):
+        if options.only not in (None, work.op):
+            continue
+        try:
             rows.append(_measure(device, work, torch, 2 if options.simt else options.repeats, options.simt))
             print(_line(rows[-1]), flush=True)
+        except DeviceError as error:  # too large for this GPU, as a rule
+            failures.append(f"{work.op} {work.size} {work.dtype}: {error}")
+            print(failures[-1], flush=True)
     name = re.sub(r"\W+", "-", device.name).strip("-").lower()
     output = options.output or ROOT / "benchmarks" / "results" / f"{name}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    report = {"device": device.name, "torch": torch and torch.__version__, "rows": [asdict(row) for row in rows]}
+    version = None if torch is None else torch.__version__
+    found = {"rows": [asdict(row) for row in rows], "failures": failures}
+    report = {"device": device.name, "torch": version, **found}
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(output)
     return 0
@@ -118,9 +129,7 @@ def _measure(device: Device, work: Work, torch: Any, repeats: int, simt: bool) -
         calls[next(turn) % copies].run()
 
     def copy() -> None:
-        device.library.gradfuse_device_copy(
-            *map(_pointer, (target.address, source.address)), _pointer(work.bytes // 2)
-        )
+        device.library.gradfuse_device_copy(*map(_pointer, (target.address, source.address)), _pointer(work.bytes // 2))
 
     times: dict[str, list[float]] = {"op": [], "copy": []}
     for _ in range(3):  # in turns, so that a change of clocks meets both; the first warms up
@@ -128,7 +137,7 @@ def _measure(device: Device, work: Work, torch: Any, repeats: int, simt: bool) -
         times["copy"] = times["copy"][-2 * repeats :] + device.milliseconds(copy, repeats)
     medians = {name: statistics.median(values[repeats:]) for name, values in times.items()}
     row = Row(work.op, work.size, work.dtype, work.bytes, max(medians["op"], 1e-6), max(medians["copy"], 1e-6))
-    del calls, source, target
+    calls.clear()
     if torch is not None:
         start = work.peer(torch, "cpu" if simt else "cuda")
         row.peers["torch"] = _time_torch(torch, start, repeats, simt)
@@ -137,9 +146,7 @@ def _measure(device: Device, work: Work, torch: Any, repeats: int, simt: bool) -
     return row
 
 
-def _pointer(value: int) -> Any:
-    import ctypes
-
+def _pointer(value: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(value)
 
 
@@ -155,7 +162,7 @@ def _time_torch(torch: Any, start: Callable[[], Any], repeats: int, simt: bool) 
             start()
             event.record()
         torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+        return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(events)))
 
 
 def _works(device: Device, *, tiny: bool) -> Iterator[Work]:
@@ -201,7 +208,7 @@ def _cross_entropy(device: Device, dtype: str, rows: int, classes: int) -> Work:
     target = np.random.default_rng(0).integers(0, classes, rows)
 
     def prepare() -> Call:
-        grad = device.upload(Values.of(np.float64(1.0), dtype))
+        grad = device.upload(Values.of(np.ones(()), dtype))
         log_prob = _filled(device, (rows, classes), dtype, 1, log_prob=True)
         out = device.empty((rows, classes), dtype)
         inputs = [grad, log_prob, device.upload(Values("int64", target)), None, None, None]
@@ -317,8 +324,8 @@ def _ctc(device: Device, steps: int, items: int, classes: int, labels: int) -> I
 
     def prepared(torch: Any, where: str) -> tuple[Any, ...]:
         lp = torch.randn(steps, items, classes, device=where).log_softmax(2)
-        on_device = (torch.from_numpy(targets).to(where), *(torch.from_numpy(length.bits).to(where) for length in lengths))
-        return lp, *on_device
+        arrays = (targets, *(length.bits for length in lengths))
+        return lp, *(torch.from_numpy(array).to(where) for array in arrays)
 
     def forward_peer(torch: Any, where: str) -> Callable[[], Any]:
         arguments = prepared(torch, where)

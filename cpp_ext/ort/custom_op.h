@@ -216,8 +216,8 @@ class Signature {
 
 // An op for one combination of element types, as ONNX Runtime registers it.
 struct CustomOp : OrtCustomOp {
-  CustomOp(const OrtApi& api, uint32_t version, const char* name, const char* provider, std::vector<bool> input_is_on_host,
-           const Signature& signature, Signature::Types types);
+  CustomOp(const OrtApi& api, uint32_t version, const char* name, const char* provider,
+           std::vector<bool> input_is_on_host, const Signature& signature, Signature::Types types);
 
   static const CustomOp& From(const OrtCustomOp* op) { return *static_cast<const CustomOp*>(op); }
 

@@ -1,7 +1,7 @@
 """Runs one aclnn operator by its kernel: a model of a single node, in onnxruntime with our library.
 
-On the device "cuda-simt" the CUDA kernels run, in onnxruntime's CPU provider, on the host machine of cpp_ext/tests/simt.
-Inputs are then as on a GPU: but for those that decide output shapes, no check reads their values.
+On the device "cuda-simt" the CUDA kernels run, in onnxruntime's CPU provider, on the host machine of
+cpp_ext/tests/simt. Inputs are then as on a GPU: but for those that decide output shapes, no check reads their values.
 """
 
 from __future__ import annotations

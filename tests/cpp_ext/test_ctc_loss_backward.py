@@ -173,7 +173,9 @@ def test_log_alpha_of_the_wrong_shape(device: str) -> None:
     inputs = inputs_of(sample([Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32))
     wanted = f"shape (2,5,X) with X at least {'5, ' if device == CPU else ''}twice the longest target and one"
     assert_refused(OP, f"log_alpha is float32(2,4,5); expected {wanted}", [*inputs[:6], torch.zeros(2, 4, 5)], {})
-    narrow = "target_lengths[0] is too long" if device == CUDA_SIMT else "log_alpha is float32(2,5,4); expected " + wanted
+    narrow = (
+        "target_lengths[0] is too long" if device == CUDA_SIMT else "log_alpha is float32(2,5,4); expected " + wanted
+    )
     assert_refused(OP, narrow, [*inputs[:6], torch.zeros(2, 5, 4)], {})
 
 

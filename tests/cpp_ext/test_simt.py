@@ -71,10 +71,12 @@ def short(onnx_type: str) -> str:
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "benchmarks" / "gpu_bench.py", "--simt", "--output", output]
+    program = ROOT / "benchmarks" / "gpu_bench.py"
+    command = [sys.executable, str(program), "--simt", "--output", str(output)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(output.read_text(encoding="utf-8"))
+    assert report["failures"] == []
     assert {row["op"] for row in report["rows"]} == set(OPS)
     for row in report["rows"]:
         assert row["milliseconds"] > 0 and row["bytes"] > 0

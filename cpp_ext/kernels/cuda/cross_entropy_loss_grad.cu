@@ -1,5 +1,4 @@
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
-
 #include "kernels/cuda/device.cuh"
 
 namespace gradfuse::cuda {
@@ -164,7 +163,8 @@ __global__ void __launch_bounds__(kThreads) Gradient(const __grid_constant__ Par
     // One division for the tile; within it places are 32-bit numbers.
     const int64_t first_row = begin / params.classes;
     const int64_t first_class = begin - first_row * params.classes;
-    const int in_first_row = static_cast<int>(params.classes - first_class < kTile ? params.classes - first_class : kTile);
+    const int in_first_row =
+        static_cast<int>(params.classes - first_class < kTile ? params.classes - first_class : kTile);
     const unsigned classes = static_cast<unsigned>(params.classes < kTile ? params.classes : kTile);
     const auto row_of = [&](int place) {
       if (place < in_first_row) return first_row;

@@ -1,5 +1,4 @@
 #include "gradfuse/ops/ctc_loss.h"
-
 #include "kernels/cuda/ctc_items.cuh"
 
 namespace gradfuse::cuda {
@@ -61,7 +60,8 @@ __global__ void __launch_bounds__(kMaxThreads) Alpha(const __grid_constant__ Par
     const int64_t* labels = items.labels + index * items.longest;
     T* item_alpha = params.log_alpha + index * items.steps * params.width;
     if (item.is_bad != 0) {
-      for (int64_t i = thread; i < items.steps * params.width; i += threads) item_alpha[i] = Narrow<T>(NotANumber<Real>());
+      for (int64_t i = thread; i < items.steps * params.width; i += threads)
+        item_alpha[i] = Narrow<T>(NotANumber<Real>());
       if (thread == 0) params.neg_log_likelihood[index] = Narrow<T>(NotANumber<Real>());
       continue;
     }
@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(kMaxThreads) Alpha(const __grid_constant__ Par
     if (thread == 0) {
       // Without a step, previous is the one before the first: certain for an empty target, impossible for others.
       const Real last = previous[states - 1];
-      const Real likelihood =
-          item.input_length == 0 ? last : LogSumExp(last, previous[states - 2], Never<Real>());
+      const Real likelihood = item.input_length == 0 ? last : LogSumExp(last, previous[states - 2], Never<Real>());
       params.neg_log_likelihood[index] = Narrow<T>(Real(0) - likelihood);
     }
     Barrier();
@@ -139,7 +138,8 @@ Params<T> ParamsOf(const CtcLossArgs& args, Workspace& workspace) {
   params.log_probs = args.log_probs.Data<T>();
   params.neg_log_likelihood = args.neg_log_likelihood.MutableData<T>();
   params.log_alpha = args.log_alpha.MutableData<T>();
-  if (params.width > kSharedWidth<Real>) params.steps = workspace.Array<Real>(params.items.items * 2 * (params.width + 2));
+  if (params.width > kSharedWidth<Real>)
+    params.steps = workspace.Array<Real>(params.items.items * 2 * (params.width + 2));
   return params;
 }
 

@@ -1,5 +1,4 @@
 #include "gradfuse/ops/ctc_loss_backward.h"
-
 #include "kernels/cuda/ctc_items.cuh"
 
 namespace gradfuse::cuda {
@@ -23,11 +22,11 @@ struct Params {
   int64_t width;  // of log_alpha
   bool zero_infinity;
   // Workspace.
-  int64_t states;      // room for those of an item
-  Real* gamma;         // (N, T, states): the posterior of each state at each step
-  Real* rows;          // (N, kRows, states): where states do not fit into registers
-  int64_t* same;       // (N, longest): of each label, the next place of the same one, or -1
-  uint8_t* is_first;   // (N, longest): whether no earlier label is the same
+  int64_t states;     // room for those of an item
+  Real* gamma;        // (N, T, states): the posterior of each state at each step
+  Real* rows;         // (N, kRows, states): where states do not fit into registers
+  int64_t* same;      // (N, longest): of each label, the next place of the same one, or -1
+  uint8_t* is_first;  // (N, longest): whether no earlier label is the same
 };
 
 // What becomes of an item.
@@ -154,7 +153,8 @@ __global__ void __launch_bounds__(kMaxThreads) HeldPosteriors(const __grid_const
       Real* const alpha = alpha_rows + t % 2 * kRow + 2;
       Real* const next = next_rows + t % 2 * kRow;
       Real* const jump = jump_rows + t % 2 * kRow;
-      // What flows to step t, which the division by its alpha says; and alpha of the step before, for the next division.
+      // What flows to step t, which the division by its alpha says; and alpha of the step before, for the next
+      // division.
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
         const int s = thread + k * threads;
@@ -207,9 +207,9 @@ __global__ void __launch_bounds__(kMaxThreads) LongPosteriors(const __grid_const
       }
       Barrier();
       for (int64_t s = threadIdx.x; s < states; s += blockDim.x) {
-        gamma[s] = t == last ? EndPosterior<T>(alpha, states, s)
-                             : stay[s] + (s + 1 < states ? next[s + 1] : Real(0)) +
-                                   (s + 2 < states ? jump[s + 2] : Real(0));
+        gamma[s] = t == last
+                       ? EndPosterior<T>(alpha, states, s)
+                       : stay[s] + (s + 1 < states ? next[s + 1] : Real(0)) + (s + 2 < states ? jump[s + 2] : Real(0));
       }
       Barrier();
     }

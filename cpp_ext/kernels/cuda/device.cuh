@@ -206,7 +206,8 @@ class Divisor {
   }
 
   __device__ void Divide(int64_t n, int64_t& quotient, int64_t& rest) const {
-    quotient = divisor_ == 1 ? n : static_cast<int64_t>(MultiplyHigh(static_cast<uint64_t>(n), multiplier_) >> (shift_ - 1));
+    quotient =
+        divisor_ == 1 ? n : static_cast<int64_t>(MultiplyHigh(static_cast<uint64_t>(n), multiplier_) >> (shift_ - 1));
     rest = n - quotient * divisor_;
   }
 
@@ -229,7 +230,7 @@ Status Launch(const Queue& queue, void (*kernel)(Parameters...), int64_t blocks,
   static_cast<void>(queue);
   simt::Run(grid, static_cast<unsigned>(threads), [&] { kernel(static_cast<Parameters>(arguments)...); });
 #else
-  kernel<<<grid, static_cast<unsigned>(threads), 0, static_cast<cudaStream_t>(queue.stream)>>>(
+  kernel<<<grid, static_cast<unsigned>(threads), 0, static_cast<cudaStream_t>(queue.stream)> > >(
       static_cast<Parameters>(arguments)...);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
     return {StatusCode::kFailed, std::string("CUDA is unable to start a kernel: ") + cudaGetErrorString(error)};

@@ -1,6 +1,6 @@
-#include "gradfuse/fault.h"
-
 #include <cuda_runtime.h>
+
+#include "gradfuse/fault.h"
 
 namespace gradfuse::cuda {
 

@@ -1,5 +1,4 @@
 #include "gradfuse/ops/grouped_bias_add_grad.h"
-
 #include "kernels/cuda/device.cuh"
 
 namespace gradfuse::cuda {
@@ -84,7 +83,8 @@ __global__ void __launch_bounds__(kThreads) FillEnds(const __grid_constant__ Par
   maxima[threadIdx.x] = largest;
   Barrier();
   largest = 0;
-  for (unsigned thread = 0; thread < threadIdx.x; ++thread) largest = maxima[thread] > largest ? maxima[thread] : largest;
+  for (unsigned thread = 0; thread < threadIdx.x; ++thread)
+    largest = maxima[thread] > largest ? maxima[thread] : largest;
   for (int64_t group = first; group < first + kEach && group < params.groups; ++group) {
     const int64_t end = given(group);
     largest = end > largest ? end : largest;

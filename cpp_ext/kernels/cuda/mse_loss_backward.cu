@@ -1,5 +1,4 @@
 #include "gradfuse/ops/mse_loss_backward.h"
-
 #include "kernels/cuda/device.cuh"
 
 namespace gradfuse::cuda {
@@ -34,7 +33,8 @@ struct Params {
 
 // The offset of an operand at output element `index`, and the element's place along the last dimension.
 template <class T>
-__device__ __attribute__((noinline)) int64_t OffsetAt(const Params<T>& params, int operand, int64_t index, int64_t& place) {
+__device__ __attribute__((noinline)) int64_t OffsetAt(const Params<T>& params, int operand, int64_t index,
+                                                      int64_t& place) {
   int64_t offset = 0;
   for (int axis = params.rank - 1; axis >= 0; --axis) {
     int64_t position;
@@ -148,9 +148,7 @@ void SetLoops(const MseLossBackwardArgs& args, Params<T>& params) {
   for (int axis = 0; axis < params.rank; ++axis) params.divisors[axis] = Divisor(params.sizes[axis]);
   for (int k = 0; k < kOperands; ++k) {
     const bool same = operands[k]->NumElements() == params.total;
-    params.layouts[k] = same                             ? Layout::kSame
-                        : operands[k]->NumElements() == 1 ? Layout::kConstant
-                                                          : Layout::kMapped;
+    params.layouts[k] = same ? Layout::kSame : operands[k]->NumElements() == 1 ? Layout::kConstant : Layout::kMapped;
   }
 }
 

@@ -1,5 +1,4 @@
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
-
 #include "kernels/cuda/device.cuh"
 
 namespace gradfuse::cuda {
@@ -45,8 +44,7 @@ __device__ Row RowAt(const Params<T>& params, int64_t index) {
     params.heads.Divide(rest, batch, head);
   }
   const int64_t row = (batch * params.head_count + head) * params.query_count + query;
-  return {row * params.size,
-          batch * params.mask_batch_stride + head * params.mask_head_stride + query * params.size};
+  return {row * params.size, batch * params.mask_batch_stride + head * params.mask_head_stride + query * params.size};
 }
 
 // kVec neighbouring elements, packed into words so that elements of 16 bits do not take a register each.
@@ -84,7 +82,8 @@ __device__ Vector<T, kVec> LoadPart(const T* row, int64_t place, int64_t size) {
   return vector;
 }
 
-// The same of a mask, as bits, the first element's lowest. It may be aligned in another way, and other rows read it too.
+// The same of a mask, as bits, the first element's lowest. It may be aligned in another way, and other rows read it
+// too.
 template <int kVec>
 __device__ uint32_t LoadMask(const uint8_t* row, int64_t place, int64_t size) {
   const uint8_t* address = row + place;

@@ -78,7 +78,7 @@ def _cross_entropy(random: np.random.Generator, dtype: str, large: bool) -> Iter
             if rows > 4:
                 target[3] = classes  # out of range
             weight = random.random(classes).astype(np.float32)
-            grad = Values.of(random.standard_normal(rows) if reduction == "none" else np.float64(1.5), dtype)
+            grad = Values.of(random.standard_normal(rows) if reduction == "none" else np.full((), 1.5), dtype)
             w = weight.astype(np.float64) if weighted else np.ones(classes)
             used = (target >= 0) & (target < classes)
             safe = np.where(used, target, 0)
@@ -101,10 +101,11 @@ def _cross_entropy(random: np.random.Generator, dtype: str, large: bool) -> Iter
 def _mse(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case]:
     shapes: list[tuple[tuple[int, ...], ...]] = [
         ((), (0, 3), (0, 3)), ((), (), ()), ((), (5, 3), (5, 3)), ((300, 17),) * 3, ((17,), (300, 1), (300, 17)),
-        ((4, 1, 33), (1, 5, 33), (4, 5, 1)), ((500, 3), (3,), (500, 1)), ((2, 1, 2, 1, 2, 1, 2, 3), (1, 3, 2, 1, 1, 2, 1, 3),
-        (2, 3, 1, 2, 2, 1, 1, 1)), ((64, 64), (64, 64), (1, 64)),
+        ((4, 1, 33), (1, 5, 33), (4, 5, 1)), ((500, 3), (3,), (500, 1)), ((64, 64), (64, 64), (1, 64)),
+        ((2, 1, 2, 1, 2, 1, 2, 3), (1, 3, 2, 1, 1, 2, 1, 3), (2, 3, 1, 2, 2, 1, 1, 1)),
     ]  # fmt: skip
-    shapes += [((4099, 4097),) * 3, ((), (4096, 4096), (4096, 4096)), ((4096, 1), (4097,), (4096, 4097))] if large else []
+    if large:
+        shapes += [((4099, 4097),) * 3, ((), (4096, 4096), (4096, 4096)), ((4096, 1), (4097,), (4096, 4097))]
     for shape in shapes:
         for reduction in range(3):
             grad, self, target = (Values.of(random.standard_normal(own), dtype) for own in shape)
@@ -141,7 +142,7 @@ def _grouped(random: np.random.Generator, dtype: str, large: bool) -> Iterator[C
     skewed = [*[3] * 50, 700, *[700] * 60, 999, 1000]
     tables = [([400, 600, 1000], 30), (skewed, 64), ([1000], 8), ([], 4), ([5, 3, 1000, 999], 6)]
     if large:
-        tables += [([65536], 2048), (np.sort(random.integers(0, 65537, 127)).tolist() + [65536], 2048)]
+        tables += [([65536], 2048), ([*np.sort(random.integers(0, 65537, 127)).tolist(), 65536], 2048)]
     for ends, columns in tables:
         rows = max(ends, default=0)
         grad = Values.of(random.standard_normal((rows, columns)), dtype)
@@ -215,8 +216,11 @@ def _ctc(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case]
             posterior[:length, item] = of_classes
         largest = np.abs(np.where(np.isfinite(alpha), alpha, 0)).max()
         lengths = (_int64(input_lengths), _int64(target_lengths))
-        padded, line = _int64(targets), Values("int32", np.asarray(sum(labels, []), np.int32))
-        for name, layout in (("padded", padded), ("joined", line)):
+        padded, line = (
+            _int64(targets),
+            Values("int32", np.asarray([label for own in labels for label in own], np.int32)),
+        )
+        for name, layout in (("padded", _int64(targets)), ("joined", line)):
             terms = [_arithmetic(dtype) * np.sqrt(steps) * largest] * 2
             title = f"{name} {steps}x{items}x{classes}, labels {target_lengths}"
             yield Case(title, "CtcLoss", dtype, (lp, layout, *lengths), [nll, alpha], terms, host_inputs=(3,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ class Device:
             start()
             self.call("record", event)
         times = []
-        for first, last in zip(events, events[1:], strict=False):
+        for first, last in pairwise(events):
             time = ctypes.c_float()
             self.call("elapsed", first, last, ctypes.byref(time))
             times.append(time.value)

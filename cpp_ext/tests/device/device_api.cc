@@ -18,10 +18,7 @@ class ArgumentReader {
  public:
   ArgumentReader(const GradfuseTensor* tensors, int32_t tensor_count, const GradfuseAttribute* attributes,
                  int32_t attribute_count)
-      : tensors_(tensors),
-        tensor_count_(tensor_count),
-        attributes_(attributes),
-        attribute_count_(attribute_count) {}
+      : tensors_(tensors), tensor_count_(tensor_count), attributes_(attributes), attribute_count_(attribute_count) {}
 
   void Input(const char* name, Tensor& tensor, const TypeSet&) { Required(name, tensor); }
   void Input(const char*, std::optional<Tensor>& tensor, const TypeSet&) { tensor = Next(); }
@@ -83,7 +80,8 @@ Status WithArguments(const char* name, ArgumentReader& reader, const Body& body)
     Args::Visit(args, reader);
     status = reader.status;
     if (status.ok()) status = Check(args);
-    if (status.ok() && OutputShapes(args) != reader.outputs) status = Refuse("an output", "of another shape", "its own");
+    if (status.ok() && OutputShapes(args) != reader.outputs)
+      status = Refuse("an output", "of another shape", "its own");
     if (status.ok()) status = body(args);
   });
   return status;

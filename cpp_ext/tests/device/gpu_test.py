@@ -2,9 +2,9 @@
 
     gpu_test.py [--simt | --simt-sanitized] [--small] [--only OP] [--no-tools]
 
-Every op in every type, twice (the bits must be the same), from aligned and from odd addresses, with memory poisoned that
-an op must write. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there. Needs numpy and
-nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
+Every op in every type, twice (the bits must be the same), from aligned and from odd addresses, with memory poisoned
+that an op must write. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there. Needs
+numpy and nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import device_library
 from cases import Case, cases
@@ -101,10 +101,10 @@ def sanitize(only: str | None) -> int:
 def run_again_with_sanitizers() -> int:
     """Run this program in a process that has the sanitizers' libraries from the start, as they must be."""
     compiler = os.environ.get("CXX", "c++")
-    libraries = [
-        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
+    libraries = []
+    for name in ("libasan.so", "libubsan.so"):
+        found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        libraries.append(found.stdout.strip())
     options = "detect_leaks=0:detect_stack_use_after_return=0"  # Python's own leaks are of no interest
     environment = {**os.environ, "LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": options}
     return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode

@@ -27,9 +27,8 @@ class SimtDevice : public CudaDevice {
 }  // namespace
 
 void AppendAllCustomOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
-  ForEachOp(OpTable(), [&](auto* null) {
-    AppendCustomOps<std::remove_pointer_t<decltype(null)>, SimtDevice>(api, version, ops);
-  });
+  ForEachOp(OpTable(),
+            [&](auto* null) { AppendCustomOps<std::remove_pointer_t<decltype(null)>, SimtDevice>(api, version, ops); });
 }
 
 }  // namespace ort

@@ -102,11 +102,12 @@ struct Fibre {
   Context context;
   Position here;
   State state = State::kDone;
-  int collective = 0;      // which one it waits in
-  uint64_t brought = 0;    // to a shuffle
+  int collective = 0;    // which one it waits in
+  uint64_t brought = 0;  // to a shuffle
 
   explicit Fibre(size_t index) {
-    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* stack =
+        mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) throw std::bad_alloc();
     context.stack = stack;
     // Stacks that all began at the same place in a page would share few lines of the cache.

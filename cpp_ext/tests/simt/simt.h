@@ -7,9 +7,9 @@
 #include <stdexcept>
 
 // Runs CUDA kernels on the host, for tests: a block's threads are fibres, which take turns in random order wherever
-// they meet, some warps far ahead of others. So a missing barrier shows as a result that changes from run to run, a barrier that not all threads reach
-// is an error, and the sanitizers of the host's compiler see every access. Shared memory is filled with garbage before
-// a block runs. Blocks of a grid run one after the other, in random order too.
+// they meet, some warps far ahead of others. So a missing barrier shows as a result that changes from run to run, a
+// barrier that not all threads reach is an error, and the sanitizers of the host's compiler see every access. Shared
+// memory is filled with garbage before a block runs. Blocks of a grid run one after the other, in random order too.
 
 #define __global__
 #define __device__
