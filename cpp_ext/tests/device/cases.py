@@ -216,10 +216,7 @@ def _ctc(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case]
             posterior[:length, item] = of_classes
         largest = np.abs(np.where(np.isfinite(alpha), alpha, 0)).max()
         lengths = (_int64(input_lengths), _int64(target_lengths))
-        padded, line = (
-            _int64(targets),
-            Values("int32", np.asarray([label for own in labels for label in own], np.int32)),
-        )
+        line = Values("int32", np.concatenate([np.asarray(own, np.int32) for own in labels]))
         for name, layout in (("padded", _int64(targets)), ("joined", line)):
             terms = [_arithmetic(dtype) * np.sqrt(steps) * largest] * 2
             title = f"{name} {steps}x{items}x{classes}, labels {target_lengths}"
