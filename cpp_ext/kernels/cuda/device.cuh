@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "gradfuse/float16.h"
@@ -230,9 +231,15 @@ Status Launch(const Queue& queue, void (*kernel)(Parameters...), int64_t blocks,
   static_cast<void>(queue);
   simt::Run(grid, static_cast<unsigned>(threads), [&] { kernel(static_cast<Parameters>(arguments)...); });
 #else
-  kernel<<<grid, static_cast<unsigned>(threads), 0, static_cast<cudaStream_t>(queue.stream)> > >(
-      static_cast<Parameters>(arguments)...);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+  std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
+  const cudaError_t error = std::apply(
+      [&](Parameters&... value) {
+        void* addresses[] = {&value...};
+        return cudaLaunchKernel(kernel, dim3(grid), dim3(static_cast<unsigned>(threads)), addresses, 0,
+                                static_cast<cudaStream_t>(queue.stream));
+      },
+      values);
+  if (error != cudaSuccess) {
     return {StatusCode::kFailed, std::string("CUDA is unable to start a kernel: ") + cudaGetErrorString(error)};
   }
 #endif
