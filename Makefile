@@ -19,7 +19,7 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
-	@echo "make test-slow   run the sweeps that the suite leaves out (a quarter of an hour)"
+	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
