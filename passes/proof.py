@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 ELEMENT_LIMIT = 1 << 18  # of all leaves together; larger static sizes are shrunk
-FULL_LIMIT = 1 << 23  # of all leaves, where no shrinking keeps the subgraph valid
+FULL_LIMIT = 1 << 21  # of all leaves, where no shrinking keeps the subgraph valid
 _ATTEMPTS = 8
 _KEPT_SIZE = 8  # static sizes up to this are never shrunk
 _REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))

@@ -138,12 +138,16 @@ def _gain(report: Report) -> tuple[int, int]:
     return len(report.fusions), sum(fusion.bytes_saved for fusion in report.fusions)
 
 
-def _inlined(model: ir.Model) -> ir.Model:
-    """A copy of the model whose own functions are put in the place of their calls."""
+def _inlined(model: ir.Model) -> ir.Model | None:
+    """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
     from onnx_ir.passes.common import InlinePass
 
     copy = model_io.copy_model(model)
-    InlinePass(criteria=lambda function: function.domain != custom_ops.DOMAIN)(copy)
+    try:
+        InlinePass(criteria=lambda function: function.domain != custom_ops.DOMAIN)(copy)
+    except ValueError:
+        # A function of another opset than the model's keeps its own.
+        return None
     return copy
 
 
