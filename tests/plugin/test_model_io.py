@@ -15,7 +15,7 @@ import pytest
 import small_models
 import torch
 
-from gradfuse import ArgumentError, ModelError, model_io
+from gradfuse import ArgumentError, ModelError, fuse, model_io
 
 
 def edited(change: Callable[[onnx.ModelProto], Any]) -> onnx.ModelProto:
@@ -158,6 +158,15 @@ def test_the_argument_is_never_changed(kind: str) -> None:
 def test_the_long_name_of_the_default_domain_is_understood() -> None:
     model = edited(lambda m: setattr(m.opset_import[0], "domain", "ai.onnx"))
     assert model_io.load(model).ir.opset_imports == {"": 20}
+
+
+def test_operators_of_a_later_opset_are_let_through(tmp_path: Path) -> None:
+    """onnxruntime's offline optimization leaves LayerNormalization, of opset 17, in models of opset 15."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 15]>
+        m (float[4,6] x, float[6] s, float[6] b) => (float[4,6] y) { y = LayerNormalization<axis=1>(x, s, b) }""")
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    assert fuse(path).model == model
 
 
 def test_text_formats_are_read(tmp_path: Path) -> None:
