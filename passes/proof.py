@@ -51,7 +51,7 @@ class Refuted(Exception):
 
 
 class Unproved(Exception):
-    """The subgraph could not be run, or gave nothing that could be compared."""
+    """The subgraph could not be run, gave nothing that could be compared, or no number where the fused op gives one."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,13 @@ class Proof:
             free |= np.logical_and.reduce(finite) | limit
         right |= ~np.isfinite(original) & free
         if not right.all():
-            at = tuple(int(i) for i in np.argwhere(~right)[0])
-            raise Refuted(f"{original[at]:.9g} at {list(at)}, fused {fused[at]:.9g} ({self._at(sample)})")
+            wrong = ~right & np.isfinite(original)
+            at = tuple(int(i) for i in np.argwhere(wrong if wrong.any() else ~right)[0])
+            text = f"{original[at]:.9g} at {list(at)}, fused {fused[at]:.9g} ({self._at(sample)})"
+            if wrong.any():
+                raise Refuted(text)
+            # As x / k * k is, where k is 0: the rule is right for all numbers that the graph is made for.
+            raise Unproved(f"the original is {text}")
 
     def _at(self, sample: Sample) -> str:
         sizes = "".join(f", {d} = {n}" for d, n in zip(self.dims, sample.sizes, strict=True))

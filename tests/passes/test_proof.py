@@ -230,3 +230,15 @@ def test_ignored_rows_stay_zero_behind_an_infinite_factor() -> None:
     got, wanted = run(result.model, feeds)["r"], run(model, feeds)["r"]
     assert np.array_equal(np.isnan(got), np.isnan(wanted))
     assert not got[1].any() and not got[3].any()
+
+
+def test_a_division_that_may_be_by_zero_stays() -> None:
+    """x / k * k is x, but NaN where k is 0."""
+    model = parsed("""m (float[4,5] z, float[4,5] g, float k) => (float[4,5] r) {
+      y = Softmax<axis=1>(z)  t = Mul(g, y)  axis = Constant<value_ints=[1]>()
+      s = ReduceSum(t, axis)  u = Mul(y, s)  d = Sub(t, u)  q = Div(d, k)  r = Mul(q, k)
+    }""")
+    report = fuse(model, policy="all").report
+    assert "r" not in {name for f in report.fusions for name in f.replaced}
+    (miss,) = [m for m in report.near_misses if "numbers" in m.reason]
+    assert "nan" in miss.reason and not miss.bug

@@ -166,7 +166,7 @@ def test_operators_of_a_later_opset_are_let_through(tmp_path: Path) -> None:
         m (float[4,6] x, float[6] s, float[6] b) => (float[4,6] y) { y = LayerNormalization<axis=1>(x, s, b) }""")
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
-    assert fuse(path).model == model
+    assert [n.op_type for n in fuse(path).model.graph.node] == ["LayerNormalization"]
 
 
 def test_text_formats_are_read(tmp_path: Path) -> None:
