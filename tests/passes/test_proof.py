@@ -174,15 +174,16 @@ def test_memory_stays_small(tmp_path: Path) -> None:
         paths.append(str(tmp_path / f"{name}.onnx"))
         onnx.save(_large(name), paths[-1])
     script = (
-        "import resource, sys\nfrom gradfuse import fuse\n"
+        "import sys\nfrom gradfuse import fuse\n"
         "assert all(fuse(p, policy='all').report.fusions for p in sys.argv[1:])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", script, *paths], check=True, env=environment, capture_output=True, text=True
     )
-    assert int(done.stdout) < 1 << 20  # KiB
+    # In KiB; getrusage would count what the process was forked from.
+    assert int(done.stdout) < 1 << 19
 
 
 def test_equal_blocks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
