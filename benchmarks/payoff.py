@@ -30,17 +30,18 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
+import gradfuse
+from gradfuse.passes import rewriting
+from gradfuse.passes.report import Fusion, Report
+from gradfuse.passes.rewriting import Policy
+from gradfuse.testing import assert_gradients_close
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from producers import Case, cases
+from regions import Array, NotCovered, Region, between, enlarge, extract, in_float64, run, session
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "plugin"), str(ROOT / "benchmarks")]
-
-from producers import Case, cases  # noqa: E402
-from regions import Array, NotCovered, Region, between, enlarge, extract, in_float64, run, session  # noqa: E402
-
-import gradfuse  # noqa: E402
-from gradfuse.passes import rewriting  # noqa: E402
-from gradfuse.passes.report import Fusion, Report  # noqa: E402
-from gradfuse.testing import assert_gradients_close  # noqa: E402
-
 OPERATORS = ("CrossEntropyLossGrad", "GroupedBiasAddGrad", "MseLossBackward", "ScaledMaskedSoftmaxBackward")
 PRODUCERS = ("torch_makefx", "torch_export_fb", "torch_aot", "torch_ops", "jax2onnx_gemmfix", "onnx_ad")
 SIZES = {"S": 2**14, "M": 2**21, "L": 2**24}  # elements of the largest tensor: 64 KiB, 8 MiB, 64 MiB in float32
@@ -105,8 +106,8 @@ def named(path: Path) -> onnx.ModelProto:
     return model
 
 
-def fused(model: onnx.ModelProto, operator: str, policy: str = "all") -> tuple[onnx.ModelProto, Report]:
-    result = gradfuse.fuse(model, only=[operator], policy=policy)  # type: ignore[arg-type]
+def fused(model: onnx.ModelProto, operator: str, policy: Policy = "all") -> tuple[onnx.ModelProto, Report]:
+    result = gradfuse.fuse(model, only=[operator], policy=policy)
     return result.model, result.report
 
 

@@ -181,7 +181,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         value = builder.reshape(found[0], [count])
         if not closed:
             assert value.dtype is not None
-            rows = builder.cast(builder.extents([own.sizes[0]]), value.dtype)
+            rows = builder.cast(builder.shape([own.sizes[0]]), value.dtype)
             value = builder.op("Concat", [value, rows], value.dtype, [count + UNIT], axis=0)
         return self._with_ends(site, builder, root, grad, value, form, own, (found[0],))
 

@@ -35,7 +35,7 @@ def default_pipeline(
     """The passes that `gradfuse.fuse` runs, in order.
 
     Args:
-        policy: "profitable" leaves alone what would not move fewer bytes; "all" takes every legal match.
+        policy: "profitable" leaves alone what would move more bytes or not be faster; "all" takes every legal match.
         only: names of the operators to fuse; all that have rules if None.
         skip: names of operators to leave alone.
         progress: called now and then with what is being done, how many nodes are behind, and how many there are.

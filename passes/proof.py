@@ -30,7 +30,7 @@ from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
 from gradfuse.passes import training_ops
 from gradfuse.passes.algebra import Poly
-from gradfuse.passes.forms import FLOATS, axes_of_size_one, has_reader
+from gradfuse.passes.forms import FLOATS, attribute, axes_of_size_one, has_reader
 
 if TYPE_CHECKING:
     from gradfuse.passes.rewriting import Rewrite, Site
@@ -40,9 +40,9 @@ Array = npt.NDArray[Any]
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 ELEMENT_LIMIT = 1 << 18  # of all leaves together; larger static sizes are shrunk
 FULL_LIMIT = 1 << 21  # of all leaves, where no shrinking keeps the subgraph valid
-_ATTEMPTS = 8
+_ATTEMPTS = 9
 _KEPT_SIZE = 8  # static sizes up to this are never shrunk
-_REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))
+_REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))  # for NaN and infinity; the last is a limit
 _DIMS = ((3, 5, 2, 4, 7, 6), (2, 3, 4, 2, 5, 3))
 
 
@@ -167,10 +167,12 @@ class Proof:
     def _key(self) -> bytes:
         """What a verdict depends on: equal for the same subgraph at another place, or with other names."""
         digest = hashlib.sha256(self.proto.SerializeToString(deterministic=True))
-        env = dict(zip(self.dims, range(1_000, 1_000 + len(self.dims)), strict=True))
+        digest.update(repr((self.tolerance, len(self.dims))).encode())
+        # Symbols are told by sizes that no tensor has.
+        env = {dim: 10**9 + k for k, dim in enumerate(self.dims)}
         for value in self.region.leaves:
             sizes = [_evaluated(self.site, s, env) for s in self._extents(value)]
-            digest.update(repr((value.dtype, sizes, self._same_as(value))).encode())
+            digest.update(repr((value.dtype, sizes, self._same_as(value), value in self.rewrite.ends)).encode())
         for vector in self.region.shapes.values():
             digest.update(repr([_evaluated(self.site, s, env) for s in vector]).encode())
         for array in self.region.constants.values():
@@ -232,10 +234,11 @@ class Proof:
             yield {}
             return
         sizes = self._static_sizes()
-        yield _shrunk(sizes, sizes)
         large = sorted((n for n in sizes if n > _KEPT_SIZE), reverse=True)
-        others = [_shrunk(sizes, sizes - {n}) for n in reversed(large)] + [_shrunk(sizes, {n}) for n in large]
-        affordable = [table for table in (*others, {}) if self._elements(table) <= FULL_LIMIT]
+        some = [_shrunk(sizes, sizes - {n}) for n in reversed(large)] + [_shrunk(sizes, {n}) for n in large]
+        affordable = [t for t in (_shrunk(sizes, sizes), *some, {}) if self._elements(t) <= FULL_LIMIT]
+        if not affordable:
+            raise Unproved(f"{count} elements are too many to run, and cannot be made fewer")
         yield from affordable[:_ATTEMPTS]
 
     def _elements(self, table: Mapping[int, int]) -> int:
@@ -384,7 +387,7 @@ class Proof:
             logits = node.inputs[1]
             assert logits is not None
             classes = _evaluated(self.site, self.site.extents(logits)[1], env, table)
-            ignored.append(_int(node, "ignore_index", -100))
+            ignored.append(attribute(node, "ignore_index", -100))
         picks = [n for n in range(classes) if n not in ignored]
         return picks + [table.get(n, n) for n in ignored if self._tests(n)]
 
@@ -458,12 +461,12 @@ def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:
     todo = list(body.node)
     while todo:
         inner = todo.pop()
-        for attribute in inner.attribute:
-            todo.extend(attribute.g.node)
-            if inner.op_type == "Constant" and attribute.name == "value_float":
-                value = call.attributes[attribute.ref_attr_name] if attribute.ref_attr_name else attribute.f
+        for given in inner.attribute:
+            todo.extend(given.g.node)
+            if inner.op_type == "Constant" and given.name == "value_float":
+                value = call.attributes[given.ref_attr_name] if given.ref_attr_name else given.f
                 tensor = onnx.numpy_helper.from_array(np.asarray(value, np.float64))
-                attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
+                given.CopyFrom(onnx.helper.make_attribute("value", tensor))
         _to_float64(inner)
     return body
 
@@ -472,12 +475,12 @@ def _to_float64(node: onnx.NodeProto) -> None:
     """Make a node's floats float64."""
     if node.op_type == "ConstantOfShape" and not node.attribute:
         node.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.zeros(1))))
-    for attribute in node.attribute:
-        if attribute.name == "to" and ir.DataType(attribute.i) in FLOATS:
-            attribute.i = onnx.TensorProto.DOUBLE
-        elif attribute.type == onnx.AttributeProto.TENSOR and ir.DataType(attribute.t.data_type) in FLOATS:
-            array = onnx.numpy_helper.to_array(attribute.t).astype(np.float64)
-            attribute.t.CopyFrom(onnx.numpy_helper.from_array(array))
+    for given in node.attribute:
+        if given.name == "to" and ir.DataType(given.i) in FLOATS:
+            given.i = onnx.TensorProto.DOUBLE
+        elif given.type == onnx.AttributeProto.TENSOR and ir.DataType(given.t.data_type) in FLOATS:
+            array = onnx.numpy_helper.to_array(given.t).astype(np.float64)
+            given.t.CopyFrom(onnx.numpy_helper.from_array(array))
 
 
 def _extents(site: Site, value: ir.Value) -> list[Poly]:
@@ -526,11 +529,6 @@ def _replaced(leaves: Mapping[str, Array], nan: float, infinity: float) -> dict[
 
 def _cycled(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(sizes[k % len(sizes)] for k in range(count))
-
-
-def _int(node: ir.Node, name: str, default: Any) -> Any:
-    found = node.attributes.get(name)
-    return default if found is None or found.value is None else found.value
 
 
 def _shrunk(sizes: set[int], free: set[int]) -> dict[int, int]:

@@ -149,22 +149,18 @@ class Builder:
         unknown = [k for k in symbolic if not self.site.donor(sizes[k], self.root)]
         if len(symbolic) < 2 or unknown or self.site.opset < _ALLOWZERO_OPSET:
             inferred = next(iter((*unknown, *symbolic)), None)
-            return self.op("Reshape", [value, self._shape(sizes, inferred)], value.dtype, sizes)
+            return self.op("Reshape", [value, self.shape(sizes, inferred)], value.dtype, sizes)
         # A size that is 0 at run time is a size here, not a request to copy one.
-        return self.op("Reshape", [value, self._shape(sizes)], value.dtype, sizes, allowzero=1)
+        return self.op("Reshape", [value, self.shape(sizes)], value.dtype, sizes, allowzero=1)
 
-    def _shape(self, sizes: Sequence[Poly], inferred: int | None = None) -> ir.Value:
-        """The sizes as a tensor, -1 for the inferred one."""
+    def shape(self, sizes: Sequence[Poly], inferred: int | None = None) -> ir.Value:
+        """The sizes as an int64 tensor, -1 for the inferred one."""
         known = [-1 if k == inferred else s.integer for k, s in enumerate(sizes)]
         constants = [n for n in known if n is not None]
         if len(constants) == len(known):
             return self.ints(constants)
         parts = [self._extent(s) if n is None else self.ints([n]) for n, s in zip(known, sizes, strict=True)]
         return self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
-
-    def extents(self, sizes: Sequence[Poly]) -> ir.Value:
-        """The sizes as an int64 tensor."""
-        return self._shape(sizes)
 
     def _extent(self, size: Poly) -> ir.Value:
         found = self.site.donor(size, self.root)
@@ -184,7 +180,7 @@ class Builder:
         if len(target) > len(own):
             value = self.reshape(value, [sizes[v] if v in own else UNIT for v in target])
             full = [sizes[v] for v in target]
-            value = self.op("Expand", [value, self._shape(full)], value.dtype, full)
+            value = self.op("Expand", [value, self.shape(full)], value.dtype, full)
         return self.reshape(value, [self.site.algebra.product(sizes[v] for v in group) for group in layout])
 
     def fused(

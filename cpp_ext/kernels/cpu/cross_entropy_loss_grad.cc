@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/flush_subnormals.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/dispatch.h"
 
 namespace gradfuse::cpu {
 namespace {

@@ -6,9 +6,9 @@
 #include <limits>
 
 #include "kernels/cpu/ctc_labels.h"
-#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/flush_subnormals.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/dispatch.h"
 
 namespace gradfuse::cpu {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/cpu/dispatch.h"
+#include "kernels/dispatch.h"
 
 namespace gradfuse::cpu {
 namespace {

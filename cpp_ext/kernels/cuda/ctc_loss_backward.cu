@@ -342,11 +342,7 @@ Status RunTyped(const CtcLossBackwardArgs& args, const Queue& queue) {
 
 int64_t WorkspaceBytes(const CtcLossBackwardArgs& args) {
   Workspace workspace(nullptr);
-  if (args.log_probs.dtype == DType::kFloat64) {
-    ParamsOf<double>(args, workspace);
-  } else {
-    ParamsOf<float>(args, workspace);
-  }
+  WithFloatType(args.log_probs.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
   return workspace.bytes();
 }
 

@@ -12,6 +12,7 @@
 #include "gradfuse/queue.h"
 #include "gradfuse/status.h"
 #include "gradfuse/tensor.h"
+#include "kernels/dispatch.h"
 
 // All that kernels use of the device beyond plain C++, so that their source builds for the device with nvcc, and in
 // tests for the host with tests/simt, which runs them in threads of its own.
@@ -218,10 +219,6 @@ class Divisor {
   int shift_ = 0;
 };
 
-constexpr int64_t CeilDiv(int64_t numerator, int64_t denominator) {
-  return numerator / denominator + (numerator % denominator != 0);
-}
-
 // Starts a kernel of as many blocks as the device takes, at most `blocks`: kernels loop with the grid's size as stride.
 template <class... Parameters, class... Arguments>
 Status Launch(const Queue& queue, void (*kernel)(Parameters...), int64_t blocks, int threads, Arguments... arguments) {
@@ -264,26 +261,5 @@ class Workspace {
   char* memory_;
   int64_t bytes_ = 0;
 };
-
-// Calls body with a value of the element type that `dtype` names.
-template <class Body>
-Status WithFloatType(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat16: return body(Half{});
-    case DType::kBFloat16: return body(BFloat16{});
-    case DType::kFloat64: return body(double{});
-    default: return body(float{});
-  }
-}
-
-// The same without float64, for ops that do not take it.
-template <class Body>
-Status WithShortFloatType(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat16: return body(Half{});
-    case DType::kBFloat16: return body(BFloat16{});
-    default: return body(float{});
-  }
-}
 
 }  // namespace gradfuse::cuda

@@ -3,11 +3,11 @@
 #include "gradfuse/float16.h"
 #include "gradfuse/tensor.h"
 
-namespace gradfuse::cpu {
+namespace gradfuse {
 
-// Calls body with a value of the element type that `dtype` names: one of the floating-point types.
+// Gives what body gives for a value of the element type that `dtype` names: one of the floating-point types.
 template <class Body>
-void WithFloatType(DType dtype, const Body& body) {
+decltype(auto) WithFloatType(DType dtype, const Body& body) {
   switch (dtype) {
     case DType::kFloat16: return body(Half{});
     case DType::kBFloat16: return body(BFloat16{});
@@ -18,7 +18,7 @@ void WithFloatType(DType dtype, const Body& body) {
 
 // The same without float64, for ops that do not take it.
 template <class Body>
-void WithShortFloatType(DType dtype, const Body& body) {
+decltype(auto) WithShortFloatType(DType dtype, const Body& body) {
   switch (dtype) {
     case DType::kFloat16: return body(Half{});
     case DType::kBFloat16: return body(BFloat16{});
@@ -30,4 +30,4 @@ constexpr int64_t CeilDiv(int64_t numerator, int64_t denominator) {
   return numerator / denominator + (numerator % denominator != 0);
 }
 
-}  // namespace gradfuse::cpu
+}  // namespace gradfuse
