@@ -13,11 +13,12 @@ log       (Poly,)                                 the natural logarithm
 pow       (Poly,)                                 a primitive sum of several terms, so that it can have any exponent
 sum       (sizes, monomial)                       the sum of the monomial over bound variables
 eq, lt    (Poly,)                                 1 where the Poly is zero (negative), else 0
+inside    (index, size)                           1 where 0 <= index < size, both Polys, else 0
 ========  ======================================  ===================================================
 
 Equal mathematics gives equal polynomials as far as these rules go: products distribute over sums, exp and log turn
 sums into products and back, factors that do not depend on a bound variable leave its sum, an indicator is its own
-square, and ``[j = x] f(j)`` is ``[j = x] f(x)``.
+square, ``[j = x] f(j)`` is ``[j = x] f(x)``, and its sum over j < n is ``inside(x, n) f(x)``.
 
 Variables are integers: 0, 1, ... are the free ones of a value, in the order of its dimensions; negative ones are
 bound by sums, numbered by the height of the sum so that no substitution captures one.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -133,10 +134,12 @@ class Atom:
     """An interned factor of monomials.
 
     `free` are the variables that it depends on, `tensors` the tensors that it reads at any depth, `poly` is the factor
-    alone, and `depth` says how many atoms stand within each other.
+    alone, `depth` says how many atoms stand within each other, and `ranged` whether one of them is an "inside".
     """
 
-    __slots__ = ("args", "depth", "free", "height", "id", "indicator", "kind", "poly", "positive", "tensors")
+    __slots__ = (
+        *("args", "depth", "free", "height", "id", "indicator", "kind", "poly", "positive", "ranged", "tensors"),
+    )
 
     def __init__(self, id: int, kind: str, args: tuple[Any, ...]) -> None:
         self.id = id
@@ -147,7 +150,8 @@ class Atom:
         self.tensors: frozenset[object] = frozenset()
         self.height = 0
         self.depth = 0
-        self.indicator = kind in ("eq", "lt")
+        self.indicator = kind in ("eq", "lt", "inside")
+        self.ranged = kind == "inside"
         self.positive = kind in ("exp", "dim")
 
 
@@ -196,6 +200,7 @@ class Algebra:
         if atom.depth > _DEPTH_LIMIT:
             raise TooComplex(f"{atom.depth} functions within each other")
         atom.tensors = atom.tensors.union(*[part.tensors for part in parts])
+        atom.ranged = atom.ranged or any(part.ranged for part in parts)
         if kind == "eq":
             self._equalities.add(atom.id)
         self.atoms.append(atom)
@@ -512,6 +517,17 @@ class Algebra:
             return UNIT - self.of(self._intern("lt", number(-1) - poly))
         return self.of(self._intern("lt", poly))
 
+    def inside(self, index: Poly, size: Poly) -> Poly:
+        """1 where the index is at least 0 and below the size, else 0."""
+        if index.constant is not None and size.constant is not None:
+            return UNIT if 0 <= index.constant < size.constant else ZERO
+        condition = self._some_indicator(index)
+        if condition is not None:
+            return self._choice(
+                condition, *(self.inside(self.given(index, condition, case), size) for case in (True, False))
+            )
+        return self.of(self._intern("inside", index, size))
+
     def _is_integer(self, poly: Poly) -> bool:
         """Whether all that the polynomial is made of are integers."""
         return all(
@@ -561,8 +577,8 @@ class Algebra:
     def sum(self, poly: Poly, variables: Mapping[int, Poly], valid: Mapping[int, Poly] | None = None) -> Poly:
         """The sum over index variables; `variables` gives their sizes, `valid` the sizes of all other free variables.
 
-        ``sum_j [j = x] f(j)`` is ``f(x)`` where x is data (an index that is out of range is an error in the graphs
-        that this reads), or provably in range; otherwise the sum stays.
+        ``sum_j [j = x] f(j)`` is ``f(x)`` where x is provably in range, and ``inside(x, n) f(x)`` where it is data: a
+        one-hot row of an index that is out of range is all zeros. Otherwise the sum stays.
         """
         sizes = dict(valid or {}) | dict(variables)
         split = self._split_range(poly, variables)
@@ -609,10 +625,11 @@ class Algebra:
             atom = self.atoms[a]
             for v in atom.free & variables.keys():
                 x = self.solve(atom, v)
-                if x is not None and self._in_range(x, variables[v], sizes):
+                inside = None if x is None else self._inside(x, variables[v], sizes)
+                if x is not None and inside is not None:
                     rest = Poly({tuple(f for f in monomial if f[0] != a): 1.0})
                     left = {w: s for w, s in variables.items() if w != v}
-                    return self.sum(self.substitute(rest, {v: x}), left, sizes)
+                    return self.sum(self.mul(inside, self.substitute(rest, {v: x})), left, sizes)
         free = self.free_of_monomial(monomial)
         times = UNIT
         for v in [v for v in variables if v not in free]:
@@ -674,26 +691,62 @@ class Algebra:
             known = self._opened[key] = self.substitute(Poly({atom.args[1]: 1.0}), names)
         return known
 
-    def _in_range(self, x: Poly, size: Poly, sizes: Mapping[int, Poly]) -> bool:
+    def _inside(self, x: Poly, size: Poly, sizes: Mapping[int, Poly]) -> Poly | None:
+        """1 where the index is in range: 1 if that is known, an indicator for data, None if it cannot be told."""
         if x.constant is not None:
             limit = size.constant
-            return x.constant >= 0 and (limit is None or x.constant < limit)
+            return UNIT if x.constant >= 0 and (limit is None or x.constant < limit) else None
         low, high = ZERO, ZERO
         for m, c in x.terms.items():
             kinds = {self.atoms[a].kind for a, _ in m}
             if kinds & {"tensor", "sum", "pow"}:
-                return True
+                return self.inside(x, size)
             v = [a for a, _ in m if self.atoms[a].kind == "var"]
             if not v:
                 low, high = low + Poly({m: c}), high + Poly({m: c})
                 continue
             variable = self.atoms[v[0]].args[0]
             if len(v) > 1 or (v[0], 1) not in m or c < 0 or variable not in sizes:
-                return False
+                return None
             factor = self.divide_monomial(Poly({m: c}), ((v[0], 1),))
             high = high + self.mul(factor, sizes[variable] - UNIT)
         spare = size - UNIT - high
-        return all(c >= 0 for c in low.terms.values()) and all(c >= 0 for c in spare.terms.values())
+        proven = all(c >= 0 for c in low.terms.values()) and all(c >= 0 for c in spare.terms.values())
+        return UNIT if proven else None
+
+    def assuming_inside(self, poly: Poly, index: Poly, size: Poly) -> Poly:
+        """The polynomial where every `inside` of the index is 1, whatever its variables are called, at any depth."""
+        known: dict[int, Poly] = {}
+
+        def is_index(x: Poly) -> bool:
+            mine, others = sorted(self.free(index)), self.free(x)
+            if len(mine) != len(others):
+                return False
+            orders = itertools.permutations(others)
+            return any(
+                x == self.substitute(index, {v: self.var(w) for v, w in zip(mine, order, strict=True)})
+                for order in orders
+            )
+
+        def of_atom(atom: Atom) -> Poly:
+            if not atom.ranged:
+                return atom.poly
+            found = known.get(atom.id)
+            if found is None:
+                fulfilled = atom.kind == "inside" and atom.args[1] == size and is_index(atom.args[0])
+                found = known[atom.id] = UNIT if fulfilled else self._rebuilt(atom, of)
+            return found
+
+        def of(p: Poly) -> Poly:
+            if not any(self.atoms[a].ranged for m in p.terms for a, _ in m):
+                return p
+            result = ZERO
+            for m, c in p.terms.items():
+                factors = (self.power(of_atom(self.atoms[a]), e) for a, e in m)
+                result = result + self.product(factors).scaled(c)
+            return result
+
+        return of(poly)
 
     def substitute(self, poly: Poly, names: Mapping[int, Poly]) -> Poly:
         """Every free variable of `names` replaced at once."""
@@ -746,34 +799,38 @@ class Algebra:
         key = (atom.id, relevant)
         known = self._substituted.get(key)
         if known is None:
-            known = self._substituted[key] = self._rebuilt(atom, dict(relevant))
+            new = dict(relevant)
+            if atom.kind == "var":
+                known = new[atom.args[0]]
+            else:
+                renamed = self._renamed_sum(atom, new) if atom.kind == "sum" else None
+                known = self._rebuilt(atom, lambda p: self.substitute(p, new)) if renamed is None else renamed
+            self._substituted[key] = known
         return known
 
-    def _rebuilt(self, atom: Atom, names: Mapping[int, Poly]) -> Poly:
+    def _rebuilt(self, atom: Atom, change: Callable[[Poly], Poly]) -> Poly:
+        """The atom with its arguments changed."""
         match atom.kind:
-            case "var":
-                return names[atom.args[0]]
             case "tensor":
-                return self.tensor(atom.args[0], [self.substitute(p, names) for p in atom.args[1:]])
+                return self.tensor(atom.args[0], [change(p) for p in atom.args[1:]])
             case "exp":
-                return self.exp(self.substitute(Poly({atom.args[0]: 1.0}), names))
+                return self.exp(change(Poly({atom.args[0]: 1.0})))
             case "log":
-                return self.log(self.substitute(atom.args[0], names))
+                return self.log(change(atom.args[0]))
             case "pow":
-                return self.substitute(atom.args[0], names)
+                return change(atom.args[0])
             case "eq":
-                return self.equal_zero(self.substitute(atom.args[0], names))
+                return self.equal_zero(change(atom.args[0]))
             case "lt":
-                return self.less_than_zero(self.substitute(atom.args[0], names))
+                return self.less_than_zero(change(atom.args[0]))
+            case "inside":
+                return self.inside(change(atom.args[0]), atom.args[1])
             case "sum":
-                renamed = self._renamed_sum(atom, names)
-                if renamed is not None:
-                    return renamed
                 # Bound variables step aside first: what comes in may hold sums of the same height.
                 fresh = {b: -2_000_000 - atom.height * _SUM_WIDTH - k for k, b in enumerate(self.bound_of(atom))}
                 opened = self.substitute(Poly({atom.args[1]: 1.0}), {b: self.var(f) for b, f in fresh.items()})
                 sizes = {fresh[b]: s for b, s in zip(self.bound_of(atom), atom.args[0], strict=True)}
-                return self.sum(self.substitute(opened, names), sizes)
+                return self.sum(change(opened), sizes)
             case _:
                 raise AssertionError(atom.kind)
 
@@ -819,6 +876,8 @@ class Algebra:
                 base = f"[{self.text(atom.args[0])} = 0]"
             case "lt":
                 base = f"[{self.text(atom.args[0])} < 0]"
+            case "inside":
+                base = f"[0 <= {self.text(atom.args[0])} < {self.text(atom.args[1])}]"
             case kind:
                 base = f"{kind}({self.text(atom.args[0])})"
         return base if e == 1 else f"{base}^{e}"

@@ -38,6 +38,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
     2. R = a [j = t] + b w[j], t from an integer tensor, b / a constant (label smoothing), w one or a tensor;
     3. [t = i] makes a zero: i is the ignore_index.
 
+    The operator refuses a target that is no class, so "t is a class" is taken for granted.
+
     The reduction is read from a alone: "mean" where it has the inverse of the number (or weight) of the rows that
     count, "sum" where it depends on no row, else "none" with a as the gradient of each row's loss.
     """
@@ -58,6 +60,10 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _read_and_bound(
         self, site: Site, builder: Builder, root: ir.Value, form: Form, p: Poly, j: int, rest: Poly
     ) -> Rewrite:
+        _, target = _hit(site.algebra, rest, j)
+        classes = form.sizes[j]
+        form = Form(form.groups, site.algebra.assuming_inside(form.poly, target, classes))
+        rest = site.algebra.assuming_inside(rest, target, classes)
         return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest))
 
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
@@ -177,12 +183,17 @@ def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
         yield algebra.atoms[a]
 
 
-def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
+def _hit(algebra: Algebra, r: Poly, j: int) -> tuple[Atom, Poly]:
+    """[j = target], and the target."""
     hits = [(a, x) for a in _atoms(algebra, r) if a.kind == "eq" and (x := algebra.solve(a, j)) is not None]
     hits = [(a, x) for a, x in hits if algebra.tensors(x)]
     if len(hits) != 1:
         raise Mismatch(f"it has {len(hits) or 'no'} one-hot targets; the operator takes one, of class indices")
-    hit, target = hits[0]
+    return hits[0]
+
+
+def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
+    hit, target = _hit(algebra, r, j)
     on = algebra.given(Poly({m: c for m, c in r.terms.items() if (hit.id, 1) in m}), hit, True)
     off = Poly({m: c for m, c in r.terms.items() if (hit.id, 1) not in m})
     on = algebra.substitute(on, {j: target})

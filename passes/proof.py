@@ -405,8 +405,11 @@ def _collect(site: Site, rewrite: Rewrite) -> Region:
     done: set[ir.Node] = set()
 
     def is_leaf(value: ir.Value, node: ir.Node | None) -> bool:
-        if node is None or value in rewrite.frontier or (node.domain == "" and node.op_type in ("Shape", "Size")):
+        if node is None or value in rewrite.frontier:
             return True
+        if node.domain == "" and node.op_type in ("Shape", "Size"):
+            # What the graph computes a shape that is not known from is run with the rest.
+            return site.forms.vector(value) is not None
         if node in own:
             return False
         if not has_reader(node):

@@ -63,6 +63,9 @@ class Evaluation:
                 return np.asarray(self.poly(atom.args[0], env) == 0, np.float64)
             case "lt":
                 return np.asarray(self.poly(atom.args[0], env) < 0, np.float64)
+            case "inside":
+                index = self.poly(atom.args[0], env)
+                return np.asarray((index >= 0) & (index < self.poly(atom.args[1], {})), np.float64)
             case "sum":
                 sizes = [int(self.poly(s, {}).item()) for s in atom.args[0]]
                 count = len(sizes)

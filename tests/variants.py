@@ -531,6 +531,13 @@ def _centred(g: GraphBuilder) -> str:
     return g.op("Div", d, g.op("Sqrt", g.op("Add", variance, g.constant(1e-5))))
 
 
+def _of_fewer_classes(g: GraphBuilder) -> str:
+    """p times 1, but times 0 where the target is the last class; less the one-hot of all classes."""
+    p, t = g.op("Softmax", given(g, "z")), given(g, "t")
+    fewer = g.op("OneHot", t, g.constant(C - 1, np.int64), g.constant([0.0, 1.0]))
+    return g.op("Sub", g.op("Mul", p, g.sum(fewer, 1)), _onehot(g, t))
+
+
 OTHERS: dict[str, tuple[str, Build]] = {
     "sum along another axis": (
         "ScaledMaskedSoftmaxBackward",
@@ -558,6 +565,7 @@ OTHERS: dict[str, tuple[str, Build]] = {
         ),
     ),
     "scatter that overwrites itself": ("CrossEntropyLossGrad", _sum_of_targets),
+    "rows without a class in a one-hot": ("CrossEntropyLossGrad", _of_fewer_classes),
     "normalisation": ("MseLossBackward", _centred),
     "sum for difference": (
         "MseLossBackward",

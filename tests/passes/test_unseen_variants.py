@@ -34,4 +34,5 @@ def test_is_something_else(name: str) -> None:
     model = built(build)
     result = fuse(model, policy="all")
     assert operator not in {f.op for f in result.report.fusions}, result.report
+    assert not any(m.bug for m in result.report.near_misses), result.report
     _check_same(model, result.model)
