@@ -14,12 +14,13 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench-payoff bench-scale gpu-test gpu-bench lint format wheel clean
+.PHONY: help demo test test-slow bench bench-payoff bench-scale gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
+	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
@@ -51,6 +52,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
