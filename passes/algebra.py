@@ -35,6 +35,8 @@ from typing import Any
 
 Exponent = int | Fraction
 Monomial = tuple[tuple[int, Exponent], ...]
+Pattern = tuple[int, tuple[object, ...]]
+"""The number of a pattern (see patterns.py), and the tensors that stand in its places."""
 
 ONE: Monomial = ()
 TERM_LIMIT = 64
@@ -51,15 +53,16 @@ class TooComplex(Exception):
 class Poly:
     """An immutable polynomial. `key` identifies it up to rounding of the coefficients to six digits."""
 
-    __slots__ = ("_free", "_hash", "_key", "terms")
+    __slots__ = ("_free", "_hash", "_key", "pattern", "terms")
 
-    def __init__(self, terms: Mapping[Monomial, float]) -> None:
+    def __init__(self, terms: Mapping[Monomial, float], pattern: Pattern | None = None) -> None:
         self.terms: dict[Monomial, float] = {m: c for m, c in terms.items() if c != 0.0}
         if len(self.terms) > TERM_LIMIT:
             raise TooComplex(f"{len(self.terms)} terms")
         self._key: frozenset[tuple[Monomial, float]] | None = None
         self._hash: int | None = None
         self._free: frozenset[int] | None = None
+        self.pattern = pattern
 
     @property
     def key(self) -> frozenset[tuple[Monomial, float]]:
@@ -167,6 +170,9 @@ class Algebra:
         self._integers: set[object] = set()
         self._opened: dict[tuple[int, ...], Poly] = {}
         self._substituted: dict[tuple[int, tuple[tuple[int, Poly], ...]], Poly] = {}
+        self._pattern_numbers: dict[object, int] = {}
+        self._atom_patterns: dict[int, Pattern] = {}
+        self._atoms_by_pattern: dict[Pattern, int] = {}
 
     # Atoms
 
@@ -255,6 +261,78 @@ class Algebra:
                 ]
                 return self._choice(condition, *pick)
         return self.of(self._intern("tensor", tensor, *indices))
+
+    # Patterns
+
+    def pattern(self, poly: Poly) -> Pattern:
+        """What is left of a polynomial without the names of the tensors that it reads, and these names."""
+        found = poly.pattern
+        if found is None:
+            places: dict[object, int] = {}
+            terms = tuple([(c, *self._placed(m, places)) for m, c in poly.terms.items()])
+            found = poly.pattern = (self._pattern_number(terms), tuple(places))
+        return found
+
+    def joint_pattern(self, polys: Iterable[Poly]) -> tuple[tuple[int, ...], ...]:
+        """The patterns of several polynomials, and which of the tensors in them are the same."""
+        places: dict[object, int] = {}
+        patterns = [self.pattern(p) for p in polys]
+        return tuple([(n, *[places.setdefault(t, len(places)) for t in tensors]) for n, tensors in patterns])
+
+    def pattern_of_atom(self, a: int) -> Pattern:
+        """The pattern of a factor; one that reads no tensor is its own."""
+        found = self._atom_patterns.get(a)
+        if found is None:
+            atom = self.atoms[a]
+            found = self._atom_patterns[a] = self._find_pattern(atom) if atom.tensors else (-1 - a, ())
+            self._atoms_by_pattern[found] = a
+        return found
+
+    def atom_of_pattern(self, pattern: Pattern) -> int | None:
+        """The factor that has a pattern, if there is one."""
+        return self._atoms_by_pattern.get(pattern)
+
+    def intern_renamed(self, atom: Atom, args: tuple[Any, ...], pattern: Pattern) -> int:
+        """The factor that differs from another by the names of tensors only."""
+        key = (atom.kind, *args)
+        found = self._table.get(key)
+        if found is None:
+            found = self._table[key] = len(self.atoms)
+            new = Atom(found, atom.kind, args)
+            new.free, new.height, new.depth = atom.free, atom.height, atom.depth
+            new.indicator, new.positive, new.tensors = atom.indicator, atom.positive, frozenset(pattern[1])
+            self.atoms.append(new)
+            if atom.kind == "eq":
+                self._equalities.add(found)
+        self._atom_patterns[found] = pattern
+        self._atoms_by_pattern[pattern] = found
+        return found
+
+    def _find_pattern(self, atom: Atom) -> Pattern:
+        places: dict[object, int] = {}
+        key: list[object] = [atom.kind]
+        parts: Iterable[Poly] = atom.args
+        if atom.kind == "tensor":
+            tensor, *parts = atom.args
+            places[tensor] = 0
+            key += (tensor in self._boolean_tensors, tensor in self._integers)
+        elif atom.kind in ("exp", "sum"):
+            key += self._placed(atom.args[-1], places)
+            parts = atom.args[0] if atom.kind == "sum" else ()
+        for part in parts:
+            number, tensors = self.pattern(part)
+            key.append((number, *[places.setdefault(t, len(places)) for t in tensors]))
+        return self._pattern_number(tuple(key)), tuple(places)
+
+    def _placed(self, monomial: Monomial, places: dict[object, int]) -> list[tuple[object, ...]]:
+        factors: list[tuple[object, ...]] = []
+        for a, e in monomial:
+            number, tensors = self.pattern_of_atom(a)
+            factors.append((number, e, *[places.setdefault(t, len(places)) for t in tensors]))
+        return factors
+
+    def _pattern_number(self, key: object) -> int:
+        return self._pattern_numbers.setdefault(key, len(self._pattern_numbers))
 
     # Structure
 
@@ -679,8 +757,14 @@ class Algebra:
                 raise TooComplex("a summand that its variables' names change")
             ((m, c),) = renamed.terms.items()
             candidates.append((m, c, tuple(variables[v] for v in order)))
-        m, c, sizes = min(candidates, key=lambda candidate: candidate[0])
+        m, c, sizes = candidates[0]
+        if len(candidates) > 1:
+            # The choice does not depend on the names of tensors, unless the candidates differ by nothing else.
+            m, c, sizes = min(candidates, key=lambda candidate: (self._shape_of(candidate[0]), candidate[0]))
         return self.of(self._intern("sum", sizes, m)).scaled(c)
+
+    def _shape_of(self, monomial: Monomial) -> list[tuple[int, Exponent]]:
+        return sorted([(self.pattern_of_atom(a)[0], e) for a, e in monomial])
 
     def opened(self, atom: Atom, variables: Iterable[int]) -> Poly:
         """The summand of a sum atom, with the given variables in place of the bound ones."""

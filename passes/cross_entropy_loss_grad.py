@@ -48,14 +48,13 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = _without_ignored_hits(site.algebra, site.forms.form(root))
-        candidates = (
-            (p, j, rest)
-            for p, j in site.softmaxes(form.poly, range(len(form.sizes)))
-            if (rest := _rest(site.algebra, form, p, j)) is not None
-        )
+        candidates = _candidates(site, form)
         return self.first_bound(
             builder, (partial(self._read_and_bound, site, builder, root, form, *c) for c in candidates)
         )
+
+    def possible(self, site: Site, form: Form) -> bool:
+        return any(True for _ in _candidates(site, _without_ignored_hits(site.algebra, form)))
 
     def _read_and_bound(
         self, site: Site, builder: Builder, root: ir.Value, form: Form, p: Poly, j: int, rest: Poly
@@ -143,6 +142,13 @@ class FuseCrossEntropyLossGradPass(FusePass):
             raise Mismatch("neither the log-probabilities nor the logits are values of its type")
         value = builder.reshape(found[0], site.extents(root))
         return builder.op("LogSoftmax", [value], root.dtype, site.extents(root), axis=axis)
+
+
+def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
+    """Each softmax p along j with R of P = p T + R."""
+    for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
+        if (rest := _rest(site.algebra, form, p, j)) is not None:
+            yield p, j, rest
 
 
 def _without_ignored_hits(algebra: Algebra, form: Form) -> Form:

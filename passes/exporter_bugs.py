@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import onnx
@@ -230,14 +231,16 @@ def _invalid_types(exported: Exported) -> Iterator[tuple[str, str]]:
     """Exporters write nodes of half precision with an operand that stayed float32 (the bias of a Gemm by jax2onnx, the
     gradient of a loss by onnxruntime-training), operators for types that they do not take (Einsum for bfloat16), and
     class indices that are float (probability targets, differentiated by onnx-ad). No runtime loads such a node."""
+    version = exported.versions.get("", 0)
     for node in exported.site.graph:
         bound: dict[str, ir.DataType] = {}
-        for value, (name, parameter, accepted) in zip(node.inputs, _formals(exported, node), strict=False):
+        formals = _formals(node.domain, node.op_type, version, len(node.inputs))
+        for value, (name, parameter, accepted) in zip(node.inputs, formals, strict=False):
             dtype = value.type.dtype if value is not None and isinstance(value.type, ir.TensorType) else None
             if dtype in (None, ir.DataType.UNDEFINED):
                 continue
             text = None
-            if accepted and f"tensor({_ONNX_NAMES.get(dtype, _text(dtype))})" not in accepted:
+            if accepted and _onnx_name(dtype) not in accepted:
                 text = f"{node.op_type} does not take {_text(dtype)} as {name}"
             elif bound.setdefault(parameter, dtype) != dtype:
                 text = f"{node.op_type} has inputs of {_text(bound[parameter])} and {_text(dtype)}, not of one type"
@@ -249,23 +252,28 @@ def _invalid_types(exported: Exported) -> Iterator[tuple[str, str]]:
                 break
 
 
-_ONNX_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+@cache
+def _onnx_name(dtype: ir.DataType) -> str:
+    names = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
+    return f"tensor({names.get(dtype, _text(dtype))})"
 
 
-def _formals(exported: Exported, node: ir.Node) -> list[tuple[str, str, frozenset[str]]]:
-    """Name, type parameter and accepted types of each input; those of the losses have a detector of their own."""
-    if node.domain == training_ops.DOMAIN and node.op_type == "SoftmaxCrossEntropyLossGrad":
+@cache
+def _formals(domain: str, op_type: str, version: int, count: int) -> list[tuple[str, str, frozenset[str]]]:
+    """Name, type parameter and accepted types of each of so many inputs; those of the losses have a detector of their
+    own."""
+    if domain == training_ops.DOMAIN and op_type == "SoftmaxCrossEntropyLossGrad":
         return [("dY", "T", frozenset()), ("log_prob", "T", frozenset())]
-    if node.domain or node.op_type in _LOSSES:
+    if domain or op_type in _LOSSES:
         return []
     try:
-        schema = onnx.defs.get_schema(node.op_type, exported.versions.get("", 0), "")
+        schema = onnx.defs.get_schema(op_type, version, "")
     except onnx.defs.SchemaError:
         return []
     accepted = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
     formals = list(schema.inputs)
     if formals and formals[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic:
-        formals += formals[-1:] * (len(node.inputs) - len(formals))
+        formals += formals[-1:] * (count - len(formals))
     return [
         (
             f.name,

@@ -10,6 +10,7 @@ equal computations have equal names.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import hashlib
 import math
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, number
+from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
 Group = tuple[Poly, ...]
@@ -99,6 +101,7 @@ class Forms:
         self._dims: dict[str, str] = {}
         self._sizes: dict[str, Poly] = {}
         self._names: dict[object, str] = {}
+        self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self.opaque: set[ir.Value] = set()
         """The values that are named, not expressed."""
         self._merge_dims(graph)
@@ -113,6 +116,8 @@ class Forms:
 
     def get(self, value: ir.Value) -> Form | None:
         """The form of a value; None where its rank is unknown."""
+        if value in self._forms:
+            return self._forms[value]
         try:
             return self.form(value)
         except (Unreadable, TooComplex):
@@ -436,18 +441,7 @@ class Forms:
     # Reading nodes
 
     def _read(self, node: ir.Node) -> None:
-        reader = _READERS.get((node.domain, node.op_type))
-        forms: Sequence[Form | None]
-        try:
-            if reader is None or len(node.outputs) == 0:
-                raise Opaque(node.op_type)
-            result = reader(self, node)
-            forms = [result] if isinstance(result, Form) else result
-        except (Opaque, TooComplex, Unreadable):
-            forms = [None] * len(node.outputs)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            # A node that breaks its operator's schema: what it means is not for us to say.
-            forms = [None] * len(node.outputs)
+        forms = self._expressed(node)
         for k, value in enumerate(node.outputs):
             form = forms[k] if k < len(forms) else None
             try:
@@ -466,6 +460,68 @@ class Forms:
             # Tensors that are always empty are left alone: there is nothing to gain, and size 0 is no size 1.
             self._forms[value] = None if form is None or any(s.constant == 0 for s in form.sizes) else form
 
+    def _expressed(self, node: ir.Node) -> list[Form | None]:
+        """The forms of a node's outputs by the reader of its operation; None for what is to be named instead.
+
+        Where an equal node was read before, on other tensors, these are its forms with the tensors renamed.
+        """
+        reader = _READERS.get((node.domain, node.op_type))
+        if reader is None:
+            return [None] * len(node.outputs)
+        alike = self._alike(node)
+        if alike is not None and (example := self._examples.get(alike[0])) is not None:
+            renaming = Renaming(self.algebra, dict(zip(example[0], alike[1], strict=True)))
+            with contextlib.suppress(Reordered):
+                return [None if f is None else Form(f.groups, renaming.poly(f.poly)) for f in example[1]]
+        forms: list[Form | None]
+        try:
+            result = reader(self, node)
+            forms = [result] if isinstance(result, Form) else list(result)
+        except (Opaque, TooComplex, Unreadable):
+            forms = [None] * len(node.outputs)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            # A node that breaks its operator's schema: what it means is not for us to say.
+            forms = [None] * len(node.outputs)
+        if alike is not None and not any(self.algebra.tensors(s) for f in forms if f is not None for s in f.sizes):
+            self._examples[alike[0]] = (alike[1], forms)
+        return forms
+
+    def _alike(self, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
+        """What nodes have in common of which readers say the same, up to the names of tensors; and these names.
+
+        None for a node whose reader may look further than at operands, attributes, types and shapes.
+        """
+        axes = node.inputs[1] if node.op_type.startswith("Reduce") and len(node.inputs) > 1 else None
+        if not node.inputs or (axes is not None and self.constant(axes) is None):
+            return None
+        places: dict[object, int] = {}
+        operands = [None if value is None else self._operand(value, places) for value in node.inputs]
+        results = []
+        for value in node.outputs:
+            shape = None if value.shape is None else tuple([d if isinstance(d, int) else d.value for d in value.shape])
+            if shape is not None and None in shape:
+                return None  # Readers call such a dimension by the value's name.
+            results.append((value.dtype, shape))
+        key = (node.domain, node.op_type, _attributes_key(node), tuple(operands), tuple(results))
+        return key, tuple(places)
+
+    def _operand(self, value: ir.Value, places: dict[object, int]) -> tuple[object, ...]:
+        """All that a reader may ask of an operand, with its tensors numbered as they come."""
+        form, array = self.get(value), self.constant(value)
+        content: object = None
+        if array is not None:
+            # Readers want the numbers of axes, sizes and the like; others are in the form as far as they matter.
+            if array.size <= _VECTOR_LIMIT:
+                content = (array.dtype.str, array.shape, array.tobytes())
+            elif array.dtype.kind in "iu":
+                content = hashlib.sha256(np.ascontiguousarray(array)).digest()
+        elif value.dtype not in FLOATS and (vector := self.vector(value)) is not None:
+            content = tuple(vector)
+        if form is None:
+            return value.dtype, content
+        number, tensors = self.algebra.pattern(form.poly)
+        return value.dtype, content, form.groups, number, *[places.setdefault(t, len(places)) for t in tensors]
+
     def _simple_groups(self, form: Form) -> tuple[Group, ...]:
         return tuple((self.extent(g),) if g else () for g in form.groups)
 
@@ -478,8 +534,7 @@ class Forms:
         if node.op_type not in _RANDOM and not any(a.type in _GRAPHS for a in node.attributes.values()):
             try:
                 operands = tuple(None if v is None else self.form(v) for v in node.inputs)
-                attributes = tuple(sorted((n, _attribute_key(a)) for n, a in node.attributes.items()))
-                name = (node.domain, node.op_type, attributes, operands, output)
+                name = (node.domain, node.op_type, _attributes_key(node), operands, output)
             except Unreadable:
                 pass
         return self._named(name, self._opaque_groups(node, value), value)
@@ -678,9 +733,13 @@ _SAME_SHAPE = {
 }
 
 
+def _attributes_key(node: ir.Node) -> tuple[object, ...]:
+    return tuple(sorted([(n, _attribute_key(a)) for n, a in node.attributes.items()]))
+
+
 def _attribute_key(attr: ir.Attr) -> object:
     value = attr.value
-    if isinstance(value, ir.TensorProtocol):
+    if attr.type == ir.AttributeType.TENSOR and value is not None:
         array = np.asarray(value.numpy())
         return (str(array.dtype), array.shape, array.tobytes())
     return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -38,8 +38,6 @@ class FuseMseLossBackwardPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)
-        if len(form.poly) < 2:
-            return None
         differences = [
             (minuend, subtrahend, difference, ratio)
             for minuend, subtrahend, weighted, difference, ratio in _differences(site, root, form)
@@ -47,6 +45,9 @@ class FuseMseLossBackwardPass(FusePass):
         ]
         candidates = differences or _unwritten_differences(site, root, form)
         return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
+
+    def possible(self, site: Site, form: Form) -> bool:
+        return len(form.poly) > 1
 
     def _bound(
         self,
@@ -151,14 +152,26 @@ def _unwritten_differences(site: Site, root: ir.Value, form: Form) -> Iterator[t
                 todo.append(above)
     # What is computed first first: it leaves least behind.
     values = sorted(near, key=site.position.__getitem__)
-    for x, t in itertools.combinations(values, 2):
-        if len(near[x]) + len(near[t]) != len(form.poly):
-            continue
-        difference = near[x] - near[t]
+    polys = [near[value] for value in values]
+    for i, k in site.answer(
+        "unwritten difference", form.groups, [form.poly, *polys], lambda: _pairs(site, form, polys)
+    ):
+        difference = polys[i] - polys[k]
         ratio = site.algebra.ratio(form.poly, difference)
-        if ratio is None or site.algebra.free(ratio) or ratio.constant in (1.0, -1.0):
+        if ratio is not None:
+            yield values[i], values[k], difference, ratio
+
+
+def _pairs(site: Site, form: Form, polys: list[Poly]) -> list[tuple[int, int]]:
+    """The pairs of polynomials of whose difference the form is a multiple, but not the difference itself."""
+    found = []
+    for (i, x), (k, t) in itertools.combinations(enumerate(polys), 2):
+        if len(x) + len(t) != len(form.poly):
             continue
-        yield x, t, difference, ratio
+        ratio = site.algebra.ratio(form.poly, x - t)
+        if ratio is not None and not site.algebra.free(ratio) and ratio.constant not in (1.0, -1.0):
+            found.append((i, k))
+    return found
 
 
 def _weighted(site: Site, difference: ir.Value) -> bool:

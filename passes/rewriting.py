@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -27,6 +27,7 @@ from gradfuse.passes.progress import Progress, counted
 from gradfuse.passes.proof import Refuted, Unproved, prove
 from gradfuse.passes.report import Fusion, NearMiss
 
+_Answer = TypeVar("_Answer")
 Policy = Literal["profitable", "all"]
 
 # The constants of the predictions, explained and measured in docs/cost-model.md.
@@ -223,6 +224,7 @@ class Site:
         self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
         self._dead: dict[ir.Node, None] = {}
         self._outer_factors: dict[ir.Value, tuple[ir.Value, list[int], Poly] | None] = {}
+        self._answers: dict[object, Any] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         for value in self._leaves():
             self._enter(value, -1)
@@ -319,11 +321,17 @@ class Site:
         Gives that value, the root's variables that it has, and the factor; None where no variable is left over.
         """
         if root not in self._outer_factors:
-            self._outer_factors[root] = self._without_outer_factor(root)
+            found = self.outer_factor(self.forms.form(root))
+            if found is not None:
+                form, kept, factor = found
+                inner = ir.Value(name=root.name, type=root.type)
+                self.forms.set(inner, form)
+                self.position[inner] = self.position[root]
+            self._outer_factors[root] = None if found is None else (inner, kept, factor)
         return self._outer_factors[root]
 
-    def _without_outer_factor(self, root: ir.Value) -> tuple[ir.Value, list[int], Poly] | None:
-        form = self.forms.form(root)
+    def outer_factor(self, form: Form) -> tuple[Form, list[int], Poly] | None:
+        """As :meth:`without_outer_factor`, for a form."""
         factors = self.algebra.common(form.poly)
         if not factors:
             return None
@@ -343,10 +351,18 @@ class Site:
         poly = self.algebra.mul(self.algebra.substitute(rest, names), self.algebra.substitute(Poly({left: 1.0}), names))
         axes = [a for a, group in enumerate(form.groups) if not group or not gone.issuperset(form.variables(a))]
         groups = [tuple(form.sizes[v] for v in form.variables(a) if v in kept) for a in axes]
-        inner = ir.Value(name=root.name, type=root.type)
-        self.forms.set(inner, Form(tuple(groups), poly))
-        self.position[inner] = self.position[root]
-        return inner, kept, Poly({apart: 1.0})
+        return Form(tuple(groups), poly), kept, Poly({apart: 1.0})
+
+    def answer(self, question: str, groups: object, polys: Sequence[Poly], find: Callable[[], _Answer]) -> _Answer:
+        """What `find` gives for polynomials over groups of variables, whatever the tensors in them are called.
+
+        It is called once for all of one pattern, so that it must not depend on anything else.
+        """
+        key = (question, groups, self.algebra.joint_pattern(polys))
+        if key not in self._answers:
+            self._answers[key] = find()
+        found: _Answer = self._answers[key]
+        return found
 
     # Finding values
 
@@ -681,8 +697,7 @@ class Sites:
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
             bodies = {f.graph for f in model.functions.values()}
-            opsets = _opsets(model)
-            self._sites = [Site(graph, names, opsets[graph], graph in bodies, self.progress) for graph in graphs]
+            self._sites = [Site(g, names, opset, g in bodies, self.progress) for g, opset in graphs.items()]
             self._model = model
         return self._sites
 
@@ -705,20 +720,12 @@ class ForgetPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, False)
 
 
-def _graphs(model: ir.Model) -> list[ir.Graph]:
-    functions = [f.graph for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
-    graphs = [model.graph, *functions]
-    return graphs + [sub for graph in graphs for sub in graph.subgraphs()]
-
-
-def _opsets(model: ir.Model) -> dict[ir.Graph, int]:
-    """The version of the default domain in each graph."""
-    found: dict[ir.Graph, int] = {}
+def _graphs(model: ir.Model) -> dict[ir.Graph, int]:
+    """The graphs of a model that are rewritten, with the version of the default domain in each."""
     own = model.opset_imports.get("", 1)
-    holders = [(model.graph, own), *((f.graph, f.opset_imports.get("", own)) for f in model.functions.values())]
-    for graph, version in holders:
-        found |= dict.fromkeys([graph, *graph.subgraphs()], version)
-    return found
+    functions = [f for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
+    found = {model.graph: own} | {f.graph: f.opset_imports.get("", own) for f in functions}
+    return found | {sub: version for graph, version in found.items() for sub in graph.subgraphs()}
 
 
 class FusePass(ir.passes.InPlacePass):
@@ -748,6 +755,10 @@ class FusePass(ir.passes.InPlacePass):
     @abstractmethod
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         """The rewrite of a value; None where it has nothing of the op, Mismatch where it has but cannot be replaced."""
+
+    def possible(self, site: Site, form: Form) -> bool:
+        """Whether a value of this form may have something of the op: what `propose` can tell from the form alone."""
+        return True
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.fusions, self.near_misses = [], []
@@ -781,6 +792,9 @@ class FusePass(ir.passes.InPlacePass):
 
     def _proposed(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         """A rewrite of the root, or of what is left of it without a factor that has dimensions of its own."""
+        form = site.forms.form(root)
+        if not site.answer(self.operator, form.groups, [form.poly], lambda: self._possible(site, form)):
+            return None
         outer = site.without_outer_factor(root) if self.linear else None
         if outer is None:
             return self.propose(site, builder, root)
@@ -788,7 +802,6 @@ class FusePass(ir.passes.InPlacePass):
         rewrite = self.propose(site, builder, inner)
         if rewrite is None:
             return None
-        form = site.forms.form(root)
         sizes = dict(enumerate(form.sizes))
         layout = [list(form.variables(a)) for a in range(len(form.groups))]
         own = [[v for v in group if v in kept] for group in layout]
@@ -800,6 +813,10 @@ class FusePass(ir.passes.InPlacePass):
         scale = self._guarded(site, builder, scale, form, layout, other, sizes)
         output = builder.op("Mul", [value, scale], root.dtype, site.extents(root))
         return replace(rewrite, root=root, output=output)
+
+    def _possible(self, site: Site, form: Form) -> bool:
+        outer = site.outer_factor(form) if self.linear else None
+        return self.possible(site, form if outer is None else outer[0])
 
     def _guarded(
         self,

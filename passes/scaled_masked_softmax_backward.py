@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,10 +25,11 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)
-        candidates = (
-            (y, j, *cofactors) for y, j in _rows(site, form) if (cofactors := _cofactors(site, form, y, j)) is not None
-        )
+        candidates = _candidates(site, form)
         return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
+
+    def possible(self, site: Site, form: Form) -> bool:
+        return any(True for _ in _candidates(site, form))
 
     def _bound(
         self, site: Site, builder: Builder, root: ir.Value, form: Form, y: Poly, j: int, k: Poly, g: Poly
@@ -68,6 +69,13 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         ordered = [v for group in layout for v in group]
         output = builder.arrange(fused, ordered, [list(form.variables(a)) for a in range(len(form.groups))], sizes)
         return builder.rewrite("softmax-backward", [fused], output)
+
+
+def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly, Poly]]:
+    """Each softmax y along j with K and G of P = K y G - K y sum(G y)."""
+    for y, j in _rows(site, form):
+        if (cofactors := _cofactors(site, form, y, j)) is not None:
+            yield y, j, *cofactors
 
 
 def _rows(site: Site, form: Form) -> list[tuple[Poly, int]]:

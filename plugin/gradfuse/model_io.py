@@ -176,15 +176,24 @@ def with_tensors_in_memory(model: ir.Model) -> ir.Model:
 
 def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     """Yield every tensor of a model: initializers and attributes, of subgraphs and functions too."""
-    for graph in model.graphs():
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    for graph in graphs:  # and the graphs within, which join the list as they are found
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
-    for attribute in _attributes(model):
-        if attribute.type == ir.AttributeType.TENSOR:
-            yield attribute.as_tensor()
-        elif attribute.type == ir.AttributeType.TENSORS:
-            yield from attribute.as_tensors()
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.is_ref():
+                    continue
+                match attribute.type:
+                    case ir.AttributeType.TENSOR:
+                        yield attribute.as_tensor()
+                    case ir.AttributeType.TENSORS:
+                        yield from attribute.as_tensors()
+                    case ir.AttributeType.GRAPH:
+                        graphs.append(attribute.as_graph())
+                    case ir.AttributeType.GRAPHS:
+                        graphs += attribute.as_graphs()
 
 
 def fits_one_message(model: ir.Model) -> bool:
@@ -390,13 +399,6 @@ def _check_external(tensor: ir.ExternalTensor, source: str) -> None:
         raise ModelError(
             f"{source}: the external data file {tensor.path} has {size} bytes; expected {needed} for {tensor.name!r}"
         )
-
-
-def _attributes(model: ir.Model) -> Iterator[ir.Attr]:
-    nodes = [model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())]
-    for group in nodes:
-        for node in group:
-            yield from (attribute for attribute in node.attributes.values() if not attribute.is_ref())
 
 
 def _read_attribute_tensors(model: ir.Model) -> None:
