@@ -79,9 +79,23 @@ def strip(model: ir.Model) -> None:
 def aclnn_nodes(model: ir.Model) -> Iterator[ir.Node]:
     """Yield the nodes of aclnn operators of a model: in its graph, subgraphs and functions."""
     for graph in _graphs(model):
-        for node in graph.all_nodes():
+        for node in every_node(graph):
             if node.domain == DOMAIN and node.op_type in OPS:
                 yield node
+
+
+def every_node(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+    """Yield the nodes of a graph, each followed by those of the graphs within it."""
+    import onnx_ir as ir
+
+    for node in graph:
+        yield node
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+                yield from every_node(attribute.as_graph())
+            elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
+                for inner in attribute.as_graphs():
+                    yield from every_node(inner)
 
 
 def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
@@ -93,7 +107,7 @@ def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
 def _prepare_opsets(model: ir.Model, oldest: int) -> int:
     """Import the domain wherever a node of it is, and return the version of the default domain for the bodies."""
     for graph in _graphs(model):
-        if any(node.domain == DOMAIN for node in graph.all_nodes()):
+        if any(node.domain == DOMAIN for node in every_node(graph)):
             found = graph.opset_imports.setdefault(DOMAIN, VERSION)
             if found != VERSION:
                 raise ModelError(f"model: opset of domain {DOMAIN} is {found}; expected {VERSION}")

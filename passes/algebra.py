@@ -351,6 +351,8 @@ class Algebra:
 
     def tensors(self, poly: Poly) -> frozenset[object]:
         """The tensors that a polynomial reads, at any depth."""
+        if poly.pattern is not None:
+            return frozenset(poly.pattern[1])
         return _NOTHING.union(*[self.atoms[a].tensors for m in poly.terms for a, _ in m])
 
     def has_variable_factor(self, poly: Poly) -> bool:

@@ -98,6 +98,7 @@ class Forms:
         self._forms: MutableMapping[ir.Value, Form | None] = {}
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
         self._constants: dict[ir.Value, Array | None] = {}
+        self._small_constants: dict[object, Form] = {}
         self._dims: dict[str, str] = {}
         self._sizes: dict[str, Poly] = {}
         self._names: dict[object, str] = {}
@@ -207,6 +208,15 @@ class Forms:
         return array if array.size <= CONSTANT_LIMIT else _repeated(array)
 
     def _constant_form(self, array: Array) -> Form:
+        if array.size > _VECTOR_LIMIT:
+            return self._form_of_numbers(array)
+        key = (array.dtype, array.shape, array.tobytes())
+        known = self._small_constants.get(key)
+        if known is None:
+            known = self._small_constants[key] = self._form_of_numbers(array)
+        return known
+
+    def _form_of_numbers(self, array: Array) -> Form:
         groups = tuple((number(n),) if n != 1 else () for n in array.shape)
         variables = list(range(sum(n != 1 for n in array.shape)))
         boolean = array.dtype == np.bool_
@@ -332,7 +342,7 @@ class Forms:
         return tuple(() if s.constant == 1 else (s,) for s in sizes)
 
     def extent(self, group: Group) -> Poly:
-        return self.algebra.product(group)
+        return group[0] if len(group) == 1 else self.algebra.product(group)
 
     # Layouts
 
@@ -512,9 +522,9 @@ class Forms:
         if array is not None:
             # Readers want the numbers of axes, sizes and the like; others are in the form as far as they matter.
             if array.size <= _VECTOR_LIMIT:
-                content = (array.dtype.str, array.shape, array.tobytes())
+                content = (array.dtype, array.shape, array.tobytes())
             elif array.dtype.kind in "iu":
-                content = hashlib.sha256(np.ascontiguousarray(array)).digest()
+                content = hashlib.sha256(array.tobytes()).digest()
         elif value.dtype not in FLOATS and (vector := self.vector(value)) is not None:
             content = tuple(vector)
         if form is None:

@@ -31,8 +31,7 @@ class Renaming:
             Reordered: the algebra would write it in another way.
         """
         number, tensors = self._algebra.pattern(poly)
-        new = self._renamed(tensors)
-        if new == tensors:
+        if not tensors or (new := self._renamed(tensors)) == tensors:
             return poly
         return Poly({self._monomial(m): c for m, c in poly.terms.items()}, (number, new))
 
@@ -47,8 +46,7 @@ class Renaming:
 
     def _atom(self, a: int) -> int:
         number, tensors = self._algebra.pattern_of_atom(a)
-        new = self._renamed(tensors)
-        if new == tensors:
+        if not tensors or (new := self._renamed(tensors)) == tensors:
             found = a
         else:
             known = self._algebra.atom_of_pattern((number, new))

@@ -111,11 +111,11 @@ def fuse(
         with _busy("fusing") as progress:
             chosen = (list(only) or None, list(skip) or None, policy)
             fused, report = fusion.fuse_loaded(fused, *chosen, bodies=not no_bodies, progress=progress)
-    document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **report.to_dict()}
-    if runs:
-        document["check"] = _checked(loaded, fused, runs)
-    with _busy("writing"), fusion.collection_paused():
-        _write(fused.ir, report, source, target, in_place)
+        document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **report.to_dict()}
+        if runs:
+            document["check"] = _checked(loaded, fused, runs)
+        with _busy("writing"):
+            _write(fused.ir, report, source, target, in_place)
     if report_path is not None:
         model_io.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode())
     _print_report(report, verbose)

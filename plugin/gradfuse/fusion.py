@@ -196,6 +196,7 @@ def _version() -> str:
 
 
 def _count(model: ir.Model) -> dict[str, int]:
-    nodes = list(model.graph.all_nodes())
-    nodes += [n for f in model.functions.values() if f.domain != custom_ops.DOMAIN for n in f.all_nodes()]
-    return dict(Counter(f"{n.domain}::{n.op_type}" if n.domain else n.op_type for n in nodes).most_common())
+    own: list[ir.Graph | ir.Function] = [model.graph]
+    own += [f for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
+    counts = Counter((n.domain, n.op_type) for graph in own for n in functions.every_node(graph))
+    return {f"{domain}::{op_type}" if domain else op_type: count for (domain, op_type), count in counts.most_common()}
