@@ -15,7 +15,7 @@ import copy
 import hashlib
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,10 @@ def _repeated(array: Array) -> Array | None:
 class Forms:
     """The canonical forms of the values of one graph (or function body)."""
 
-    def __init__(self, graph: ir.Graph, progress: Progress | None = None) -> None:
+    def __init__(
+        self, graph: ir.Graph, progress: Progress | None = None, invented: Collection[str] = frozenset()
+    ) -> None:
+        """`invented`: names of dimensions that say nothing but that the inference of shapes had no better one."""
         self.algebra = Algebra()
         self._forms: MutableMapping[ir.Value, Form | None] = {}
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
@@ -101,6 +104,8 @@ class Forms:
         self._small_constants: dict[object, Form] = {}
         self._dims: dict[str, str] = {}
         self._sizes: dict[str, Poly] = {}
+        self._invented = invented
+        self._resolved: dict[str, Poly] = {}
         self._names: dict[object, str] = {}
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self.opaque: set[ir.Value] = set()
@@ -289,8 +294,10 @@ class Forms:
                 names = {name for value, axis in dims if (name := _symbol(value, axis)) is not None}
                 sizes = {d for v, axis in dims if v.shape is not None and isinstance(d := v.shape[axis], int)} - {1}
                 if len(names) > 1 and not sizes:
-                    # Names of the model's own come before those of nameless dimensions.
-                    first, *others = sorted((self._dim_name(n) for n in names), key=lambda n: (n[0] == "?", n))
+                    # Names of the model's own come before invented ones and those of nameless dimensions.
+                    first, *others = sorted(
+                        (self._dim_name(n) for n in names), key=lambda n: (n[0] == "?", n in self._invented, n)
+                    )
                     for other in others:
                         if other != first:
                             self._dims[other] = first
@@ -323,7 +330,8 @@ class Forms:
             case ast.Constant(value=int(n)):
                 return number(n)
             case ast.Name(id=name):
-                return self.algebra.dim(self._dim_name(name))
+                name = self._dim_name(name)
+                return self._resolved[name] if name in self._resolved else self.algebra.dim(name)
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self._size_of_tree(left), self._size_of_tree(right)
                 if isinstance(op, ast.Add):
@@ -333,6 +341,17 @@ class Forms:
                 if isinstance(op, ast.Mult):
                     return self.algebra.mul(a, b)
         raise ValueError
+
+    def _resolve(self, value: ir.Value, form: Form) -> None:
+        """Notes what invented dimensions of a value are by its form."""
+        for axis in range(len(form.groups)):
+            name = _symbol(value, axis)
+            if name is None or (name := self._dim_name(name)) not in self._invented or name in self._resolved:
+                continue
+            size = self.extent(form.groups[axis])
+            if size != self.algebra.dim(name):
+                self._resolved[name] = size
+                self._sizes.clear()
 
     def groups_of(self, value: ir.Value) -> tuple[Group, ...]:
         """One variable per dimension of the value's own shape."""
@@ -467,6 +486,8 @@ class Forms:
                     form = self._named(("operand", form), self._simple_groups(form), value)
             except (Unreadable, TooComplex):
                 form = None
+            if form is not None and self._invented and value.shape is not None and len(value.shape) == len(form.groups):
+                self._resolve(value, form)
             # Tensors that are always empty are left alone: there is nothing to gain, and size 0 is no size 1.
             self._forms[value] = None if form is None or any(s.constant == 0 for s in form.sizes) else form
 
@@ -499,20 +520,17 @@ class Forms:
     def _alike(self, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
         """What nodes have in common of which readers say the same, up to the names of tensors; and these names.
 
-        None for a node whose reader may look further than at operands, attributes, types and shapes.
+        None for a node whose reader may look further than at operands, attributes and types.
         """
         axes = node.inputs[1] if node.op_type.startswith("Reduce") and len(node.inputs) > 1 else None
         if not node.inputs or (axes is not None and self.constant(axes) is None):
             return None
         places: dict[object, int] = {}
         operands = [None if value is None else self._operand(value, places) for value in node.inputs]
-        results = []
-        for value in node.outputs:
-            shape = None if value.shape is None else tuple([d if isinstance(d, int) else d.value for d in value.shape])
-            if shape is not None and None in shape:
-                return None  # Readers call such a dimension by the value's name.
-            results.append((value.dtype, shape))
-        key = (node.domain, node.op_type, _attributes_key(node), tuple(operands), tuple(results))
+        if node.op_type in _ASK_FOR_SHAPE or (node.op_type in _FOLLOW_SHAPE and self.vector(node.inputs[-1]) is None):
+            return None
+        types = tuple([value.dtype for value in node.outputs])
+        key = (node.domain, node.op_type, _attributes_key(node), tuple(operands), types)
         return key, tuple(places)
 
     def _operand(self, value: ir.Value, places: dict[object, int]) -> tuple[object, ...]:
@@ -702,6 +720,10 @@ def _through_casts(value: ir.Value) -> ir.Value:
     return value
 
 
+_ASK_FOR_SHAPE = {"Range", "GatherElementsGrad", "GatherGrad", "SplitTraining"}
+"""Operations whose readers look at the shapes of a node's outputs."""
+_FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
+"""Those whose readers do where nothing is known of the last operand."""
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 _ELEMENTWISE = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And"),

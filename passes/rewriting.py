@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, ClassVar, Literal, TypeVar
@@ -209,12 +209,18 @@ class Site:
     """One graph, or the body of a function, under rewriting, with the forms of its values."""
 
     def __init__(
-        self, graph: ir.Graph, names: set[str], opset: int, is_function: bool = False, progress: Progress | None = None
+        self,
+        graph: ir.Graph,
+        names: set[str],
+        opset: int,
+        is_function: bool = False,
+        progress: Progress | None = None,
+        invented: Collection[str] = frozenset(),
     ) -> None:
         self.graph = graph
         self.opset = opset
         self.is_function = is_function
-        self.forms = Forms(graph, progress)
+        self.forms = Forms(graph, progress, invented)
         self.algebra: Algebra = self.forms.algebra
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
         self.proofs: dict[bytes, Exception | None] = {}
@@ -685,10 +691,13 @@ class Sites:
     def of(self, model: ir.Model) -> list[Site]:
         if self._model is not model:
             graphs = _graphs(model)
+            invented: set[str] = set()
             values = [v for g in graphs for n in g for v in n.outputs]
             if any(v.dtype is None or v.shape is None for v in values if v.name):
                 self._left_out = [(v, v.type, v.shape) for v in values]
+                known = _symbols([*values, *(v for g in graphs for v in g.inputs)])
                 shapes.infer(model, values)
+                invented = _symbols(values) - known
                 for node in (n for g in graphs for n in g if n.domain == training_ops.DOMAIN):
                     # Unknown to the inference; all of them give the type of their first input.
                     if node.inputs and node.inputs[0] is not None and node.outputs[0].type is None:
@@ -697,7 +706,7 @@ class Sites:
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
             bodies = {f.graph for f in model.functions.values()}
-            self._sites = [Site(g, names, opset, g in bodies, self.progress) for g, opset in graphs.items()]
+            self._sites = [Site(g, names, opset, g in bodies, self.progress, invented) for g, opset in graphs.items()]
             self._model = model
         return self._sites
 
@@ -718,6 +727,12 @@ class ForgetPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._sites.forget()
         return ir.passes.PassResult(model, False)
+
+
+def _symbols(values: Iterable[ir.Value]) -> set[str]:
+    """The names of symbolic dimensions."""
+    dims = (d for v in values if v.shape is not None for d in v.shape)
+    return {str(d.value) for d in dims if isinstance(d, ir.SymbolicDim) and d.value is not None}
 
 
 def _graphs(model: ir.Model) -> dict[ir.Graph, int]:
