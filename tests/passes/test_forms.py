@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import stacking
 from evaluation import Array, Evaluation
 from onnx_ir.passes.common import ShapeInferencePass
 from producers import COMMITTED, Case, cases
@@ -96,6 +99,35 @@ def test_forms_are_worth_what_onnxruntime_computes(case: Case) -> None:
 @pytest.mark.parametrize(("operator", "name", "build"), GRAPHS, ids=[f"{o}: {n}" for o, n, _ in GRAPHS])
 def test_forms_of_further_operators(operator: str, name: str, build: Build) -> None:
     assert _compared(ir.from_proto(built(build)), FEEDS)[0]
+
+
+LAYERS = ("torch_export_fb/gpt_block_ce_dyn", "torch_export_fb/ce_mean_smooth_weight_ignore_input_dyn")
+
+
+@pytest.mark.parametrize("case", [c for c in _committed() if str(c) in LAYERS], ids=str)
+def test_forms_of_equal_layers_on_tensors_of_their_own(case: Case) -> None:
+    block = onnx.load(case.path)
+    model = stacking.stacked([block], 2 * len(block.graph.node), chained=False)
+    first = case.arrays("in")
+    second = {k: np.asarray(1.5 * a, a.dtype) if a.dtype.kind == "f" else a[::-1] for k, a in first.items() if a.ndim}
+    feeds = {f"c0.{k}": a for k, a in first.items()} | {f"c1.{k}": a for k, a in (first | second).items()}
+    compared, count = _compared(ir.from_proto(model), feeds)
+    assert compared >= count / 6
+
+
+def test_forms_of_nodes_that_differ_by_which_operands_are_the_same() -> None:
+    pairs = [f"{name}{op} = {op}({a}, {b})" for name, a, b in _PAIRS for op in ("Sub", "Mul", "Div", "Concat")]
+    text = "\n".join(pairs).replace("Concat(", "Concat<axis=0>(")
+    names = [pair.partition(" ")[0] for pair in pairs]
+    outputs = ", ".join(f"float[{6 if name.endswith('Concat') else 3}, 3] {name}" for name in names)
+    head = '<ir_version: 8, opset_import: ["": 18]> g '
+    model = onnx.parser.parse_model(f"{head}(float[3, 3] x, float[3, 3] y, float[3, 3] z) => ({outputs}) {{ {text} }}")
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.normal(size=(3, 3)).astype(np.float32) for name in "xyz"}
+    assert _compared(ir.from_proto(model), feeds)[0] >= 3 * len(_PAIRS)
+
+
+_PAIRS = [("a", "x", "y"), ("b", "y", "x"), ("c", "x", "x"), ("d", "z", "z"), ("e", "y", "z"), ("f", "aMul", "z")]
 
 
 def _is_opaque(algebra: Algebra, form: Form) -> bool:

@@ -41,6 +41,14 @@ def test_every_copy_of_a_block_is_fused_under_names_of_its_own(chained: bool) ->
     onnx.checker.check_model(result.model)
 
 
+@pytest.mark.parametrize("name", [GPT, "torch_export_fb/attn_mulmask", "torch_export_fb/ce_seg_nchw_ignore255_dyn"])
+def test_shapes_that_are_left_out_cost_no_match(name: str) -> None:
+    block = stacking.block(name)
+    given = gradfuse.fuse(block, policy="all").report
+    del block.graph.value_info[:]
+    assert fused_ops(gradfuse.fuse(block, policy="all", check=1).report) == fused_ops(given) != Counter()
+
+
 @pytest.mark.parametrize("case", ["blocks side by side", "blocks in a row", "transformers in a row"])
 def test_twice_the_nodes_are_twice_the_work(case: str) -> None:
     names = (GPT,) if case.startswith("transformers") else stacking.BLOCKS
