@@ -300,7 +300,8 @@ class Algebra:
             found = self._table[key] = len(self.atoms)
             new = Atom(found, atom.kind, args)
             new.free, new.height, new.depth = atom.free, atom.height, atom.depth
-            new.indicator, new.positive, new.tensors = atom.indicator, atom.positive, frozenset(pattern[1])
+            new.indicator, new.positive, new.ranged = atom.indicator, atom.positive, atom.ranged
+            new.tensors = frozenset(pattern[1])
             self.atoms.append(new)
             if atom.kind == "eq":
                 self._equalities.add(found)

@@ -64,7 +64,7 @@ class Renaming:
             case "exp":
                 args = (self._monomial(atom.args[0]),)
             case _:
-                args = (self.poly(atom.args[0]),)
+                args = tuple(map(self.poly, atom.args))
         if atom.kind in ("pow", "eq") and _ends(*args) != _ends(*atom.args):
             raise Reordered
         return self._algebra.intern_renamed(atom, args, pattern)
