@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.passes import shapes, training_ops
+from gradfuse.passes import bodies, shapes, training_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque
 from gradfuse.passes.progress import Progress, counted
@@ -93,6 +93,8 @@ class Rewrite:
     """The values that the match takes as given; where there are none, every value that its form does not express."""
     ends: Mapping[ir.Value, Poly] = field(default_factory=dict)
     """Those of them that are ends of groups, with the number of rows."""
+    by_body: bool = False
+    """Whether the nodes that go are the body of the operator, which is what a proof would run for the fused node."""
 
 
 class Builder:
@@ -217,6 +219,10 @@ class Site:
         self.algebra: Algebra = self.forms.algebra
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
         self.proofs: dict[bytes, Exception | None] = {}
+        self.sites: Mapping[ir.Graph, Site] = {}
+        """The sites of the same model."""
+        self.is_removed = False
+        """Whether a rewrite made the node superfluous that the graph is in."""
         self._names = names
         self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
@@ -532,19 +538,23 @@ class Site:
         if any(v is not rewrite.root and (v.uses() or v.is_graph_output()) for v in producer.outputs):
             return []
         dead: dict[ir.Node, None] = {producer: None}
-        todo = [producer]
+        # Of branches and loop bodies all nodes go.
+        todo = [producer, *_inside(producer)]
+        gone = set(todo)
         while todo:
             for value in todo.pop().inputs:
                 node = None if value is None else value.producer()
                 # A body leaves the nodes of the graphs around it alone.
-                if node is None or node in dead or node.graph is not self.graph:
+                if node is None or node in gone or node.graph is not self.graph:
                     continue
                 if all(
-                    not v.is_graph_output() and v not in needed and all(u.node in dead for u in v.uses())
+                    not v.is_graph_output() and v not in needed and all(u.node in gone for u in v.uses())
                     for v in node.outputs
                 ):
                     dead[node] = None
-                    todo.append(node)
+                    inside = _inside(node)
+                    todo += [node, *inside]
+                    gone |= {node, *inside}
         return list(dead)
 
     def cost(self, nodes: Sequence[ir.Node]) -> Cost:
@@ -611,8 +621,12 @@ class Site:
         ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=root.is_graph_output())
         self.forms.set(output, self.forms.form(root))
         self.position[output] = self.position[root]
-        read = {v for node in dead for v in node.inputs if v is not None}
-        for node in dead:
+        gone = [*dead, *(inner for node in dead for inner in _inside(node))]
+        for graph in (graph for node in dead for graph in _graphs_in(node)):
+            if graph in self.sites:
+                self.sites[graph].is_removed = True
+        read = {v for node in gone for v in node.inputs if v is not None}
+        for node in gone:
             for k in range(len(node.inputs)):
                 node.replace_input_with(k, None)
         self._dead.update(dict.fromkeys(dead))
@@ -680,11 +694,14 @@ class Sites:
             names = {str(v.name) for v in values}
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
-            bodies = {f.graph for f in model.functions.values()}
+            own = {f.graph for f in model.functions.values()}
             opsets = _opsets(model)
-            self._sites = [Site(graph, names, opsets[graph], graph in bodies, self.progress) for graph in graphs]
+            self._sites = [Site(graph, names, opsets[graph], graph in own, self.progress) for graph in graphs]
+            by_graph = {site.graph: site for site in self._sites}
+            for site in self._sites:
+                site.sites = by_graph
             self._model = model
-        return self._sites
+        return [site for site in self._sites if not site.is_removed]
 
     def forget(self) -> None:
         """Drops the analyses, and the types and shapes that the model did not have."""
@@ -709,6 +726,18 @@ def _graphs(model: ir.Model) -> list[ir.Graph]:
     functions = [f.graph for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
     graphs = [model.graph, *functions]
     return graphs + [sub for graph in graphs for sub in graph.subgraphs()]
+
+
+def _graphs_in(node: ir.Node) -> list[ir.Graph]:
+    """The branches or the body of a node, and the graphs in these."""
+    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    values = [a.value for a in node.attributes.values() if a.type in kinds and not a.is_ref()]
+    own = [graph for value in values for graph in ([value] if isinstance(value, ir.Graph) else value)]
+    return own + [inner for graph in own for inner in graph.subgraphs()]
+
+
+def _inside(node: ir.Node) -> list[ir.Node]:
+    return [inner for graph in _graphs_in(node) for inner in graph]
 
 
 def _opsets(model: ir.Model) -> dict[ir.Graph, int]:
@@ -755,7 +784,7 @@ class FusePass(ir.passes.InPlacePass):
             # From the end: the whole of a backward subgraph before its parts.
             for node in counted(list(reversed(site.graph)), self.operator, self._sites.progress):
                 view = node.op_type in VIEWS and node.domain == ""
-                if site.is_dead(node) or view or node.domain == custom_ops.DOMAIN:
+                if site.is_removed or site.is_dead(node) or view or node.domain == custom_ops.DOMAIN:
                     continue
                 for root in node.outputs:
                     self._try(site, root)
@@ -781,6 +810,9 @@ class FusePass(ir.passes.InPlacePass):
 
     def _proposed(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         """A rewrite of the root, or of what is left of it without a factor that has dimensions of its own."""
+        body = bodies.find(site, builder, root, self.operator)
+        if body is not None:
+            return body
         outer = site.without_outer_factor(root) if self.linear else None
         if outer is None:
             return self.propose(site, builder, root)
@@ -852,7 +884,8 @@ class FusePass(ir.passes.InPlacePass):
                     reason = f"not profitable: {after.against(before)}"
                     match = rewrite.rule
                 else:
-                    prove(site, rewrite, TOLERANCE[root.dtype])
+                    if not rewrite.by_body:
+                        prove(site, rewrite, TOLERANCE[root.dtype])
                     self.fusions.append(site.apply(rewrite, builder, dead, (before, after)))
                     return
         except Unproved as error:
