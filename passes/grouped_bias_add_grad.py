@@ -66,6 +66,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
         node = root.producer()
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
             return None
+        if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
+            return None  # It was tried as what it goes on as.
         for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 rewrite = self._from(site, builder, root, source)
@@ -413,28 +415,29 @@ def _first_input(node: ir.Node) -> ir.Value | None:
 
 
 def _sums_nothing(site: Site, node: ir.Node) -> bool:
-    """Whether a ReduceSum goes over dimensions of size 1 only."""
-    source = _first_input(node)
+    """Whether it is a ReduceSum that goes over dimensions of size 1 only."""
+    source = _first_input(node) if node.op_type == "ReduceSum" and not node.domain else None
     before = None if source is None else site.forms.get(source)
-    after = site.forms.get(node.outputs[0])
+    after = None if before is None else site.forms.get(node.outputs[0])
     return before is not None and after is not None and before.sizes == after.sizes
 
 
 def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     """Tensors whose sums the root may be made of."""
     sources: dict[ir.Value, None] = {}
-    todo, seen = [root], {root}
-    while todo and len(seen) <= 4 * MAX_GROUPS:
+    todo, seen, top = [root], {root}, root.producer()
+    summed = top is not None and top.op_type == "ReduceSum"
+    while todo and len(seen) <= 4 * MAX_GROUPS and (summed or len(sources) <= 1):
         node = todo.pop().producer()
         if node is not None and node.op_type in _PRODUCTS and not node.domain:
-            return _factors(site, node) if node is root.producer() and not _is_opaque(site, root) else []
+            return _factors(site, node) if node is top and not _is_opaque(site, root) else []
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
             break
         sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
         if sums or node.op_type in _CUTS - {"Cast"}:
             source = _first_input(node)
             if sums:
-                sources.update(dict.fromkeys(_factors(site, node) if node is root.producer() else ()))
+                sources.update(dict.fromkeys(_factors(site, node) if node is top else ()))
             while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
                 source = _first_input(above)
             if source is not None:
@@ -446,13 +449,12 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
             if v is not None and v not in seen and v.const_value is None:
                 seen.add(v)
                 todo.append(v)
-    node = root.producer()
-    scatters = node is not None and node.op_type in _SCATTERS and len(node.inputs) > 2
-    updates = node.inputs[2] if node is not None and scatters else None
+    scatters = top is not None and top.op_type in _SCATTERS and len(top.inputs) > 2
+    updates = top.inputs[2] if top is not None and scatters else None
     # Rows that are left out of a scatter, as those of no group are, are picked from all of them.
     picks = None if updates is None else _behind_views(updates).producer()
     picked = _first_input(picks) if picks is not None and picks.op_type == "Gather" else None
-    clear = len(sources) == 1 or (node is not None and node.op_type == "ReduceSum")
+    clear = summed or len(sources) == 1
     return [*(v for v in (picked, updates) if v is not None), *(sources if clear else ())]
 
 

@@ -1,7 +1,7 @@
 """Bounds of the integers of a graph, and whether they are in order: what holds for every input.
 
-The canonical forms take it for granted that an index is in range. What is said here takes nothing for granted but that
-no sum of integers overflows, so that it holds where a graph drops or wraps an index that is not.
+The canonical forms take some of it for granted, such as that no index is negative. What is said here takes nothing for
+granted but that no sum of integers overflows, so that it holds where a graph drops or wraps an index.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Order:
             return self.least(inputs[0]) if _is_kept(value, inputs[0]) else -math.inf
         if op == "CumSum" and self.least(inputs[0]) >= 0:
             plain = not attribute(node, "exclusive", 0) and not attribute(node, "reverse", 0)
-            return self._first(inputs[0]) if plain and self._runs_along(node) else 0.0
+            return self._least_first(inputs[0]) if plain and self._runs_along(node) else 0.0
         if op in _SCATTERS:
             return self._scattered(node, self.least(inputs[0]), self.least(inputs[2]))
         match op:
@@ -149,6 +149,9 @@ class Order:
 
     def _total(self, value: ir.Value) -> float:
         """A number that the sum of the elements, none of them negative, is not above."""
+        return self._looked_up("total", value, self._find_total, math.inf)
+
+    def _find_total(self, value: ir.Value) -> float:
         op, node, inputs = self._opened(value)
         if node is not None and op in _SCATTERS and attribute(node, "reduction", "none") == "add":
             return self._total(inputs[0]) + self._total(inputs[2])
@@ -160,21 +163,27 @@ class Order:
 
     def _is_of_positions(self, value: ir.Value) -> bool:
         """Whether an index has no element twice, as those have that NonZero finds."""
+        return self._looked_up("positions", value, self._find_of_positions, False)
+
+    def _find_of_positions(self, value: ir.Value) -> bool:
         op, _, inputs = self._opened(value)
         return op == "NonZero" or (op in _VIEWS - {"Expand"} and self._is_of_positions(inputs[0]))
 
-    def _first(self, value: ir.Value) -> float:
+    def _least_first(self, value: ir.Value) -> float:
         """A number that the first element is not below."""
+        return self._looked_up("least first", value, self._find_least_first, -math.inf)
+
+    def _find_least_first(self, value: ir.Value) -> float:
         known = self.first(value)
         if known is not None:
             return known
         op, node, inputs = self._opened(value)
         if node is not None and op in _VIEWS and _is_kept(value, inputs[0]):
-            return self._first(inputs[0])
+            return self._least_first(inputs[0])
         if node is not None and op in _SCATTERS and attribute(node, "reduction", "none") == "add":
             updates = self.least(inputs[2])
             if updates >= 0 and self._is_line(value) and self.first(inputs[1]) == 0 and self._is_filled(inputs[1]):
-                return self._first(inputs[0]) + updates
+                return self._least_first(inputs[0]) + updates
         return self.least(value)
 
     def _find_first(self, value: ir.Value) -> float | None:
@@ -213,6 +222,9 @@ class Order:
 
     def _is_filled(self, value: ir.Value) -> bool:
         """Whether there are elements, whatever the symbolic dimensions are."""
+        return self._looked_up("filled", value, self._find_filled, False)
+
+    def _find_filled(self, value: ir.Value) -> bool:
         form = self._forms.get(value)
         if form is not None and all(size.integer is not None for size in form.sizes):
             return True

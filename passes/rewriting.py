@@ -13,6 +13,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import ClassVar, Literal
 
@@ -43,6 +44,11 @@ _IN_HALF = {
     *("ScatterElements", "ScatterND", "ConstantOfShape", "Max", "Min"),
 }
 _HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
+_LINEAR = {
+    *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
+    *("Unsqueeze", "Expand", "Where", "Transpose", "Flatten", "Mean"),
+}
 
 _ALLOWZERO_OPSET = 14
 
@@ -289,6 +295,20 @@ class Site:
         keys = [(len(poly), tensor, s) for tensor in tensors for s in spreads]
         found = [entry for key in keys for entry in self._differences.get(key, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
+
+    @cached_property
+    def parts_of_outputs(self) -> set[ir.Value]:
+        """The values that go, by linear operations only, into an output; of the graph as it is when first asked."""
+        graphs = {self.graph, *self.graph.subgraphs()}
+        todo = [v for graph in graphs for v in graph.outputs]
+        found = set(todo)
+        while todo:
+            node = todo.pop().producer()
+            if node is not None and node.graph in graphs and node.op_type in _LINEAR:
+                new = [v for v in dict.fromkeys(node.inputs) if v is not None and v not in found]
+                found.update(new)
+                todo.extend(new)
+        return found
 
     def fresh(self, stem: str) -> str:
         stem = stem.lower()
