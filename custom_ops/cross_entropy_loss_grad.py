@@ -193,4 +193,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    samples=[{"reduction": reduction, "label_smoothing": s} for reduction in _REDUCTIONS for s in (0.0, 0.5)],
 )

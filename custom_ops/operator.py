@@ -137,6 +137,7 @@ class Operator:
         body: gives the body as ONNX text; ``$real`` is the number and ``$real_type`` the name of the type that it
             computes in.
         oldest_opset: the oldest version of the default domain that has what the body needs.
+        samples: attributes of nodes that between them have every text of the body.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Operator:
     choices: Callable[[Call], Iterable[str]]
     body: Callable[[Variant], str]
     oldest_opset: int = OLDEST_OPSET
+    samples: Sequence[Mapping[str, Value]] = ({},)
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 Exponent = int | Fraction
 Monomial = tuple[tuple[int, Exponent], ...]
@@ -44,6 +44,7 @@ _CANCELS = 1e-7  # relative size below which a difference of float32 constants i
 _SUM_WIDTH = 8  # bound variables that one sum atom may have
 _NOTHING: frozenset[Any] = frozenset()
 _DEPTH_LIMIT = 64  # atoms within each other, as in the exponential of an exponential
+_RANK, _POSITION = -6_000_000, -7_000_000  # variables of a sum over positions: the number of a position, the position
 
 
 class TooComplex(Exception):
@@ -158,6 +159,20 @@ class Atom:
         self.positive = kind in ("exp", "dim")
 
 
+class Positions(NamedTuple):
+    """The name of the tensor of the positions, in order, at which a condition holds, as NonZero gives them.
+
+    `condition` is that of variable 0, from 0 up to `size`; it holds `times` times.
+    """
+
+    condition: Poly
+    size: Poly
+    times: Poly
+
+    def __str__(self) -> str:
+        return "positions"
+
+
 class Algebra:
     """The table of atoms of one analysis, and the operations on polynomials over them."""
 
@@ -168,6 +183,7 @@ class Algebra:
         self._equalities: set[int] = set()
         self._boolean_tensors: set[object] = set()
         self._integers: set[object] = set()
+        self._positions: dict[Positions, int] = {}
         self._opened: dict[tuple[int, ...], Poly] = {}
         self._substituted: dict[tuple[int, tuple[tuple[int, Poly], ...]], Poly] = {}
         self._pattern_numbers: dict[object, int] = {}
@@ -250,6 +266,12 @@ class Algebra:
             self._boolean_tensors.add(tensor)
         if integer:
             self._integers.add(tensor)
+        if isinstance(tensor, Positions):
+            k = self._positions.setdefault(tensor, len(self._positions))
+            if indices == (self.var(_RANK - k),):
+                return self.var(_POSITION - k)
+            if not indices[0] and self.substitute(tensor.condition, {0: ZERO}) == UNIT:
+                return ZERO
         for position, index in enumerate(indices):
             condition = self._some_indicator(index)
             if condition is not None:
@@ -662,6 +684,11 @@ class Algebra:
         one-hot row of an index that is out of range is all zeros. Otherwise the sum stays.
         """
         sizes = dict(valid or {}) | dict(variables)
+        for m, c in poly.terms.items() if self._positions else ():
+            moved = self._over_positions(Poly({m: c}), variables)
+            if moved is not None:
+                rest = Poly({n: d for n, d in poly.terms.items() if n != m})
+                return self.sum(*moved, valid) + self.sum(rest, variables, valid)
         split = self._split_range(poly, variables)
         if split is not None:
             v, condition, at = split
@@ -675,6 +702,25 @@ class Algebra:
         for m, c in poly.terms.items():
             result = result + self._sum_monomial(m, dict(variables), sizes).scaled(c)
         return result
+
+    def _over_positions(self, term: Poly, variables: Mapping[int, Poly]) -> tuple[Poly, dict[int, Poly]] | None:
+        """A sum over the positions of a condition as one over all positions, times the condition; and its variables.
+
+        None where no variable is but the number of a position.
+        """
+        names = [name for name in self.tensors(term) if isinstance(name, Positions)]
+        for name in sorted(names, key=self._positions.__getitem__):
+            rank, position = _RANK - self._positions[name], self.var(_POSITION - self._positions[name])
+            for v, size in variables.items():
+                if size != name.times or v not in self.free(term):
+                    continue
+                # The position of number `rank` is the variable `position`: see tensor().
+                moved = self.substitute(term, {v: self.var(rank)})
+                if rank not in self.free(moved):
+                    left = {w: s for w, s in variables.items() if w != v}
+                    holds = self.substitute(name.condition, {0: position})
+                    return self.mul(holds, moved), left | {_POSITION - self._positions[name]: name.size}
+        return None
 
     def _only(self, variable: int) -> Monomial:
         ((m, _),) = self.var(variable).terms.items()

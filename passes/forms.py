@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, number
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, Positions, TooComplex, number
 from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
@@ -150,15 +150,15 @@ class Forms:
         for k, node in enumerate(nodes):
             self._order[node] = (*same, last - 1, k)
 
-    def relative(self, root: ir.Value, source: ir.Value) -> tuple[Form, Form]:
-        """The forms of two values of which one is computed from the other, with `source` taken as opaque."""
-        above = source.producer()
-        first = () if above is None else self._order.get(above, ())
+    def relative(self, root: ir.Value, *sources: ir.Value) -> tuple[Form, ...]:
+        """The forms of a value and of others that it is computed from, with the latter taken as opaque."""
+        above = [node for source in sources if (node := source.producer()) is not None]
+        first = min(self._order.get(node, ()) for node in above) if len(above) == len(sources) else ()
         cone: set[ir.Node] = set()
-        todo, seen = [root], {root, source}
+        todo, seen = [root], {root, *sources}
         while todo:
             node = todo.pop().producer()
-            # What comes before the source, or is of an outer graph, is not computed from it.
+            # What comes before the sources, or is of an outer graph, is not computed from them.
             if node is None or node in cone or (order := self._order.get(node)) is None or order < first:
                 continue
             cone.add(node)
@@ -166,17 +166,19 @@ class Forms:
                 if value is not None and value not in seen:
                     seen.add(value)
                     todo.append(value)
-        own = self.form(source)
-        opaque = self._named(("source", own), self._simple_groups(own), source)
+        forms = [self.form(source) for source in sources]
+        opaque = [
+            self._named(("source", own), self._simple_groups(own), source)
+            for own, source in zip(forms, sources, strict=True)
+        ]
         part = copy.copy(self)
-        part._forms = ChainMap({}, self._forms)
-        part._forms[source] = opaque
-        changed = {source}
+        part._forms = ChainMap(dict(zip(sources, opaque, strict=True)), self._forms)
+        changed = set(sources)
         for node in sorted(cone, key=self._order.__getitem__):
             if any(v in changed for v in node.inputs):
                 part._read(node)
                 changed.update(node.outputs)
-        return part.form(root), opaque
+        return part.form(root), *opaque
 
     def _leaf(self, value: ir.Value) -> Form | None:
         array = self.constant(value)
@@ -529,6 +531,8 @@ class Forms:
         operands = [None if value is None else self._operand(value, places) for value in node.inputs]
         if node.op_type in _ASK_FOR_SHAPE or (node.op_type in _FOLLOW_SHAPE and self.vector(node.inputs[-1]) is None):
             return None
+        if any(isinstance(tensor, Positions) for tensor in places):
+            return None  # whose name holds what they are the positions of
         types = tuple([value.dtype for value in node.outputs])
         key = (node.domain, node.op_type, _attributes_key(node), tuple(operands), types)
         return key, tuple(places)
@@ -720,7 +724,7 @@ def _through_casts(value: ir.Value) -> ir.Value:
     return value
 
 
-_ASK_FOR_SHAPE = {"Range", "GatherElementsGrad", "GatherGrad", "SplitTraining"}
+_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "SplitTraining"}
 """Operations whose readers look at the shapes of a node's outputs."""
 _FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
 """Those whose readers do where nothing is known of the last operand."""
@@ -1367,8 +1371,14 @@ def _gather(forms: Forms, node: ir.Node) -> Form:
 
 def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
     algebra = forms.algebra
-    if len(data.groups[axis]) != 1:
+    if len(data.groups[axis]) > 1:
         raise Opaque("a gather from a composed dimension")
+    if not data.groups[axis]:
+        # Of one element there is nothing to choose.
+        order = [*range(axis), *[None] * len(index.groups), *range(axis + 1, len(data.groups))]
+        around = (*((),) * axis, *index.groups, *((),) * (len(data.groups) - axis - 1))
+        groups, (poly, _) = forms.broadcast([forms.moved(data, order), Form(around, ZERO)])
+        return Form(groups, poly)
     v = data.variables(axis)[0]
     width = len(index.sizes)
     x = algebra.substitute(index.poly, {w: algebra.var(v + w) for w in range(width)})
@@ -1411,6 +1421,17 @@ def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     names |= {w: algebra.var(w - depth + width) for w in range(depth, count)}
     names = {k: p + data.groups[k][0] if p.constant is not None and p.constant < 0 else p for k, p in names.items()}
     return Form((*picks[0].groups, *data.groups[depth:]), algebra.substitute(data.poly, names))
+
+
+@reads("NonZero")
+def _nonzero(forms: Forms, node: ir.Node) -> Form:
+    (x,) = inputs_of(forms, node)
+    groups = forms.groups_of(node.outputs[0])
+    if len(x.groups) != 1 or len(x.sizes) != 1 or len(groups) != 2 or groups[0] or not groups[1]:
+        raise Opaque("positions in several dimensions")
+    holds = x.poly if forms.algebra.is_boolean(x.poly) else UNIT - forms.algebra.equal_zero(x.poly)
+    name = Positions(holds, x.sizes[0], groups[1][0])
+    return Form(groups, forms.algebra.tensor(name, [forms.algebra.var(0)], integer=True))
 
 
 def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -> tuple[Form, Poly]:

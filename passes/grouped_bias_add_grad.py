@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import onnx_ir as ir
 from gradfuse.passes import training_ops
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
 from gradfuse.passes.forms import Form
+from gradfuse.passes.order import Order
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
 
 MAX_GROUPS = 2048
@@ -21,6 +24,9 @@ _COMBINES = {
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
     *("MatMul", "Gemm", "Einsum"),
 }
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+_SEARCHED = 256  # values behind a sum in which its index is looked for
+_SCATTER_ADD_OPSET = 16
 _DOMAINS = ("", training_ops.DOMAIN)
 _CUTS = {"Slice", "Split", "SplitTraining", "Cast"}
 _SCATTERS = {"ScatterND", "ScatterElements", "GatherGrad"}
@@ -43,8 +49,9 @@ class FuseGroupedBiasAddGradPass(FusePass):
     2. the sum over g of [j = g] times the sum of the rows of dY from one end to the next, ends in order, the last one
        the number of rows (static groups, however they were cut and joined again); or
     3. the sum over rows r of [j = number of ends <= r] dY[r, h], the comparison with ends that proves the index sorted;
-       or
-    4. the same with a mask [r < end of j] less [r < end of j - 1], which is 1 in the rows of a group only.
+    4. the same with a mask [r < end of j] less [r < end of j - 1], which is 1 in the rows of a group only; or
+    5. the same with any other index that never decreases and is never negative, whatever the inputs are (`order.py`):
+       the ends are counted from it.
 
     Ends that do not increase are an error for the op. Where rows past the last end have no group in the graph, and the
     graph allows them, the op gets one more group for them, which is cut off.
@@ -59,6 +66,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
         node = root.producer()
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
             return None
+        if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
+            return None  # It was tried as what it goes on as.
         for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 rewrite = self._from(site, builder, root, source)
@@ -70,11 +79,22 @@ class FuseGroupedBiasAddGradPass(FusePass):
         form, own = site.forms.relative(root, grad)
         if not form.poly:
             return None
+        ways = (self._static_ends, self._masked_rows, self._sorted_index)
         if len(form.poly) == 1:
-            plain = self._equal_groups(site, builder, root, grad, form, own)
-            return plain if plain is not None else self._given_ends(site, builder, root, grad, form, own)
-        static = self._static_ends(site, builder, root, grad, form, own)
-        return static if static is not None else self._masked_rows(site, builder, root, grad, form, own)
+            ways = (self._equal_groups, self._given_ends, self._sorted_index)
+        miss: Mismatch | None = None
+        for way in ways:
+            try:
+                rewrite = way(site, builder, root, grad, form, own)
+            except Mismatch as reason:
+                miss = miss or reason
+                builder.discard()
+                continue
+            if rewrite is not None:
+                return rewrite
+        if miss is not None:
+            raise miss
+        return None
 
     def _equal_groups(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
@@ -161,6 +181,30 @@ class FuseGroupedBiasAddGradPass(FusePass):
                     return self._with_given_ends(site, builder, root, grad, end, groups, False, form, own)
         return None
 
+    def _sorted_index(
+        self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
+    ) -> Rewrite | None:
+        """Rows by an index that never decreases, however it came about: the number of rows up to a group is its end."""
+        if not _same_columns(form, own):
+            return None
+        algebra, order, row, (rows, groups) = site.algebra, Order(site.forms), -4_000_000, (own.sizes[0], form.sizes[0])
+        for index in _indices(site, order, root, grad, rows):
+            known, taken, picked = site.forms.relative(root, grad, index)
+            hit = algebra.equal_zero(algebra.var(0) - algebra.substitute(picked.poly, {0: algebra.var(row)}))
+            try:
+                summed, tested = _without_range_tests(algebra, known.poly, hit, row, groups)
+            except Mismatch:
+                continue
+            if not summed.close_to(algebra.mul(hit, _row(algebra, taken, row)), 1e-9):
+                continue
+            scatter = root.producer()
+            closed = scatter is not None and scatter.op_type in _SCATTERS and not tested
+            limit = groups.integer
+            closed = closed or (limit is not None and order.most(index) < limit)
+            ends = _counted_ends(site, builder, builder.reshape(index, [rows]), rows, groups, closed)
+            return self._with_ends(site, builder, root, grad, ends, form, own)
+        return None
+
     def _with_given_ends(
         self,
         site: Site,
@@ -238,6 +282,79 @@ class FuseGroupedBiasAddGradPass(FusePass):
         return replace(rewrite, frontier=(grad, *given), ends=dict.fromkeys(given, own.sizes[0]))
 
 
+def _indices(site: Site, order: Order, root: ir.Value, grad: ir.Value, rows: Poly) -> Iterator[ir.Value]:
+    """The integers behind the root, as many as rows, that are sorted and not negative whatever the inputs are."""
+    todo, seen = deque([root]), {root, grad}
+    while todo and len(seen) <= _SEARCHED:
+        value = todo.popleft()
+        form = site.forms.get(value) if value.dtype in _INTEGERS and value in site.position else None
+        if form is not None and form.sizes == (rows,) and order.rises(value) and order.least(value) >= 0:
+            yield value
+            continue
+        node = value.producer()
+        for v in () if node is None else node.inputs:
+            if v is not None and v not in seen and _is_made_of_conditions(site, v):
+                seen.add(v)
+                todo.append(v)
+
+
+def _is_made_of_conditions(site: Site, value: ir.Value) -> bool:
+    """Whether a value is an integer or a condition, or a number made of conditions, such as a one-hot."""
+    form = site.forms.get(value)
+    if value.dtype in (*_INTEGERS, ir.DataType.BOOL):
+        return True
+    return form is not None and all(site.algebra.atoms[a].indicator for m in form.poly.terms for a, _ in m)
+
+
+def _without_range_tests(algebra: Algebra, poly: Poly, hit: Poly, row: int, groups: Poly) -> tuple[Poly, bool]:
+    """The summand of a sum over rows, all of whose terms have the factor hit, [group = index of the row], without tests
+    for what a group, variable 0, is anyhow: in range. Also gives whether there were any.
+
+    Raises Mismatch for any other sum.
+    """
+    ((factor,),) = hit.terms
+    summand, tested = ZERO, False
+    for monomial, c in poly.terms.items():
+        atom = algebra.atoms[monomial[0][0]] if len(monomial) == 1 else None
+        if atom is None or not _is_row_sum(atom):
+            raise Mismatch(UNSORTED)
+        summand = summand + algebra.opened(atom, [row]).scaled(c)
+    if not all(factor in monomial for monomial in summand.terms):
+        raise Mismatch(UNSORTED)
+    difference = algebra.atoms[factor[0]].args[0]
+    mirrored = {0: groups - UNIT - algebra.var(0)}
+    for condition in algebra.indicators(summand):
+        for sign in (1.0, -1.0) if condition.kind == "lt" else ():
+            # What is tested, of an index that is the group.
+            own = condition.args[0] + difference.scaled(sign)
+            for at in (own, algebra.substitute(own, mirrored)):
+                verdict = algebra.less_than_zero(at).constant
+                if verdict is not None:
+                    summand, tested = algebra.given(summand, condition, verdict == 1), True
+    return summand, tested
+
+
+def _row(algebra: Algebra, own: Form, row: int) -> Poly:
+    return algebra.substitute(own.poly, {0: algebra.var(row)})
+
+
+def _counted_ends(site: Site, builder: Builder, index: ir.Value, rows: Poly, groups: Poly, closed: bool) -> ir.Value:
+    """The ends of the groups of a sorted index; unless closed, of one more, for the rows that are in none of them."""
+    if site.opset < _SCATTER_ADD_OPSET:
+        raise Mismatch(f"to count the rows of each group takes opset {_SCATTER_ADD_OPSET}")
+    count = groups if closed else groups + UNIT
+    integers = ir.DataType.INT64
+    index = builder.cast(index, integers)
+    if not closed:
+        number_of_groups = builder.shape([groups])
+        index = builder.op("Min", [index, number_of_groups], integers, [rows])
+    blank = builder.op("Expand", [builder.ints([0]), builder.shape([count])], integers, [count])
+    ones = builder.op("Expand", [builder.ints([1]), builder.shape([rows])], integers, [rows])
+    counts = builder.op("ScatterElements", [blank, index, ones], integers, [count], axis=0, reduction="add")
+    axis = builder.constant(np.asarray(0), integers)
+    return builder.op("CumSum", [counts, axis], integers, [count])
+
+
 def _same_columns(form: Form, own: Form) -> bool:
     """Whether both have rows or groups first, and then the same dimensions."""
     return bool(own.sizes and form.sizes) and own.sizes[1:] == form.sizes[1:]
@@ -290,8 +407,7 @@ def _is_row_sum(atom: Atom) -> bool:
 
 def _summed(algebra: Algebra, own: Form, mask: Poly, row: int) -> Poly:
     """The sum over the rows of a mask, by the group 0 and the row, times dY."""
-    element = algebra.substitute(own.poly, {0: algebra.var(row)})
-    return algebra.sum(algebra.mul(mask, element), {row: own.sizes[0]}, {0: own.sizes[0]})
+    return algebra.sum(algebra.mul(mask, _row(algebra, own, row)), {row: own.sizes[0]}, {0: own.sizes[0]})
 
 
 def _first_input(node: ir.Node) -> ir.Value | None:
@@ -299,28 +415,29 @@ def _first_input(node: ir.Node) -> ir.Value | None:
 
 
 def _sums_nothing(site: Site, node: ir.Node) -> bool:
-    """Whether a ReduceSum goes over dimensions of size 1 only."""
-    source = _first_input(node)
+    """Whether it is a ReduceSum that goes over dimensions of size 1 only."""
+    source = _first_input(node) if node.op_type == "ReduceSum" and not node.domain else None
     before = None if source is None else site.forms.get(source)
-    after = site.forms.get(node.outputs[0])
+    after = None if before is None else site.forms.get(node.outputs[0])
     return before is not None and after is not None and before.sizes == after.sizes
 
 
 def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     """Tensors whose sums the root may be made of."""
     sources: dict[ir.Value, None] = {}
-    todo, seen = [root], {root}
-    while todo and len(seen) <= 4 * MAX_GROUPS:
+    todo, seen, top = [root], {root}, root.producer()
+    summed = top is not None and top.op_type == "ReduceSum"
+    while todo and len(seen) <= 4 * MAX_GROUPS and (summed or len(sources) <= 1):
         node = todo.pop().producer()
         if node is not None and node.op_type in _PRODUCTS and not node.domain:
-            return _factors(site, node) if node is root.producer() and not _is_opaque(site, root) else []
+            return _factors(site, node) if node is top and not _is_opaque(site, root) else []
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
             break
         sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
         if sums or node.op_type in _CUTS - {"Cast"}:
             source = _first_input(node)
             if sums:
-                sources.update(dict.fromkeys(_factors(site, node) if node is root.producer() else ()))
+                sources.update(dict.fromkeys(_factors(site, node) if node is top else ()))
             while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
                 source = _first_input(above)
             if source is not None:
@@ -332,11 +449,13 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
             if v is not None and v not in seen and v.const_value is None:
                 seen.add(v)
                 todo.append(v)
-    node = root.producer()
-    scatters = node is not None and node.op_type in _SCATTERS and len(node.inputs) > 2
-    updates = node.inputs[2] if node is not None and scatters else None
-    clear = len(sources) == 1 or (node is not None and node.op_type == "ReduceSum")
-    return [*([updates] if updates is not None else []), *(sources if clear else ())]
+    scatters = top is not None and top.op_type in _SCATTERS and len(top.inputs) > 2
+    updates = top.inputs[2] if top is not None and scatters else None
+    # Rows that are left out of a scatter, as those of no group are, are picked from all of them.
+    picks = None if updates is None else _behind_views(updates).producer()
+    picked = _first_input(picks) if picks is not None and picks.op_type == "Gather" else None
+    clear = summed or len(sources) == 1
+    return [*(v for v in (picked, updates) if v is not None), *(sources if clear else ())]
 
 
 def _factors(site: Site, node: ir.Node) -> list[ir.Value]:

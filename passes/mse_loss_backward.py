@@ -13,11 +13,6 @@ from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 
-_LINEAR = {
-    *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
-    *("Unsqueeze", "Expand", "Where", "Transpose", "Flatten", "Mean"),
-}
-
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
 _NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for
 
@@ -180,18 +175,7 @@ def _weighted(site: Site, difference: ir.Value) -> bool:
     for use in difference.uses():
         if use.node.op_type in ("Mul", "Div", "Neg", "Cast", "Identity") and use.node.inputs.count(difference) == 1:
             multiples += use.node.outputs
-    todo = [square for value in multiples for square in _squares(site, value)]
-    seen = set(todo)
-    while todo:
-        value = todo.pop()
-        if value.is_graph_output():
-            return True
-        for use in value.uses():
-            if use.node.op_type in _LINEAR:
-                new = [v for v in use.node.outputs if v not in seen]
-                seen.update(new)
-                todo.extend(new)
-    return False
+    return any(square in site.parts_of_outputs for value in multiples for square in _squares(site, value))
 
 
 def _squares(site: Site, value: ir.Value) -> Iterator[ir.Value]:

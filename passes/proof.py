@@ -374,6 +374,9 @@ class Proof:
             # Numbers that are compared, or ends of groups.
             if sample.style in ("normal", "peaked"):
                 return rng.integers(0, 2, shape).astype(integers)
+            if sample.style == "sparse" and self.operator == "GroupedBiasAddGrad":
+                # Counts that add up to nothing, and starts in no order.
+                return rng.integers(-_KEPT_SIZE, _KEPT_SIZE, shape, endpoint=True).astype(integers)
             return np.sort(rng.integers(0, 1 << 20, shape), axis=None).reshape(shape).astype(integers)
         labels = self._labels(env, table)
         if sample.style in ("all true", "all false"):
@@ -413,9 +416,13 @@ def _collect(site: Site, rewrite: Rewrite) -> Region:
         if node in own:
             return False
         if not has_reader(node):
-            # Axes that are found by their size are no numbers to choose freely.
-            return node.op_type != "NonZero" or axes_of_size_one(site.forms, value) is None
-        return not rewrite.frontier and value in site.forms.opaque
+            return True
+        if rewrite.frontier:
+            return False
+        if node.op_type == "NonZero":
+            # Axes that are found by their size are no numbers to choose freely; the number of positions is.
+            return axes_of_size_one(site.forms, value) is None
+        return value in site.forms.opaque
 
     stack: list[tuple[ir.Value, bool]] = [(rewrite.output, False), (rewrite.root, False)]
     while stack:

@@ -13,6 +13,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -20,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.passes import shapes, training_ops
+from gradfuse.passes import bodies, shapes, training_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque
 from gradfuse.passes.progress import Progress, counted
@@ -44,6 +45,11 @@ _IN_HALF = {
     *("ScatterElements", "ScatterND", "ConstantOfShape", "Max", "Min"),
 }
 _HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
+_LINEAR = {
+    *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
+    *("Unsqueeze", "Expand", "Where", "Transpose", "Flatten", "Mean"),
+}
 
 _ALLOWZERO_OPSET = 14
 
@@ -94,6 +100,8 @@ class Rewrite:
     """The values that the match takes as given; where there are none, every value that its form does not express."""
     ends: Mapping[ir.Value, Poly] = field(default_factory=dict)
     """Those of them that are ends of groups, with the number of rows."""
+    by_body: bool = False
+    """Whether the nodes that go are the body of the operator, which is what a proof would run for the fused node."""
 
 
 class Builder:
@@ -224,6 +232,10 @@ class Site:
         self.algebra: Algebra = self.forms.algebra
         self.sizes_of: dict[ir.Value, list[Poly]] = {}
         self.proofs: dict[bytes, Exception | None] = {}
+        self.sites: Mapping[ir.Graph, Site] = {}
+        """The sites of the same model."""
+        self.is_removed = False
+        """Whether a rewrite made the node superfluous that the graph is in."""
         self._names = names
         self._counts: dict[str, int] = {}
         self.position: dict[ir.Value, int] = {}
@@ -291,6 +303,20 @@ class Site:
         keys = [(len(poly), tensor, s) for tensor in tensors for s in spreads]
         found = [entry for key in keys for entry in self._differences.get(key, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
+
+    @cached_property
+    def parts_of_outputs(self) -> set[ir.Value]:
+        """The values that go, by linear operations only, into an output; of the graph as it is when first asked."""
+        graphs = {self.graph, *self.graph.subgraphs()}
+        todo = [v for graph in graphs for v in graph.outputs]
+        found = set(todo)
+        while todo:
+            node = todo.pop().producer()
+            if node is not None and node.graph in graphs and node.op_type in _LINEAR:
+                new = [v for v in dict.fromkeys(node.inputs) if v is not None and v not in found]
+                found.update(new)
+                todo.extend(new)
+        return found
 
     def fresh(self, stem: str) -> str:
         stem = stem.lower()
@@ -554,19 +580,23 @@ class Site:
         if any(v is not rewrite.root and (v.uses() or v.is_graph_output()) for v in producer.outputs):
             return []
         dead: dict[ir.Node, None] = {producer: None}
-        todo = [producer]
+        # Of branches and loop bodies all nodes go.
+        todo = [producer, *_inside(producer)]
+        gone = set(todo)
         while todo:
             for value in todo.pop().inputs:
                 node = None if value is None else value.producer()
                 # A body leaves the nodes of the graphs around it alone.
-                if node is None or node in dead or node.graph is not self.graph:
+                if node is None or node in gone or node.graph is not self.graph:
                     continue
                 if all(
-                    not v.is_graph_output() and v not in needed and all(u.node in dead for u in v.uses())
+                    not v.is_graph_output() and v not in needed and all(u.node in gone for u in v.uses())
                     for v in node.outputs
                 ):
                     dead[node] = None
-                    todo.append(node)
+                    inside = _inside(node)
+                    todo += [node, *inside]
+                    gone |= {node, *inside}
         return list(dead)
 
     def cost(self, nodes: Sequence[ir.Node]) -> Cost:
@@ -633,8 +663,12 @@ class Site:
         ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=root.is_graph_output())
         self.forms.set(output, self.forms.form(root))
         self.position[output] = self.position[root]
-        read = {v for node in dead for v in node.inputs if v is not None}
-        for node in dead:
+        gone = [*dead, *(inner for node in dead for inner in _inside(node))]
+        for graph in (graph for node in dead for graph in _graphs_in(node)):
+            if graph in self.sites:
+                self.sites[graph].is_removed = True
+        read = {v for node in gone for v in node.inputs if v is not None}
+        for node in gone:
             for k in range(len(node.inputs)):
                 node.replace_input_with(k, None)
         self._dead.update(dict.fromkeys(dead))
@@ -705,10 +739,13 @@ class Sites:
             names = {str(v.name) for v in values}
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
-            bodies = {f.graph for f in model.functions.values()}
-            self._sites = [Site(g, names, opset, g in bodies, self.progress, invented) for g, opset in graphs.items()]
+            own = {f.graph for f in model.functions.values()}
+            self._sites = [Site(g, names, opset, g in own, self.progress, invented) for g, opset in graphs.items()]
+            by_graph = {site.graph: site for site in self._sites}
+            for site in self._sites:
+                site.sites = by_graph
             self._model = model
-        return self._sites
+        return [site for site in self._sites if not site.is_removed]
 
     def forget(self) -> None:
         """Drops the analyses, and the types and shapes that the model did not have."""
@@ -733,6 +770,18 @@ def _symbols(values: Iterable[ir.Value]) -> set[str]:
     """The names of symbolic dimensions."""
     dims = (d for v in values if v.shape is not None for d in v.shape)
     return {str(d.value) for d in dims if isinstance(d, ir.SymbolicDim) and d.value is not None}
+
+
+def _graphs_in(node: ir.Node) -> list[ir.Graph]:
+    """The branches or the body of a node, and the graphs in these."""
+    kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    values = [a.value for a in node.attributes.values() if a.type in kinds and not a.is_ref()]
+    own = [graph for value in values for graph in ([value] if isinstance(value, ir.Graph) else value)]
+    return own + [inner for graph in own for inner in graph.subgraphs()]
+
+
+def _inside(node: ir.Node) -> list[ir.Node]:
+    return [inner for graph in _graphs_in(node) for inner in graph]
 
 
 def _graphs(model: ir.Model) -> dict[ir.Graph, int]:
@@ -781,7 +830,7 @@ class FusePass(ir.passes.InPlacePass):
             # From the end: the whole of a backward subgraph before its parts.
             for node in counted(list(reversed(site.graph)), self.operator, self._sites.progress):
                 view = node.op_type in VIEWS and node.domain == ""
-                if site.is_dead(node) or view or node.domain == custom_ops.DOMAIN:
+                if site.is_removed or site.is_dead(node) or view or node.domain == custom_ops.DOMAIN:
                     continue
                 for root in node.outputs:
                     self._try(site, root)
@@ -807,6 +856,9 @@ class FusePass(ir.passes.InPlacePass):
 
     def _proposed(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         """A rewrite of the root, or of what is left of it without a factor that has dimensions of its own."""
+        body = bodies.find(site, builder, root, self.operator)
+        if body is not None:
+            return body
         form = site.forms.form(root)
         if not site.answer(self.operator, form.groups, [form.poly], lambda: self._possible(site, form)):
             return None
@@ -884,7 +936,8 @@ class FusePass(ir.passes.InPlacePass):
                     reason = f"not profitable: {after.against(before)}"
                     match = rewrite.rule
                 else:
-                    prove(site, rewrite, TOLERANCE[root.dtype])
+                    if not rewrite.by_body:
+                        prove(site, rewrite, TOLERANCE[root.dtype])
                     self.fusions.append(site.apply(rewrite, builder, dead, (before, after)))
                     return
         except Unproved as error:

@@ -50,6 +50,8 @@ FEEDS: Feeds = {
     "dy3": RNG.normal(size=(3, 4, WIDTH)).astype(np.float32),
     "ends": np.asarray([2, 2, 7]),
     "bounds": np.asarray([2, 5]),
+    "marks": np.asarray([0, 0, 1, 0, 1, 0, 0], bool),
+    "steps": np.asarray([0, 0, 1, 0, 1, -1, 1]),
     "counts": np.asarray([2, 0, 5]),
     "index": np.asarray([0, 2, 1, 1, 0, 2, 0]),
 }
@@ -468,7 +470,67 @@ def _between_offsets(g: GraphBuilder) -> str:
     return g.op("MatMul", number(g, inside), given(g, "dy"))
 
 
+def _marked(g: GraphBuilder, starts: str, marks: str) -> str:
+    """[R]: how many groups start before the row ends."""
+    blank = g.constant(np.zeros(ROWS), np.int64)
+    return _running(g, g.op("ScatterElements", blank, starts, marks, axis=0, reduction="add"))
+
+
+def _running(g: GraphBuilder, x: str, **attributes: int) -> str:
+    return g.op("CumSum", x, g.constant(0, np.int64), **attributes)
+
+
+def _ones(g: GraphBuilder, count: int) -> str:
+    return g.constant(np.ones(count), np.int64)
+
+
+def _less_one(g: GraphBuilder, x: str) -> str:
+    return g.op("Sub", x, g.constant(1, np.int64))
+
+
+def _repeated(g: GraphBuilder) -> str:
+    """Groups repeated by their counts: marks where they start, added up."""
+    return _less_one(g, _marked(g, _running(g, given(g, "counts"), exclusive=1), _ones(g, GROUPS)))
+
+
+def _repeated_in_range(g: GraphBuilder) -> str:
+    """The same as JAX does it: starts below 0 count from the end, and those that are out of range are left out."""
+    starts = _running(g, given(g, "counts"), exclusive=1)
+    zero, end = g.constant(0, np.int64), g.constant(ROWS, np.int64)
+    starts = g.op("Where", g.op("Less", starts, zero), g.op("Add", starts, end), starts)
+    inside = g.op("And", g.op("GreaterOrEqual", starts, zero), g.op("Less", starts, end))
+    kept = g.op("Squeeze", g.op("NonZero", inside), g.ints(0))
+    index = _less_one(g, _marked(g, g.op("Gather", starts, kept), g.op("Gather", _ones(g, GROUPS), kept)))
+    return g.op("Where", g.op("Less", index, zero), g.op("Add", index, g.constant(GROUPS, np.int64)), index)
+
+
+def _known_rows(g: GraphBuilder, index: str) -> str:
+    """The sums of the rows whose group is one, picked by NonZero."""
+    inside = g.op("Less", index, g.constant(GROUPS, np.int64))
+    kept = g.op("Squeeze", g.op("NonZero", inside), g.ints(0))
+    index, rows = last(g, g.op("Gather", index, kept)), g.op("Gather", given(g, "dy"), kept)
+    return g.op("ScatterND", g.constant(np.zeros((GROUPS, WIDTH))), index, rows, reduction="add")
+
+
+REPEATED: dict[str, Build] = {
+    "groups repeated": lambda g: _scattered(g, _repeated(g)),
+    "groups repeated, in range": lambda g: _scattered(g, _repeated_in_range(g)),
+    "groups repeated, rows of no group left out": lambda g: _known_rows(g, _repeated_in_range(g)),
+    "rows of no group left out": lambda g: _known_rows(g, _running(g, g.op("Abs", given(g, "steps")))),
+    "sizes one after the other, one-hot": lambda g: g.op(
+        "MatMul",
+        g.op(
+            "Transpose",
+            g.op("OneHot", _repeated_in_range(g), g.constant(GROUPS, np.int64), g.constant([0.0, 1.0])),
+            perm=[1, 0],
+        ),
+        given(g, "dy"),
+    ),
+}
+
 GROUPED_BIAS: dict[str, Build] = {
+    **REPEATED,
+    "blocks of rows": lambda g: _scattered(g, g.op("Div", arange(g, ROWS), g.constant(3, np.int64))),
     "one-hot, MatMul": lambda g: g.op("MatMul", g.op("Transpose", _hot_groups(g), perm=[1, 0]), given(g, "dy")),
     "one-hot, Gemm": lambda g: g.op("Gemm", _hot_groups(g), given(g, "dy"), transA=1),
     "one-hot, Einsum": lambda g: g.op("Einsum", _hot_groups(g), given(g, "dy"), equation="rg,rh->gh"),
@@ -578,6 +640,15 @@ OTHERS: dict[str, tuple[str, Build]] = {
         ),
     ),
     "any index": ("GroupedBiasAddGrad", lambda g: _scattered(g, given(g, "index"))),
+    "an index that may fall": ("GroupedBiasAddGrad", lambda g: _scattered(g, _running(g, given(g, "steps")))),
+    "an index that falls": (
+        "GroupedBiasAddGrad",
+        lambda g: _scattered(g, _running(g, g.op("Cast", given(g, "marks"), to=I64), reverse=1)),
+    ),
+    "rows ahead of the first group go to the last": (
+        "GroupedBiasAddGrad",
+        lambda g: _scattered(g, _less_one(g, _marked(g, given(g, "bounds"), _ones(g, GROUPS - 1)))),
+    ),
     "any index, one-hot": (
         "GroupedBiasAddGrad",
         lambda g: g.op(

@@ -155,8 +155,8 @@ def expand(model: Any) -> Any:
     """Puts standard operators back in the place of the fused ones: the reverse of :func:`fuse`.
 
     Every node of the domain `aclnn` becomes the function body of its operator, whether the model carries bodies or not.
-    A model without such nodes is given back as it is. The argument is not changed. Bodies are written for accuracy, in
-    nodes of their own: `fuse` need not find in them what it once replaced.
+    A model without such nodes is given back as it is. The argument is not changed. What `fuse` once replaced, it finds
+    again in the bodies.
 
     Args:
         model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.

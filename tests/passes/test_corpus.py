@@ -13,11 +13,6 @@ from gradfuse import fuse
 from gradfuse.custom_ops import functions
 from gradfuse.testing import assert_gradients_close
 
-# Graphs whose operator is not recognised yet.
-NOT_YET = {
-    "jax2onnx_gemmfix/gba_2d_repeat",
-}
-
 BFLOAT16_EPS = 2.0**-7
 
 
@@ -26,8 +21,7 @@ def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
     model = ir.load(case.path)
     result = fuse(model, policy="all", bodies=False)
     fused = {f.op for f in result.report.fusions}
-    if str(case) not in NOT_YET:
-        assert set(case.expect) <= fused, result.report
+    assert set(case.expect) <= fused, result.report
     assert [o.name for o in result.model.graph.outputs] == [o.name for o in model.graph.outputs]
     if not fused:
         assert ir.to_proto(result.model) == ir.to_proto(ir.load(case.path))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ import onnx
 import pytest
 import small_models
 import stacking
+from graphs import GraphBuilder
 
 import gradfuse
 
@@ -59,13 +61,47 @@ def test_twice_the_nodes_are_twice_the_work(case: str) -> None:
     assert second / first < 2.2
 
 
-def _calls(model: onnx.ModelProto) -> int:
-    """How many functions, of Python or C, are called in fusing a model."""
+def _sums_of_nothing(length: int) -> onnx.ModelProto:
+    """A sum over groups and one over all rows, and behind them sums over a dimension of size 1."""
+    g = GraphBuilder()
+    for name, axis in (("x", 1), ("y", 0)):
+        value = g.sum(g.input(name, onnx.TensorProto.FLOAT, [3, 4, 5]), axis)
+        for _ in range(length):
+            value = g.sum(value, axis)
+        g.output(value)
+    return g.model()
+
+
+def _losses_added_up(length: int) -> onnx.ModelProto:
+    """Squared errors with weights for rows, added to a loss one after the other, and their gradients."""
+    g = GraphBuilder()
+    weight, two, loss = g.input("w", onnx.TensorProto.FLOAT, [3, 1]), g.constant(2.0), g.constant(0.0)
+    for k in range(length):
+        x, y = (g.input(f"{name}{k}", onnx.TensorProto.FLOAT, [3, 5]) for name in "xy")
+        difference = g.op("Sub", x, y)
+        square = g.op("Mul", g.op("Mul", difference, difference), weight)
+        loss = g.op("Add", loss, g.op("ReduceSum", square, keepdims=0))
+        g.output(g.op("Mul", g.op("Mul", difference, weight), two))
+    g.output(loss)
+    return g.model()
+
+
+@pytest.mark.parametrize(
+    ("build", "op", "found"), [(_sums_of_nothing, "GroupedBiasAddGrad", 1), (_losses_added_up, "MseLossBackward", 10)]
+)
+def test_twice_the_chain_is_twice_the_work(build: Callable[[int], onnx.ModelProto], op: str, found: int) -> None:
+    assert fused_ops(gradfuse.fuse(build(10), policy="all").report) == {op: found}
+    first, second = (_calls(build(n), {"producer", "uses"}) for n in (30, 60))
+    assert second / first < 2.1
+
+
+def _calls(model: onnx.ModelProto, names: Collection[str] = ()) -> int:
+    """How many functions are called in fusing a model: of Python or C, or those of Python that have certain names."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
-        count += event in ("call", "c_call")
+        count += frame.f_code.co_name in names and event == "call" if names else event in ("call", "c_call")
 
     sys.setprofile(profile)
     try:
