@@ -19,4 +19,13 @@ void AppendAllCustomOps(const OrtApi& api, uint32_t version, std::vector<std::un
   });
 }
 
+#ifdef GRADFUSE_HAVE_CUDA
+void AppendProviderOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
+  AppendAllCustomOps(api, version, ops);
+  ForEachOp(OpTable(), [&](auto* null) {
+    AppendCustomOps<std::remove_pointer_t<decltype(null)>, ProviderDevice>(api, version, ops);
+  });
+}
+#endif
+
 }  // namespace gradfuse::ort

@@ -4,7 +4,8 @@ Variants:
     cuda            kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
     simt            the same, on the host machine of tests/simt
     simt-sanitized  the same with the address and undefined-behaviour sanitizers
-    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider
+    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with an execution
+                    provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
 
 Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 CPP_EXT = Path(__file__).resolve().parents[1]
 BUILD = CPP_EXT.parent / "build" / "device"
 VARIANTS = ("cuda", "simt", "simt-sanitized", "simt-ort")
+REPLACED = ("devices.cc", "cuda_gpu.cc")  # by sources of tests/simt
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -65,8 +67,8 @@ def _sources(variant: str) -> list[Path]:
         return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc"]
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
-        adapter = [path for path in sorted((CPP_EXT / "ort").glob("*.cc")) if path.name != "devices.cc"]
-        return [*kernels, tests / "simt/simt.cc", tests / "simt/devices.cc", *adapter]
+        adapter = [path for path in sorted((CPP_EXT / "ort").rglob("*.cc")) if path.name not in REPLACED]
+        return [*kernels, *(tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")), *adapter]
     return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
 
 
@@ -130,7 +132,7 @@ def _link(variant: str, command: list[str], objects: list[Path], library: Path) 
     else:
         options = ["-Wl,--no-undefined"] if variant != "simt-sanitized" else []
         if variant == "simt-ort":
-            options.append(f"-Wl,--version-script={CPP_EXT / 'exports.map'}")
+            options.append(f"-Wl,--version-script={CPP_EXT / 'tests/simt/exports.map'}")
     unfinished = library.with_suffix(".unfinished")
     _run([*command, "-shared", *map(str, objects), *options, "-o", str(unfinished)])
     unfinished.replace(library)

@@ -1,0 +1,43 @@
+#include "ort/domain.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace gradfuse::ort {
+
+uint32_t MinorVersion(const char* runtime_version) {
+  unsigned major = 0;
+  unsigned minor = 0;
+  if (std::sscanf(runtime_version, "%u.%u", &major, &minor) != 2) return 0;
+  return major > 1 ? std::numeric_limits<uint32_t>::max() : minor;
+}
+
+uint32_t ApiVersion(const char* runtime_version) {
+  const uint32_t minor = MinorVersion(runtime_version);
+  return minor == 0 ? kOldest : std::min<uint32_t>(minor, ORT_API_VERSION);
+}
+
+OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version, AppendOps append) {
+  struct Registration {
+    OrtCustomOpDomain* domain = nullptr;
+    std::vector<std::unique_ptr<CustomOp>> ops;
+  };
+  static std::mutex mutex;
+  // Never destroyed: a session may outlive the destruction of static objects.
+  static auto& registrations = *new std::map<std::pair<const OrtApi*, AppendOps>, Registration>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::make_pair(&api, append);
+  if (const auto found = registrations.find(key); found != registrations.end()) return found->second.domain;
+
+  Registration made;
+  append(api, version, made.ops);
+  ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &made.domain));
+  for (const auto& op : made.ops) ThrowIfError(api, api.CustomOpDomain_Add(made.domain, op.get()));
+  return registrations.emplace(key, std::move(made)).first->second.domain;
+}
+
+}  // namespace gradfuse::ort
