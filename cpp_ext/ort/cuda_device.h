@@ -96,6 +96,9 @@ class ProviderDevice : public CudaDevice {
     ThrowIfError(api_, api_.GetTensorMemoryInfo(output, &memory));
     int number = 0;
     ThrowIfError(api_, api_.MemoryInfoGetId(memory, &number));
+    void* stream = nullptr;
+    ThrowIfError(api_, api_.KernelContext_GetGPUComputeStream(context, &stream));
+    if (stream == nullptr) return {StatusCode::kNotSupported, "this onnxruntime was built without streams"};
     const gpu::Selection selection(number);
     return CudaDevice::Run(args, context, output);
   }

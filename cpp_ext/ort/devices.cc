@@ -15,17 +15,9 @@ void AppendAllCustomOps(const OrtApi& api, uint32_t version, std::vector<std::un
     AppendCustomOps<Args, CpuDevice>(api, version, ops);
 #ifdef GRADFUSE_HAVE_CUDA
     AppendCustomOps<Args, CudaDevice>(api, version, ops);
+    AppendCustomOps<Args, ProviderDevice>(api, version, ops);
 #endif
   });
 }
-
-#ifdef GRADFUSE_HAVE_CUDA
-void AppendProviderOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
-  AppendAllCustomOps(api, version, ops);
-  ForEachOp(OpTable(), [&](auto* null) {
-    AppendCustomOps<std::remove_pointer_t<decltype(null)>, ProviderDevice>(api, version, ops);
-  });
-}
-#endif
 
 }  // namespace gradfuse::ort

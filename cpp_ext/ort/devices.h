@@ -11,7 +11,4 @@ namespace gradfuse::ort {
 // The custom ops of all ops on all devices that this library was built for, appended to `ops`.
 void AppendAllCustomOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops);
 
-// The same, and those that run on the execution provider of this library, where it has one.
-void AppendProviderOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops);
-
 }  // namespace gradfuse::ort

@@ -4,8 +4,13 @@
 #include <cstdio>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
+
+#include "ort/custom_op.h"
+#include "ort/devices.h"
 
 namespace gradfuse::ort {
 
@@ -21,23 +26,22 @@ uint32_t ApiVersion(const char* runtime_version) {
   return minor == 0 ? kOldest : std::min<uint32_t>(minor, ORT_API_VERSION);
 }
 
-OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version, AppendOps append) {
+OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version) {
   struct Registration {
     OrtCustomOpDomain* domain = nullptr;
     std::vector<std::unique_ptr<CustomOp>> ops;
   };
   static std::mutex mutex;
   // Never destroyed: a session may outlive the destruction of static objects.
-  static auto& registrations = *new std::map<std::pair<const OrtApi*, AppendOps>, Registration>;
+  static auto& registrations = *new std::map<const OrtApi*, Registration>;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto key = std::make_pair(&api, append);
-  if (const auto found = registrations.find(key); found != registrations.end()) return found->second.domain;
+  if (const auto found = registrations.find(&api); found != registrations.end()) return found->second.domain;
 
   Registration made;
-  append(api, version, made.ops);
+  AppendAllCustomOps(api, version, made.ops);
   ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &made.domain));
   for (const auto& op : made.ops) ThrowIfError(api, api.CustomOpDomain_Add(made.domain, op.get()));
-  return registrations.emplace(key, std::move(made)).first->second.domain;
+  return registrations.emplace(&api, std::move(made)).first->second.domain;
 }
 
 }  // namespace gradfuse::ort

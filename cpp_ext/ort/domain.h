@@ -1,10 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <vector>
 
-#include "ort/custom_op.h"
+#include "ort/api.h"
 
 namespace gradfuse::ort {
 
@@ -20,10 +18,7 @@ uint32_t MinorVersion(const char* runtime_version);
 // The newest API that both the headers of this build and the runtime know.
 uint32_t ApiVersion(const char* runtime_version);
 
-using AppendOps = void (*)(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops);
-
-// Our domain with the ops that `append` appends, made once for a runtime: sessions refer to them for as long as they
-// live.
-OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version, AppendOps append);
+// Our domain with all ops, made once for a runtime: sessions refer to it for as long as they live.
+OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version);
 
 }  // namespace gradfuse::ort

@@ -2,8 +2,8 @@
 
 #include <string>
 
+#include "gradfuse/signature.h"
 #include "ort/api.h"
-#include "ort/devices.h"
 #include "ort/domain.h"
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
@@ -15,7 +15,11 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
   return ort::Guarded(api, [&]() -> Status {
     GRADFUSE_EXPECT(version >= ort::kOldest, "gradfuse: onnxruntime", runtime_version,
                     "1." + std::to_string(ort::kOldest) + " or newer");
-    ort::ThrowIfError(api, api.AddCustomOpDomain(options, ort::DomainFor(api, version, ort::AppendAllCustomOps)));
+    // Where the execution provider of this library was chosen before, it has brought the domain.
+    int chosen = 0;
+    ort::ThrowIfError(api, api.HasSessionConfigEntry(options, "ep.gradfusecudaexecutionprovider.cuda_device", &chosen));
+    if (chosen != 0) return {};
+    ort::ThrowIfError(api, api.AddCustomOpDomain(options, ort::DomainFor(api, version)));
     return {};
   });
 }

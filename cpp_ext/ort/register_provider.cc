@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "gradfuse/signature.h"
 #include "ort/api.h"
 #include "ort/domain.h"
 #if defined(GRADFUSE_HAVE_CUDA) || defined(GRADFUSE_SIMT)

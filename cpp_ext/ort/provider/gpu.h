@@ -56,8 +56,8 @@ void WaitOnHost(void* event);
 void* Allocate(size_t bytes, void* stream);
 void Free(void* memory, void* stream);
 
-// Between memory of the host and of GPUs, in the order of a stream. What is read from the host, unless it is page-locked,
-// was read when the call returns; what is written to the host is there when the stream has come so far.
+// Between memory of the host and of GPUs, in the order of a stream. What is read from the host, unless it is
+// page-locked, was read when the call returns; what is written to the host is there when the stream has come so far.
 void Copy(void* to, const void* from, size_t bytes, void* stream);
 
 }  // namespace gradfuse::gpu

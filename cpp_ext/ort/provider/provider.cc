@@ -1,5 +1,6 @@
 #include "ort/provider/provider.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -8,7 +9,6 @@
 #include <vector>
 
 #include "ort/custom_op.h"
-#include "ort/devices.h"
 #include "ort/domain.h"
 #include "ort/provider/gpu.h"
 #include "ort/provider/match.h"
@@ -17,7 +17,6 @@
 namespace gradfuse::ort {
 namespace {
 
-constexpr char kGpuKey[] = "cuda_device";         // of the provider's metadata
 constexpr char kPciBusIdKey[] = "pci_bus_id";     // of a hardware device's metadata
 constexpr char kDeviceNameKey[] = "device_name";  // of both
 
@@ -38,12 +37,13 @@ class Factory : public ProviderFactory {
   bool IsHost(const OrtMemoryDevice* device) const {
     return provider_api_.MemoryDevice_GetDeviceType(device) == OrtMemoryInfoDeviceType_CPU;
   }
-  // Copies a tensor between host and GPUs on a stream, or, without one, before it returns.
+  // Copies a tensor between host and GPUs, in the order of a stream, or, where it is null, before it returns.
   void CopyTensor(const OrtValue* from, OrtValue* to, void* stream) const;
 
  private:
   Status FindDevices(const OrtHardwareDevice* const* hardware, size_t hardware_count, OrtEpDevice** devices,
                      size_t max_devices, size_t& count);
+  Status CheckOptions(const OrtSessionOptions* options, const OrtKeyValuePairs* metadata) const;
   const OrtHardwareDevice* NewHardwareDevice(const gpu::Info& gpu);
   OrtEpDevice* NewDevice(const OrtHardwareDevice* hardware, const gpu::Info& gpu, int number);
   GpuMemory& MemoryOf(int gpu);
@@ -178,7 +178,7 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
       api_(api),
       provider_api_(*static_cast<const ProviderApi*>(api.GetEpApi())),
       logger_(logger),
-      domain_(DomainFor(api, version, AppendProviderOps)) {
+      domain_(DomainFor(api, version)) {
   ThrowIfError(api, provider_api_.CreateKernelRegistry(&kernels_));
   AddCopyKernel("MemcpyFromHost", OrtMemTypeCPUInput, OrtMemTypeDefault);
   AddCopyKernel("MemcpyToHost", OrtMemTypeDefault, OrtMemTypeCPUOutput);
@@ -195,11 +195,12 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
       return From(self).FindDevices(hardware, hardware_count, devices, max_devices, *count);
     });
   };
-  CreateEp = [](OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*, size_t count,
-                const OrtSessionOptions*, const OrtLogger*, OrtEp** provider) noexcept {
+  CreateEp = [](OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const* metadata,
+                size_t count, const OrtSessionOptions* options, const OrtLogger*, OrtEp** provider) noexcept {
     return Guarded(From(self).api_, [&]() -> Status {
       GRADFUSE_EXPECT(count == 1, std::string(kProviderName) + ": the number of devices", std::to_string(count),
                       "1: a session runs on one GPU");
+      GRADFUSE_RETURN_IF_ERROR(From(self).CheckOptions(options, metadata[0]));
       *provider = new SessionProvider(From(self));
       return {};
     });
@@ -310,6 +311,29 @@ Status Factory::FindDevices(const OrtHardwareDevice* const* hardware, size_t har
   return {};
 }
 
+// Every device brings its number as an option, the only one that there is.
+Status Factory::CheckOptions(const OrtSessionOptions* options, const OrtKeyValuePairs* metadata) const {
+  OrtKeyValuePairs* entries = nullptr;
+  ThrowIfError(api_, api_.GetSessionOptionsConfigEntries(options, &entries));
+  const std::unique_ptr<OrtKeyValuePairs, decltype(api_.ReleaseKeyValuePairs)> owner(entries,
+                                                                                     api_.ReleaseKeyValuePairs);
+  const char* const* keys = nullptr;
+  const char* const* values = nullptr;
+  size_t count = 0;
+  api_.GetKeyValuePairs(entries, &keys, &values, &count);
+  const size_t prefix = std::strlen(kOptionPrefix);
+  for (size_t index = 0; index < count; ++index) {
+    if (std::strncmp(keys[index], kOptionPrefix, prefix) != 0) continue;
+    const std::string name = std::string(kProviderName) + ": option " + (keys[index] + prefix);
+    GRADFUSE_EXPECT(std::strcmp(keys[index] + prefix, kGpuKey) == 0, name, values[index],
+                    "no option: the provider has none");
+    const char* gpu = api_.GetKeyValue(metadata, kGpuKey);
+    GRADFUSE_EXPECT(std::strcmp(values[index], gpu) == 0, name, values[index],
+                    std::string(gpu) + ", the number of the chosen device");
+  }
+  return {};
+}
+
 // For a GPU that CUDA sees and ONNX Runtime does not: containers often hide the files in which it looks for them.
 const OrtHardwareDevice* Factory::NewHardwareDevice(const gpu::Info& gpu) {
   KeyValuePairs metadata(api_);
@@ -327,7 +351,7 @@ OrtEpDevice* Factory::NewDevice(const OrtHardwareDevice* hardware, const gpu::In
   metadata.Add(kGpuKey, std::to_string(number));
   metadata.Add(kDeviceNameKey, gpu.name);
   OrtEpDevice* device = nullptr;
-  ThrowIfError(api_, provider_api_.CreateEpDevice(this, hardware, metadata.get(), nullptr, &device));
+  ThrowIfError(api_, provider_api_.CreateEpDevice(this, hardware, metadata.get(), metadata.get(), &device));
   if (OrtStatus* status = provider_api_.EpDevice_AddAllocatorInfo(device, MemoryOf(number).info()); status != nullptr) {
     provider_api_.ReleaseEpDevice(device);
     ThrowIfError(api_, status);
@@ -370,7 +394,7 @@ void Factory::CopyTensor(const OrtValue* from, OrtValue* to, void* stream) const
   if (memory == nullptr) memory = MemoryOf(provider_api_.Value_GetMemoryDevice(from));
   if (memory == nullptr) throw OrtError(std::string(kProviderName) + ": neither side of a copy is on its GPU");
   const gpu::Selection selection(memory->gpu());
-  void* const order = stream != nullptr ? stream : memory->own_stream();
+  void* const order = stream != nullptr ? stream : OwnStream(memory->gpu());
   gpu::Copy(target, source, bytes, order);
   if (stream == nullptr) gpu::Synchronize(order);
 }

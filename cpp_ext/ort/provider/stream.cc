@@ -1,5 +1,7 @@
 #include "ort/provider/stream.h"
 
+#include <map>
+
 #include "ort/provider/api.h"
 
 namespace gradfuse::ort {
@@ -33,9 +35,7 @@ class Notification : public OrtSyncNotificationImpl {
   Notification& operator=(const Notification&) = delete;
 
  private:
-  static Notification& From(OrtSyncNotificationImpl* notification) {
-    return *static_cast<Notification*>(notification);
-  }
+  static Notification& From(OrtSyncNotificationImpl* notification) { return *static_cast<Notification*>(notification); }
 
   const OrtApi& api_;
   const int gpu_;
@@ -117,12 +117,23 @@ Stream::~Stream() {
 
 }  // namespace
 
+void* OwnStream(int gpu) {
+  static std::mutex mutex;
+  // Never destroyed: nothing can be asked of CUDA when static objects are.
+  static auto& streams = *new std::map<int, void*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  void*& stream = streams[gpu];
+  if (stream == nullptr) {
+    const gpu::Selection selection(gpu);
+    stream = gpu::NewStream();
+  }
+  return stream;
+}
+
 GpuMemory::GpuMemory(const OrtApi& api, int gpu, OrtMemoryInfo* info)
     : OrtAllocator{}, api_(api), gpu_(gpu), info_(info) {
   version = kProviderApi;
-  Alloc = [](OrtAllocator* self, size_t bytes) noexcept {
-    return static_cast<GpuMemory*>(self)->Take(bytes, nullptr);
-  };
+  Alloc = [](OrtAllocator* self, size_t bytes) noexcept { return static_cast<GpuMemory*>(self)->Take(bytes, nullptr); };
   Reserve = Alloc;
   AllocOnStream = [](OrtAllocator* self, size_t bytes, OrtSyncStream* stream) noexcept {
     auto& memory = *static_cast<GpuMemory*>(self);
@@ -136,31 +147,19 @@ GpuMemory::GpuMemory(const OrtApi& api, int gpu, OrtMemoryInfo* info)
   };
 }
 
-GpuMemory::~GpuMemory() {
-  if (own_stream_ != nullptr) gpu::DeleteStream(own_stream_);
-  api_.ReleaseMemoryInfo(info_);
-}
-
-void* GpuMemory::own_stream() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (own_stream_ == nullptr) {
-    const gpu::Selection selection(gpu_);
-    own_stream_ = gpu::NewStream();
-  }
-  return own_stream_;
-}
+GpuMemory::~GpuMemory() { api_.ReleaseMemoryInfo(info_); }
 
 void* GpuMemory::Take(size_t bytes, void* stream) noexcept {
   if (bytes == 0) return nullptr;
   try {
-    const bool any_stream = stream == nullptr;
-    if (any_stream) stream = own_stream();
     const gpu::Selection selection(gpu_);
-    void* memory = gpu::Allocate(bytes, stream);
+    void* const order = stream != nullptr ? stream : OwnStream(gpu_);
+    void* memory = gpu::Allocate(bytes, order);
     if (memory == nullptr) return nullptr;
-    if (any_stream) gpu::Synchronize(stream);
+    // Whoever does not name a stream may use it on any.
+    if (stream == nullptr) gpu::Synchronize(order);
     const std::lock_guard<std::mutex> lock(mutex_);
-    stream_of_.emplace(memory, stream);
+    stream_of_.emplace(memory, order);
     return memory;
   } catch (const std::exception&) {
     return nullptr;
@@ -183,10 +182,10 @@ void GpuMemory::GiveBack(void* memory) noexcept {
 }
 
 void GpuMemory::Forget(void* stream) {
-  void* const rest = own_stream();
+  void* const rest = OwnStream(gpu_);
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& [memory, last] : stream_of_) {
-    if (last == stream) last = rest;
+  for (auto& [memory, order] : stream_of_) {
+    if (order == stream) order = rest;
   }
 }
 

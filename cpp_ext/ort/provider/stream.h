@@ -9,6 +9,10 @@
 // Memory and streams of one GPU, as ONNX Runtime asks an execution provider for them.
 namespace gradfuse::ort {
 
+// The stream of a GPU for what ONNX Runtime asks for outside of a session's run. Lives forever.
+// Throws gpu::Error.
+void* OwnStream(int gpu);
+
 // The allocator of a GPU's memory, for all sessions. A tensor's memory is given back in the order of the stream that it
 // was asked for on, since that is where its last use is.
 class GpuMemory : public OrtAllocator {
@@ -21,10 +25,7 @@ class GpuMemory : public OrtAllocator {
 
   int gpu() const { return gpu_; }
   const OrtMemoryInfo* info() const { return info_; }
-  // A stream for what has none of its own.
-  // Throws gpu::Error.
-  void* own_stream();
-  // Before a stream ends, when all work on it is done.
+  // To be called before a stream ends, when all work on it is done.
   void Forget(void* stream);
 
  private:
@@ -35,7 +36,6 @@ class GpuMemory : public OrtAllocator {
   const int gpu_;
   OrtMemoryInfo* const info_;
   std::mutex mutex_;
-  void* own_stream_ = nullptr;
   std::unordered_map<void*, void*> stream_of_;  // of memory that is in use
 };
 

@@ -61,21 +61,14 @@ class VirtualDevice : public ProviderDevice {
   }
 };
 
-template <class Device>
-void Append(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
-  ForEachOp(OpTable(),
-            [&](auto* null) { AppendCustomOps<std::remove_pointer_t<decltype(null)>, Device>(api, version, ops); });
-}
-
 }  // namespace
 
 void AppendAllCustomOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
-  Append<SimtDevice>(api, version, ops);
-}
-
-void AppendProviderOps(const OrtApi& api, uint32_t version, std::vector<std::unique_ptr<CustomOp>>& ops) {
-  Append<SimtDevice>(api, version, ops);
-  Append<VirtualDevice>(api, version, ops);
+  ForEachOp(OpTable(), [&](auto* null) {
+    using Args = std::remove_pointer_t<decltype(null)>;
+    AppendCustomOps<Args, SimtDevice>(api, version, ops);
+    AppendCustomOps<Args, VirtualDevice>(api, version, ops);
+  });
 }
 
 }  // namespace ort

@@ -71,8 +71,7 @@ class Machine {
 
  private:
   Machine() {
-    void* memory =
-        mmap(nullptr, kMaxGpus * kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(nullptr, kMaxGpus * kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     memory_ = static_cast<char*>(memory);
     for (int gpu = 0; gpu < kMaxGpus; ++gpu) gpus[gpu].memory = memory_ + static_cast<size_t>(gpu) * kBytes;
@@ -116,6 +115,7 @@ struct Recorded {
   bool happened = false;
 };
 struct Event {
+  int gpu = current_gpu;
   std::shared_ptr<Recorded> last;
 
   static void Await(const std::shared_ptr<Recorded>& recorded) {
@@ -206,8 +206,9 @@ void* NewEvent() {
 
 void DeleteEvent(void* event) {
   const Lock lock(Machine::Get().mutex);
-  --CurrentGpu().counts.events;
-  delete static_cast<Event*>(event);
+  auto* found = static_cast<Event*>(event);
+  --Machine::Get().gpus[found->gpu].counts.events;
+  delete found;
 }
 
 void Record(void* event, void* stream) {
@@ -270,9 +271,8 @@ void Copy(void* to, const void* from, size_t bytes, void* stream) {
   } else if (IsVirtual(to)) {
     ++counts.host_to_device;
     const auto* begin = static_cast<const char*>(from);
-    found.work.push_back([to, read = std::vector<char>(begin, begin + bytes)] {
-      std::memcpy(to, read.data(), read.size());
-    });
+    found.work.push_back(
+        [to, read = std::vector<char>(begin, begin + bytes)] { std::memcpy(to, read.data(), read.size()); });
   } else if (IsVirtual(from)) {
     // As late as it may be: as with page-locked memory.
     ++counts.device_to_host;
