@@ -4,8 +4,8 @@ Variants:
     cuda            kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
     simt            the same, on the host machine of tests/simt
     simt-sanitized  the same with the address and undefined-behaviour sanitizers
-    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with an execution
-                    provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
+    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with the
+                    execution provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
 
 Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
 """

@@ -59,7 +59,10 @@ std::vector<Info> List(std::string& why_none) {
   int count = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
     cudaGetLastError();
-    why_none = std::string("CUDA finds no GPU: ") + cudaGetErrorString(error);
+    why_none = error == cudaErrorInsufficientDriver
+                   ? "there is no NVIDIA driver, or one for an older CUDA than " +
+                         std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION / 10 % 100)
+                   : std::string("CUDA finds no GPU: ") + cudaGetErrorString(error);
     return {};
   }
   std::vector<Info> gpus;

@@ -37,7 +37,8 @@ class Factory : public ProviderFactory {
   bool IsHost(const OrtMemoryDevice* device) const {
     return provider_api_.MemoryDevice_GetDeviceType(device) == OrtMemoryInfoDeviceType_CPU;
   }
-  // Copies a tensor between host and GPUs, in the order of a stream, or, where it is null, before it returns.
+  // Copies a tensor between host and GPUs, in the order of a stream. What is copied to the host, or without a stream,
+  // is there when this returns: ONNX Runtime does not wait for every output of a node in a subgraph.
   void CopyTensor(const OrtValue* from, OrtValue* to, void* stream) const;
 
  private:
@@ -347,11 +348,13 @@ const OrtHardwareDevice* Factory::NewHardwareDevice(const gpu::Info& gpu) {
 }
 
 OrtEpDevice* Factory::NewDevice(const OrtHardwareDevice* hardware, const gpu::Info& gpu, int number) {
+  KeyValuePairs options(api_);
+  options.Add(kGpuKey, std::to_string(number));
   KeyValuePairs metadata(api_);
   metadata.Add(kGpuKey, std::to_string(number));
   metadata.Add(kDeviceNameKey, gpu.name);
   OrtEpDevice* device = nullptr;
-  ThrowIfError(api_, provider_api_.CreateEpDevice(this, hardware, metadata.get(), metadata.get(), &device));
+  ThrowIfError(api_, provider_api_.CreateEpDevice(this, hardware, metadata.get(), options.get(), &device));
   if (OrtStatus* status = provider_api_.EpDevice_AddAllocatorInfo(device, MemoryOf(number).info()); status != nullptr) {
     provider_api_.ReleaseEpDevice(device);
     ThrowIfError(api_, status);
@@ -396,7 +399,7 @@ void Factory::CopyTensor(const OrtValue* from, OrtValue* to, void* stream) const
   const gpu::Selection selection(memory->gpu());
   void* const order = stream != nullptr ? stream : OwnStream(memory->gpu());
   gpu::Copy(target, source, bytes, order);
-  if (stream == nullptr) gpu::Synchronize(order);
+  if (stream == nullptr || IsHost(provider_api_.Value_GetMemoryDevice(to))) gpu::Synchronize(order);
 }
 
 }  // namespace

@@ -141,7 +141,6 @@ void Release(Gpu& gpu, size_t offset) {
   const auto block = gpu.used.find(offset);
   size_t bytes = block->second;
   gpu.used.erase(block);
-  --gpu.counts.blocks_in_use;
   std::memset(gpu.memory + offset, kGarbage, bytes);
   auto next = gpu.free.lower_bound(offset);
   if (next != gpu.free.end() && next->first == offset + bytes) {
@@ -258,6 +257,7 @@ void Free(void* memory, void* stream) {
     std::fputs("virtual GPU: what is given back was not handed out\n", stderr);
     std::abort();
   }
+  --gpu.counts.blocks_in_use;
   OwnStreamAt(stream).work.push_back([&gpu, offset] { Release(gpu, offset); });
 }
 
