@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import small_models
 import torch
 from backends import ONNX_TYPES
 from cpp_ext.ctc_samples import Item, sample
-from cpp_ext.single_node import FLOATS, device_library
+from cpp_ext.single_node import CUDA_SIMT, FLOATS, library_of
 from onnx import TensorProto, helper
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Counts(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library() -> str:
     """The library with the virtual GPUs."""
-    return str(device_library.build("simt-ort"))
+    return library_of(CUDA_SIMT)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,9 @@ def session_of(model: onnx.ModelProto, options: ort.SessionOptions) -> ort.Infer
 
 def model_of(
     nodes: list[onnx.NodeProto],
-    inputs: dict[str, tuple[int, list[Any] | None]],
-    outputs: list[str],
-    constants: dict[str, np.ndarray[Any, Any]] | None = None,
+    inputs: Mapping[str, tuple[int, Sequence[int | None]]],
+    outputs: Sequence[str],
+    constants: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> onnx.ModelProto:
     graph = helper.make_graph(
         nodes,
@@ -185,7 +185,7 @@ def inputs_of(op: str, dtype: torch.dtype, size: int) -> tuple[list[Tensor | Non
     return [normal(3), *arguments, *oracles.ctc_loss(*arguments, dtype=dtype)], {"zero_infinity": 1}
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.dtype, ...]]] = {
     "CrossEntropyLossGrad": (oracles.cross_entropy_loss_grad, FLOATS),
     "MseLossBackward": (oracles.mse_loss_backward, FLOATS),
     "ScaledMaskedSoftmaxBackward": (oracles.scaled_masked_softmax_backward, FLOATS),
