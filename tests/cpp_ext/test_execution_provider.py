@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -473,3 +474,13 @@ def test_gpus_are_found_by_their_places_on_the_bus(tmp_path: Path) -> None:
         "no GPU: -1",
         "no device:",
     ]
+
+
+def test_what_gpu_test_runs_in_onnxruntime_passes(library: str) -> None:
+    program = CPP_EXT / "tests" / "device" / "provider_test.py"
+    command = [sys.executable, str(program), "--simt", "--only", "GroupedBiasAddGrad"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for gpu in (0, 1):
+        pattern = rf"^onnxruntime {ort.__version__} on virtual GPU of the tests {gpu}: [1-9]\d* passed 0 failed$"
+        assert re.search(pattern, result.stdout, re.MULTILINE)
