@@ -334,18 +334,16 @@ def test_bound_values_stay_on_the_gpu(gpus: list[Any], library: str) -> None:
 def test_copies_on_a_stream_of_the_user(gpus: list[Any], library: str) -> None:
     stream = gpus[1].create_sync_stream()
     x = np.arange(1000, dtype=np.float32)
-    here = ort.OrtValue.ortvalue_from_numpy(x)
-    there, back = (
-        ort.OrtValue.ortvalue_from_shape_and_type([1000], np.float32, "gpu", number, NVIDIA) for number in (1, 0)
-    )
+    here, back = (ort.OrtValue.ortvalue_from_numpy(values) for values in (x, 0 * x))
+    there, beside = (ort.OrtValue.ortvalue_from_shape_and_type([1000], np.float32, "gpu", 1, NVIDIA) for _ in range(2))
     watch = Watch(library, 1)
-    ort.copy_tensors([here], [there], stream)
-    ort.copy_tensors([there], [here], stream)
-    assert watch.copies() == (1, 1, 0)
-    ort.copy_tensors([there], [back], None)
+    for source, target in ((here, there), (there, beside), (beside, back)):
+        ort.copy_tensors([source], [target], stream)
     del stream
-    np.testing.assert_array_equal(here.numpy(), x)
     np.testing.assert_array_equal(back.numpy(), x)
+    ort.copy_tensors([beside], [there], None)
+    np.testing.assert_array_equal(there.numpy(), x)
+    assert watch.copies() == (1, 2, 2)
 
 
 def test_bad_values_are_told_by_the_next_run(gpus: list[Any]) -> None:

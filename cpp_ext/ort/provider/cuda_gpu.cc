@@ -79,10 +79,13 @@ std::vector<Info> List(std::string& why_none) {
 
 Selection::Selection(int gpu) {
   ThrowIfError(cudaGetDevice(&previous_), "tell the current GPU");
-  ThrowIfError(cudaSetDevice(gpu), "select a GPU");
+  changed_ = gpu != previous_;
+  if (changed_) ThrowIfError(cudaSetDevice(gpu), "select a GPU");
 }
 
-Selection::~Selection() { cudaSetDevice(previous_); }
+Selection::~Selection() {
+  if (changed_) cudaSetDevice(previous_);
+}
 
 void* NewStream() {
   cudaStream_t stream = nullptr;

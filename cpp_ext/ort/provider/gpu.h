@@ -34,6 +34,7 @@ class Selection {
 
  private:
   int previous_ = 0;
+  bool changed_ = false;
 };
 
 // All that follows is for the calling thread's GPU. Functions throw Error; those that delete, and Free, do not fail.
@@ -56,7 +57,7 @@ void WaitOnHost(void* event);
 void* Allocate(size_t bytes, void* stream);
 void Free(void* memory, void* stream);
 
-// Between memory of the host and of GPUs, in the order of a stream. What is read from the host, unless it is
+// Between memory of the host and of the GPU, in the order of a stream. What is read from the host, unless it is
 // page-locked, was read when the call returns; what is written to the host is there when the stream has come so far.
 void Copy(void* to, const void* from, size_t bytes, void* stream);
 

@@ -37,8 +37,8 @@ class Factory : public ProviderFactory {
   bool IsHost(const OrtMemoryDevice* device) const {
     return provider_api_.MemoryDevice_GetDeviceType(device) == OrtMemoryInfoDeviceType_CPU;
   }
-  // Copies a tensor between host and GPUs, in the order of a stream. What is copied to the host, or without a stream,
-  // is there when this returns: ONNX Runtime does not wait for every output of a node in a subgraph.
+  // Copies a tensor between host and a GPU, or on a GPU, in the order of a stream. What is copied to the host, or
+  // without a stream, is there when this returns: ONNX Runtime does not wait for every output of a node in a subgraph.
   void CopyTensor(const OrtValue* from, OrtValue* to, void* stream) const;
 
  private:
@@ -83,9 +83,11 @@ class Transfer : public OrtDataTransferImpl {
     Release = [](OrtDataTransferImpl* self) noexcept { delete static_cast<Transfer*>(self); };
     CanCopy = [](const OrtDataTransferImpl* self, const OrtMemoryDevice* from, const OrtMemoryDevice* to) noexcept {
       const Factory& ours = static_cast<const Transfer*>(self)->factory_;
-      const bool from_gpu = ours.MemoryOf(from) != nullptr;
-      const bool to_gpu = ours.MemoryOf(to) != nullptr;
-      return (from_gpu && (to_gpu || ours.IsHost(to))) || (to_gpu && ours.IsHost(from));
+      const GpuMemory* const source = ours.MemoryOf(from);
+      const GpuMemory* const target = ours.MemoryOf(to);
+      // Not from GPU to GPU: what that takes differs from machine to machine.
+      if (source != nullptr && target != nullptr) return source == target;
+      return (source != nullptr && ours.IsHost(to)) || (target != nullptr && ours.IsHost(from));
     };
     CopyTensors = [](OrtDataTransferImpl* self, const OrtValue** from, OrtValue** to, OrtSyncStream** streams,
                      size_t count) noexcept {

@@ -174,9 +174,12 @@ std::vector<Info> List(std::string& why_none) {
 
 Selection::Selection(int gpu) : previous_(current_gpu) {
   if (gpu < 0 || gpu >= kMaxGpus) throw Error("virtual GPU: there is no GPU " + std::to_string(gpu));
+  changed_ = gpu != previous_;
   current_gpu = gpu;
 }
-Selection::~Selection() { current_gpu = previous_; }
+Selection::~Selection() {
+  if (changed_) current_gpu = previous_;
+}
 
 void* NewStream() {
   const Lock lock(Machine::Get().mutex);
