@@ -66,7 +66,11 @@ def run(session: onnxruntime.InferenceSession, feeds: Arrays) -> Arrays:
 @click.option("--steps", default=200, type=click.IntRange(1), help="Steps of training.")
 @click.option("--batch-size", default=64, type=click.IntRange(2), help="Digits in a step.")
 @click.option("--rate", default=0.05, help="Learning rate.")
-@click.option("--library", default=None, help="Another build of gradfuse's library than the installed one.")
+@click.option(
+    "--library",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="Another build of gradfuse's library than the installed one.",
+)
 def main(model: pathlib.Path, steps: int, batch_size: int, rate: float, library: str | None) -> None:
     """Train the step in the file MODEL with its fused nodes on a GPU."""
     devices = gpus(library or gradfuse.get_library_path())

@@ -1,5 +1,6 @@
 // The entrances for ONNX Runtime's onnxruntime.register_execution_provider_library.
 
+#include <atomic>
 #include <string>
 
 #include "gradfuse/signature.h"
@@ -32,6 +33,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* CreateEpFactories(c
 #else
     static_cast<void>(factories);
     static_cast<void>(max_factories);
+    // ONNX Runtime asks a library without factories again.
+    static std::atomic<bool> told{false};
+    if (told.exchange(true)) return {};
     ort::ThrowIfError(api, api.Logger_LogMessage(
                                logger, ORT_LOGGING_LEVEL_WARNING,
                                "GradfuseCudaExecutionProvider offers no device: gradfuse was built without CUDA kernels",
