@@ -9,6 +9,8 @@
 #include "gradfuse/queue.h"
 #include "gradfuse/signature.h"
 #include "ort/api.h"
+#include "ort/provider/gpu.h"
+#include "ort/provider/provider.h"
 
 namespace gradfuse::ort {
 
@@ -72,11 +74,34 @@ class CudaDevice {
     return cuda::Run(args, queue);
   }
 
+ protected:
+  const OrtApi& api_;
+
  private:
   int32_t TakeFault() const;
 
-  const OrtApi& api_;
   cuda::Fault fault_;
+};
+
+// The same for nodes on the execution provider of this library.
+class ProviderDevice : public CudaDevice {
+ public:
+  static constexpr const char* kProvider = kProviderName;
+
+  using CudaDevice::CudaDevice;
+
+  template <class Args>
+  Status Run(const Args& args, OrtKernelContext* context, const OrtValue* output) const {
+    const OrtMemoryInfo* memory = nullptr;
+    ThrowIfError(api_, api_.GetTensorMemoryInfo(output, &memory));
+    int number = 0;
+    ThrowIfError(api_, api_.MemoryInfoGetId(memory, &number));
+    void* stream = nullptr;
+    ThrowIfError(api_, api_.KernelContext_GetGPUComputeStream(context, &stream));
+    if (stream == nullptr) return {StatusCode::kNotSupported, "this onnxruntime was built without streams"};
+    const gpu::Selection selection(number);
+    return CudaDevice::Run(args, context, output);
+  }
 };
 
 }  // namespace gradfuse::ort

@@ -3,9 +3,8 @@
 #include <climits>
 
 namespace gradfuse::ort {
-namespace {
 
-Shape ShapeOf(const OrtApi& api, const OrtValue* value) {
+std::vector<int64_t> DimsOf(const OrtApi& api, const OrtValue* value) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   ThrowIfError(api, api.GetTensorTypeAndShape(value, &info));
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(api.ReleaseTensorTypeAndShapeInfo)> owner(
@@ -14,10 +13,8 @@ Shape ShapeOf(const OrtApi& api, const OrtValue* value) {
   ThrowIfError(api, api.GetDimensionsCount(info, &rank));
   std::vector<int64_t> dims(rank);
   ThrowIfError(api, api.GetDimensions(info, dims.data(), rank));
-  return Shape(dims.data(), rank);
+  return dims;
 }
-
-}  // namespace
 
 std::optional<Tensor> InputReader::Next() {
   const size_t index = index_++;
@@ -28,7 +25,8 @@ std::optional<Tensor> InputReader::Next() {
   void* data = nullptr;
   // The function has a mutable argument for the sake of other callers; the tensor is only read.
   ThrowIfError(api_, api_.GetTensorMutableData(const_cast<OrtValue*>(value), &data));
-  Tensor tensor(data, types_[index], ShapeOf(api_, value));
+  const std::vector<int64_t> dims = DimsOf(api_, value);
+  Tensor tensor(data, types_[index], Shape(dims.data(), dims.size()));
   tensor.on_host = on_host_[index];
   return tensor;
 }
@@ -49,6 +47,10 @@ void OutputMaker::Output(const char* name, Tensor& tensor, const TypeSet&) {
   void* data = nullptr;
   ThrowIfError(api_, api_.GetTensorMutableData(value, &data));
   tensor = Tensor(data, types_[index], shape);
+  // An execution provider's allocator has no other way to say it.
+  if (data == nullptr && tensor.NumBytes() > 0 && status.ok()) {
+    status = Status(StatusCode::kFailed, std::string("out of memory for ") + name);
+  }
 }
 
 std::vector<Signature::Types> Signature::Combinations() const {

@@ -14,6 +14,9 @@
 // What makes a custom op of ONNX Runtime out of the arguments of any op.
 namespace gradfuse::ort {
 
+// The sizes of a tensor's dimensions.
+std::vector<int64_t> DimsOf(const OrtApi& api, const OrtValue* value);
+
 // A device says where nodes of an op run:
 //
 //   static constexpr const char* kProvider;   the execution provider, nullptr for the CPU's

@@ -15,6 +15,7 @@ void AppendAllCustomOps(const OrtApi& api, uint32_t version, std::vector<std::un
     AppendCustomOps<Args, CpuDevice>(api, version, ops);
 #ifdef GRADFUSE_HAVE_CUDA
     AppendCustomOps<Args, CudaDevice>(api, version, ops);
+    AppendCustomOps<Args, ProviderDevice>(api, version, ops);
 #endif
   });
 }

@@ -2,9 +2,11 @@
 
 Variants:
     cuda            kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
-    simt            the same, on the host machine of tests/simt
-    simt-sanitized  the same with the address and undefined-behaviour sanitizers
-    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider
+    cuda-ort        kernels for the GPU of this machine, as the library that onnxruntime loads
+    simt            kernels behind the same C functions, on the host machine of tests/simt
+    simt-sanitized  that with the address and undefined-behaviour sanitizers
+    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with the
+                    execution provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
 
 Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
 """
@@ -24,7 +26,8 @@ from pathlib import Path
 
 CPP_EXT = Path(__file__).resolve().parents[1]
 BUILD = CPP_EXT.parent / "build" / "device"
-VARIANTS = ("cuda", "simt", "simt-sanitized", "simt-ort")
+VARIANTS = ("cuda", "cuda-ort", "simt", "simt-sanitized", "simt-ort")
+REPLACED = ("devices.cc", "cuda_gpu.cc")  # by sources of tests/simt
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -37,7 +40,7 @@ def build(variant: str, arch: str = "native") -> Path:
 
     Args:
         variant: one of VARIANTS.
-        arch: for "cuda", what nvcc is to build for: "native" is the GPU of this machine.
+        arch: for "cuda" and "cuda-ort", what nvcc is to build for: "native" is the GPU of this machine.
 
     Raises:
         BuildError: a compiler is missing, or fails.
@@ -61,20 +64,25 @@ def build(variant: str, arch: str = "native") -> Path:
 def _sources(variant: str) -> list[Path]:
     kernels = [*sorted((CPP_EXT / "kernels").glob("*.cc")), *sorted((CPP_EXT / "kernels/cuda").glob("*.cu"))]
     tests = CPP_EXT / "tests"
+    adapter = sorted((CPP_EXT / "ort").rglob("*.cc"))
     if variant == "cuda":
         return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc"]
+    if variant == "cuda-ort":
+        return [*kernels, *sorted((CPP_EXT / "kernels/cpu").glob("*.cc")), *adapter]
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
-        adapter = [path for path in sorted((CPP_EXT / "ort").glob("*.cc")) if path.name != "devices.cc"]
-        return [*kernels, tests / "simt/simt.cc", tests / "simt/devices.cc", *adapter]
+        adapter = [path for path in adapter if path.name not in REPLACED]
+        return [*kernels, *(tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")), *adapter]
     return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
 
 
 def _command(variant: str, arch: str) -> list[str]:
     includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
-    if variant == "cuda":
+    if variant in ("cuda", "cuda-ort"):
         warnings = ["-diag-suppress", "2810", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
+        if variant == "cuda-ort":
+            options += ["-DGRADFUSE_HAVE_CUDA", "-isystem", str(_onnxruntime_headers())]
         return [_compiler("nvcc", "NVCC"), *options, *includes]
     options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DGRADFUSE_SIMT"]
     if variant == "simt-sanitized":
@@ -127,10 +135,12 @@ def _compile(command: list[str], source: Path, folder: Path) -> Path:
 def _link(variant: str, command: list[str], objects: list[Path], library: Path) -> None:
     if variant == "cuda":
         options = ["-cudart", "static"]
+    elif variant == "cuda-ort":
+        options = ["-cudart", "static", "-Xlinker", f"--version-script={CPP_EXT / 'exports.map'}"]
+    elif variant == "simt-ort":
+        options = ["-Wl,--no-undefined", f"-Wl,--version-script={CPP_EXT / 'tests/simt/exports.map'}"]
     else:
-        options = ["-Wl,--no-undefined"] if variant != "simt-sanitized" else []
-        if variant == "simt-ort":
-            options.append(f"-Wl,--version-script={CPP_EXT / 'exports.map'}")
+        options = ["-Wl,--no-undefined"] if variant == "simt" else []
     unfinished = library.with_suffix(".unfinished")
     _run([*command, "-shared", *map(str, objects), *options, "-o", str(unfinished)])
     unfinished.replace(library)

@@ -8,6 +8,7 @@ from typing import Any
 from gradfuse.errors import ArgumentError, GradfuseError
 
 LIBRARY_NAME = "libgradfuse.so"
+EP_NAME = "GradfuseCudaExecutionProvider"
 
 
 def find_library() -> str | None:
@@ -37,8 +38,24 @@ def get_library_path() -> str:
     return path
 
 
+def get_ep_name() -> str:
+    """Return the name of the execution provider that the library has: of the devices that onnxruntime lists for it.
+
+    `onnxruntime.register_execution_provider_library(get_ep_name(), get_library_path())` makes onnxruntime 1.24 or newer
+    list them. There are none where there is no GPU, or where the library was built without CUDA kernels.
+    """
+    return EP_NAME
+
+
+def get_ep_names() -> list[str]:
+    """Return the names of all execution providers that the library has: the one of `get_ep_name`."""
+    return [EP_NAME]
+
+
 def register(session_options: Any) -> None:
     """Register gradfuse's operators (domain aclnn) in an onnxruntime session.
+
+    A session to which a device of gradfuse's execution provider was added has them already.
 
     Args:
         session_options: an `onnxruntime.SessionOptions`, of any onnxruntime from 1.18 on.

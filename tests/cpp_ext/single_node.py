@@ -40,7 +40,8 @@ def use_device(device: str) -> None:
 
 
 @cache
-def _library(device: str) -> str:
+def library_of(device: str) -> str:
+    """The path of the library with the kernels of a device."""
     return gradfuse.get_library_path() if device == CPU else str(device_library.build("simt-ort"))
 
 
@@ -49,7 +50,7 @@ def session_of(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
-    options.register_custom_ops_library(_library(_device))
+    options.register_custom_ops_library(library_of(_device))
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

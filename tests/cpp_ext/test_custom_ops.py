@@ -53,6 +53,7 @@ def test_kernels_and_schema_agree(name: str) -> None:
 def test_the_library_exports_its_entrances_only() -> None:
     library = ctypes.CDLL(gradfuse.get_library_path())
     assert library.RegisterCustomOps and library.gradfuse_describe_ops
+    assert library.CreateEpFactories and library.ReleaseEpFactory
     assert not hasattr(library, "_ZN8gradfuse8DescribeERKNS_6TensorE")
 
 

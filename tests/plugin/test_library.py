@@ -17,6 +17,10 @@ def test_path_is_an_existing_file() -> None:
     assert path.is_absolute() and path.is_file() and path.name == library.LIBRARY_NAME
 
 
+def test_names_of_the_execution_provider() -> None:
+    assert gradfuse.get_ep_names() == [gradfuse.get_ep_name()] == ["GradfuseCudaExecutionProvider"]
+
+
 def test_register_makes_the_operators_known() -> None:
     model = gradfuse.fuse(cross_entropy(), bodies=False).model
     options = onnxruntime.SessionOptions()

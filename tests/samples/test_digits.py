@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from cpp_ext.single_node import CUDA_SIMT, library_of
 
 from gradfuse import TrainingStep
 
@@ -62,6 +64,26 @@ def test_the_saved_models_are_training_steps(saved: tuple[subprocess.CompletedPr
         step = TrainingStep.load(path)
         assert (step.input_names, step.target_names) == (("image",), ("target",))
         assert "head.weight" in step.parameters
+
+
+def test_a_saved_model_trains_on_a_gpu(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, folder = saved
+    model = folder / "digits_rowattention_fused.onnx"
+    command = [sys.executable, str(SAMPLE.with_name("gpu.py")), str(model), "--library", library_of(CUDA_SIMT)]
+    result = subprocess.run(
+        [*command, "--steps", "4", "--batch-size", "8"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    ours = re.search(r"^GradfuseCudaExecutionProvider: 2 nodes: (.+)$", result.stdout, re.MULTILINE)
+    assert ours is not None
+    assert set(ours[1].split(", ")) == {"1 CrossEntropyLossGrad", "1 ScaledMaskedSoftmaxBackward"}
+    assert re.search(r"^CPUExecutionProvider: \d+ nodes: ", result.stdout, re.MULTILINE)
+    assert re.search(r"^4 steps: loss \d\.\d+ at first, \d\.\d+ at last$", result.stdout, re.MULTILINE)
+    environment = {**os.environ, "GRADFUSE_VIRTUAL_GPUS": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 2
+    assert "offers no device: there is no virtual GPU" in result.stderr
+    assert "There is no GPU to run on" in result.stderr
 
 
 def test_a_missed_accuracy_is_a_failure() -> None:

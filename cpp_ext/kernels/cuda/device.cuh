@@ -225,8 +225,8 @@ Status Launch(const Queue& queue, void (*kernel)(Parameters...), int64_t blocks,
   if (blocks == 0) return {};
   const auto grid = static_cast<unsigned>(std::min(blocks, MaxBlocks()));
 #ifdef GRADFUSE_SIMT
-  static_cast<void>(queue);
-  simt::Run(grid, static_cast<unsigned>(threads), [&] { kernel(static_cast<Parameters>(arguments)...); });
+  simt::Launch(queue.stream, grid, static_cast<unsigned>(threads),
+               [=] { kernel(static_cast<Parameters>(arguments)...); });
 #else
   std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
   const cudaError_t error = std::apply(

@@ -39,6 +39,20 @@ class Case:
             for exact, terms in zip(self.expected, self.terms, strict=True)
         ]
 
+    def problem(self, results: Sequence[Float64s]) -> str:
+        """What is wrong with the outputs, or "" where they are right."""
+        for got, exact, bound in zip(results, self.expected, self.error_bounds(), strict=True):
+            if got.shape != exact.shape:
+                return f"has shape {list(got.shape)}; expected {list(exact.shape)}"
+            with np.errstate(invalid="ignore"):
+                error = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0.0, np.abs(got - exact))
+            wrong = ~(error <= bound)
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                off = f"{int(wrong.sum())} of {got.size} are off"
+                return f"is {got[at]:.9g} at {list(at)}; expected {exact[at]:.9g}; {off}"
+        return ""
+
 
 def cases(*, large: bool, seed: int = 0) -> Iterator[Case]:
     """Every op in every type; `large` adds sizes that fill a GPU."""

@@ -3,8 +3,9 @@
     gpu_test.py [--simt | --simt-sanitized] [--small] [--only OP] [--no-tools]
 
 Every op in every type, twice (the bits must be the same), from aligned and from odd addresses, with memory poisoned
-that an op must write. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there. Needs
-numpy and nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
+that an op must write. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there, and
+the same sizes by the execution provider in onnxruntime, where that is there (provider_test.py). Needs numpy and nvcc;
+with --simt or --simt-sanitized a C++ compiler, and no GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import device_library
+import provider_test
 from cases import Case, cases
 from device import Device, DeviceError, Operand
 
@@ -50,15 +50,7 @@ def check(device: Device, case: Case, shift: int) -> str:
     for first, second in zip(*results, strict=True):
         if first.bits.tobytes() != second.bits.tobytes():
             return "gives other bits the second time"
-    for result, exact, bound in zip(results[0], case.expected, case.error_bounds(), strict=True):
-        got = result.wide()
-        with np.errstate(invalid="ignore"):
-            error = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0.0, np.abs(got - exact))
-        wrong = ~(error <= bound)
-        if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            return f"is {got[at]:.9g} at {list(at)}; expected {exact[at]:.9g}; {int(wrong.sum())} of {got.size} are off"
-    return ""
+    return case.problem([result.wide() for result in results[0]])
 
 
 def run(device: Device, *, large: bool, only: str | None) -> int:
@@ -131,6 +123,7 @@ def main() -> int:
     failed = run(device, large=on_gpu and not options.small, only=options.only)
     if on_gpu and not options.no_tools:
         failed += sanitize(options.only)
+        failed += provider_test.run("cuda-ort", options.only)
     return 1 if failed else 0
 
 

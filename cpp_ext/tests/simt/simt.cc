@@ -312,6 +312,10 @@ class Machine {
 void Run(unsigned blocks, unsigned threads, const std::function<void()>& thread) {
   Machine::Get().Run(blocks, threads, thread);
 }
+void Launch(void* stream, unsigned blocks, unsigned threads, std::function<void()> thread) {
+  if (stream == nullptr) return Run(blocks, threads, thread);
+  static_cast<Stream*>(stream)->Add([=] { Run(blocks, threads, thread); });
+}
 int64_t MaxBlocks() { return Machine::Get().MaxBlocks(); }
 void Seed(uint64_t seed) { Machine::Get().Seed(seed); }
 const Position& Here() { return Machine::Get().current().here; }

@@ -43,6 +43,17 @@ struct Position {
 // Throws KernelError.
 void Run(unsigned blocks, unsigned threads, const std::function<void()>& thread);
 
+// What stands for a device's stream: the grids that it is given run in order, at any later time.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual void Add(std::function<void()> grid) = 0;
+};
+
+// Starts a grid on a stream, or, without one, runs it.
+// Throws KernelError.
+void Launch(void* stream, unsigned blocks, unsigned threads, std::function<void()> thread);
+
 // As many blocks as a grid may have: none to speak of, or, at random, so few that kernels must loop.
 int64_t MaxBlocks();
 
