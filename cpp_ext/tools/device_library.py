@@ -102,7 +102,7 @@ def _onnxruntime_headers() -> Path:
             return Path(found[1])
     folder = BUILD / "headers"
     script = CPP_EXT / "tools" / "fetch_headers.py"
-    result = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, script, "onnxruntime", folder], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise BuildError(f"no headers of onnxruntime: {result.stderr.strip()}")
     return Path(result.stdout.strip())
