@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/cpu/targets.h"
 #include "ort/api.h"
 #include "ort/custom_op.h"
 #include "ort/devices.h"
@@ -57,6 +58,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
   return ort::Guarded(api, [&]() -> Status {
     GRADFUSE_EXPECT(version >= ort::kOldest, "gradfuse: onnxruntime", runtime_version,
                     "1." + std::to_string(ort::kOldest) + " or newer");
+    GRADFUSE_RETURN_IF_ERROR(cpu::CheckTargetVariable());
     ort::ThrowIfError(api, api.AddCustomOpDomain(options, ort::DomainFor(api, version)));
     return {};
   });

@@ -66,7 +66,8 @@ def _sources(variant: str) -> list[Path]:
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
         adapter = [path for path in sorted((CPP_EXT / "ort").glob("*.cc")) if path.name != "devices.cc"]
-        return [*kernels, tests / "simt/simt.cc", tests / "simt/devices.cc", *adapter]
+        targets = CPP_EXT / "kernels/cpu/targets.cc"
+        return [*kernels, tests / "simt/simt.cc", tests / "simt/devices.cc", targets, *adapter]
     return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
 
 
@@ -102,7 +103,9 @@ def _onnxruntime_headers() -> Path:
             return Path(found[1])
     folder = BUILD / "headers"
     script = CPP_EXT / "tools" / "fetch_headers.py"
-    result = subprocess.run([sys.executable, script, "onnxruntime", folder], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, script, "onnxruntime", folder], capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
         raise BuildError(f"no headers of onnxruntime: {result.stderr.strip()}")
     return Path(result.stdout.strip())

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Puts headers that the build needs into a folder, for machines that have them not installed.
+"""Puts headers that the build needs into a folder, for machines that have none installed.
 
 Usage: fetch_headers.py onnxruntime|highway DESTINATION
 
-No wheel ships `onnxruntime_c_api.h` or Highway. This script unpacks the distribution's own package, `libonnxruntime-dev`
-or `libhwy-dev`, with private apt state, so it needs no root and changes nothing outside DESTINATION; mirrors, proxies
-and keys are those that the machine is set up with. Where no apt source has the package, it takes the project's release
+No wheel ships `onnxruntime_c_api.h` or Highway. This script unpacks the distribution's own package, libonnxruntime-dev
+or libhwy-dev, with private apt state, so it needs no root and changes nothing outside DESTINATION; mirrors, proxies and
+keys are those that the machine is set up with. Where no apt source has the package, it takes the project's release
 archive. Prints the folder to include headers from. Only the standard library is used: CMake runs this before anything
 is installed.
 """

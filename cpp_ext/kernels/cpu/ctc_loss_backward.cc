@@ -43,10 +43,10 @@ void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t stat
     // Where nothing flows the division is of no matter, and may be 0 / 0 or NaN.
     const auto given = Load(at, d, gamma + s);
     const auto share = given / (exp_a + exp_b + exp_c);
-    const auto flows = hn::And(given != hn::Zero(d), largest != never);
-    Store(at, hn::IfThenElseZero(flows, share * exp_a), d, stay + s);
-    Store(at, hn::IfThenElseZero(flows, share * exp_b), d, next + s);
-    Store(at, hn::IfThenElseZero(flows, share * exp_c), d, jump + s);
+    const auto nothing = hn::Or(given == hn::Zero(d), largest == never);
+    Store(at, hn::IfThenZeroElse(nothing, share * exp_a), d, stay + s);
+    Store(at, hn::IfThenZeroElse(nothing, share * exp_b), d, next + s);
+    Store(at, hn::IfThenZeroElse(nothing, share * exp_c), d, jump + s);
   });
 }
 

@@ -112,6 +112,11 @@ GRADFUSE_INLINE V IfThenZeroElse(bool mask, V no) {
   return mask ? V{} : no;
 }
 GRADFUSE_INLINE bool And(bool a, bool b) { return a && b; }
+GRADFUSE_INLINE bool Or(bool a, bool b) { return a || b; }
+template <class V>
+GRADFUSE_INLINE bool IsNaN(V value) {
+  return value != value;
+}
 template <int kBits, class V>
 GRADFUSE_INLINE V ShiftLeft(V value) {
   return value << kBits;

@@ -24,9 +24,8 @@ float DotPart(const T* grad, const T* y, int64_t count) {
   auto sum1 = sum0;
   auto sum2 = sum0;
   auto sum3 = sum0;
-  const auto add = [&](int64_t i, auto at, hn::Vec<TagOf<T>>& sum) HWY_ATTR {
-    sum = hn::MulAdd(Load(at, d, grad + i), Load(at, d, y + i), sum);
-  };
+  const auto add = [&](int64_t i, auto at, hn::Vec<TagOf<T>>& sum)
+                       HWY_ATTR { sum = hn::MulAdd(Load(at, d, grad + i), Load(at, d, y + i), sum); };
   int64_t i = 0;
   for (; i + 4 * lanes <= count; i += 4 * lanes) {
     add(i, Whole(), sum0);

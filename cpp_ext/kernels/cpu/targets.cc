@@ -1,6 +1,7 @@
 #include "kernels/cpu/targets.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <iterator>
 #include <string>
@@ -20,6 +21,11 @@ size_t WidestWanted() {
   return static_cast<size_t>(std::min(found, std::end(kTargetNames) - 1) - std::begin(kTargetNames));
 }
 
+std::atomic<size_t>& Chosen() {
+  static std::atomic<size_t> chosen(std::min(WidestWanted(), AvailableTargets() - 1));
+  return chosen;
+}
+
 }  // namespace
 
 size_t AvailableTargets() {
@@ -37,10 +43,9 @@ size_t AvailableTargets() {
 #endif
 }
 
-size_t ChosenTarget() {
-  static const size_t chosen = std::min(WidestWanted(), AvailableTargets() - 1);
-  return chosen;
-}
+size_t ChosenTarget() { return Chosen().load(std::memory_order_relaxed); }
+
+void ChooseTarget(size_t target) { Chosen().store(target, std::memory_order_relaxed); }
 
 Status CheckTargetVariable() {
   const char* wanted = std::getenv(kVariable);

@@ -28,20 +28,23 @@ inline constexpr const char* kTargetNames[] = {"scalar"};
 // How many of kTargetNames, from the first on, are in this build and run on this processor.
 size_t AvailableTargets();
 
-// The place in kTargetNames of the one that kernels use: the last available one, and none after that which the
+// The place in kTargetNames of the one that kernels use: the last available one, but none after that which the
 // environment variable GRADFUSE_SIMD_TARGET names. The variable is read once.
 size_t ChosenTarget();
+
+// Makes kernels use another available one from now on.
+void ChooseTarget(size_t target);
 
 // Whether GRADFUSE_SIMD_TARGET is unset or one of kTargetNames.
 Status CheckTargetVariable();
 
 // A pointer to the chosen one of the functions of this name, each in the namespace of its instruction set.
 #define GRADFUSE_TARGET_ADDRESS(target, ...) &target::__VA_ARGS__,
-#define GRADFUSE_DISPATCH(...)                                                                       \
-  [] {                                                                                               \
-    using Function = decltype(&N_SCALAR::__VA_ARGS__);                                               \
-    const Function functions[] = {GRADFUSE_FOR_EACH_TARGET(GRADFUSE_TARGET_ADDRESS, __VA_ARGS__)};   \
-    return functions[::gradfuse::cpu::ChosenTarget()];                                               \
+#define GRADFUSE_DISPATCH(...)                                                                     \
+  [] {                                                                                             \
+    using Function = decltype(&N_SCALAR::__VA_ARGS__);                                             \
+    const Function functions[] = {GRADFUSE_FOR_EACH_TARGET(GRADFUSE_TARGET_ADDRESS, __VA_ARGS__)}; \
+    return functions[::gradfuse::cpu::ChosenTarget()];                                             \
   }()
 
 }  // namespace gradfuse::cpu

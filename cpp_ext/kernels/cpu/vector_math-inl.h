@@ -17,9 +17,9 @@ struct ExpConstants;
 
 template <>
 struct ExpConstants<float> {
-  static constexpr float kLowest = -104.0f;      // below it the result rounds to 0
-  static constexpr float kHighest = 89.0f;       // above it the result overflows
-  static constexpr float kRound = 12582912.0f;   // 1.5 * 2^23: what is added to it is rounded to a whole number
+  static constexpr float kLowest = -104.0f;     // below it the result rounds to 0
+  static constexpr float kHighest = 89.0f;      // above it the result overflows
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
   static constexpr uint32_t kRoundBits = 0x4b400000;
   static constexpr uint32_t kBias = 127;
   static constexpr int kMantissaBits = 23;
@@ -92,8 +92,8 @@ template <class D>
 GRADFUSE_INLINE hn::Vec<D> LogTail(D d, hn::Vec<D> f, hn::Vec<D> square, double) {
   const auto s = f / (f + hn::Set(d, 2.0));
   const auto s2 = s * s;
-  const auto series = s2 * Polynomial(d, s2, 2. / 21, 2. / 19, 2. / 17, 2. / 15, 2. / 13, 2. / 11, 2. / 9, 2. / 7,
-                                      2. / 5, 2. / 3);
+  const auto series =
+      s2 * Polynomial(d, s2, 2. / 21, 2. / 19, 2. / 17, 2. / 15, 2. / 13, 2. / 11, 2. / 9, 2. / 7, 2. / 5, 2. / 3);
   return s * hn::MulAdd(square, hn::Set(d, 0.5), series);
 }
 

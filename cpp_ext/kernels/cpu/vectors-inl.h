@@ -65,7 +65,7 @@ GRADFUSE_INLINE hn::Vec<Tag16<D>> Narrowed(D, hn::Vec<D> value, const BFloat16*)
   const auto bits = hn::BitCast(u, value);
   const auto high = hn::ShiftRight<16>(bits);
   const auto rounded = hn::ShiftRight<16>(bits + hn::Set(u, 0x7fff) + (high & hn::Set(u, 1)));
-  const auto is_nan = hn::RebindMask(u, value != value);
+  const auto is_nan = hn::RebindMask(u, hn::IsNaN(value));
   return hn::TruncateTo(Tag16<D>(), hn::IfThenElse(is_nan, high | hn::Set(u, 0x40), rounded));
 }
 #if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
