@@ -23,7 +23,7 @@ void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out)
   const TagOf<T> d;
   const auto scales = hn::Set(d, scale);
   const auto shifts = hn::Set(d, shift);
-  ForEachVector(d, count, [&](int64_t c, auto at) HWY_ATTR {
+  ForEachVector<Sweep>(d, count, [&](int64_t c, auto at) HWY_ATTR {
     Store(at, hn::MulSub(Exp(d, Load(at, d, log_prob + c)), scales, shifts), d, out + c);
   });
 }
@@ -34,7 +34,7 @@ void WeightedGradRow(const T* log_prob, const float* weight, float scale, float 
   const TagOf<T> d;
   const auto scales = hn::Set(d, scale);
   const auto shifts = hn::Set(d, shift);
-  ForEachVector(d, count, [&](int64_t c, auto at) HWY_ATTR {
+  ForEachVector<Sweep>(d, count, [&](int64_t c, auto at) HWY_ATTR {
     const auto scaled = Exp(d, Load(at, d, log_prob + c)) * scales;
     Store(at, hn::NegMulAdd(shifts, Load(at, d, weight + c), scaled), d, out + c);
   });

@@ -64,7 +64,7 @@ template <class T>
 void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out) {
   const TagOf<T> d;
   const auto factor = hn::Set(d, grad_out);
-  ForEachVector(d, classes, [&](int64_t c, auto at) HWY_ATTR {
+  ForEachVector<Sweep>(d, classes, [&](int64_t c, auto at) HWY_ATTR {
     Store(at, Exp(d, Load(at, d, log_probs + c)) * factor, d, out + c);
   });
 }

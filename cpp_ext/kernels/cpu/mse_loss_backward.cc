@@ -38,7 +38,7 @@ void GradRow(const T* grad, const T* self, const T* target, float factor, int64_
   const Operand<kSelfVaries, T> selves(self);
   const Operand<kTargetVaries, T> targets(target);
   const auto factors = hn::Set(d, factor);
-  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+  ForEachVector<Sweep>(d, count, [&](int64_t i, auto at) HWY_ATTR {
     const auto difference = selves.Get(at, i) - targets.Get(at, i);
     Store(at, factors * difference * grads.Get(at, i), d, out + i);
   });

@@ -28,10 +28,10 @@ float DotPart(const T* grad, const T* y, int64_t count) {
                        HWY_ATTR { sum = hn::MulAdd(Load(at, d, grad + i), Load(at, d, y + i), sum); };
   int64_t i = 0;
   for (; i + 4 * lanes <= count; i += 4 * lanes) {
-    add(i, Whole(), sum0);
-    add(i + lanes, Whole(), sum1);
-    add(i + 2 * lanes, Whole(), sum2);
-    add(i + 3 * lanes, Whole(), sum3);
+    add(i, Sweep(), sum0);
+    add(i + lanes, Sweep(), sum1);
+    add(i + 2 * lanes, Sweep(), sum2);
+    add(i + 3 * lanes, Sweep(), sum3);
   }
   ForEachVector(d, count - i, [&](int64_t rest, auto at) HWY_ATTR { add(i + rest, at, sum0); });
   return hn::ReduceSum(d, (sum0 + sum1) + (sum2 + sum3));

@@ -40,6 +40,17 @@ struct Whole {
     hn::StoreU(value, d, to);
   }
 };
+// The same for sweeps over tensors, which may come from beyond the caches: asks early for what comes later in the
+// sweep, further ahead than the processor does by itself.
+struct Sweep : Whole {
+  static constexpr size_t kAhead = 2048;  // bytes
+
+  template <class D>
+  GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
+    if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+    return hn::LoadU(d, from);
+  }
+};
 struct Part {
   size_t lanes;
 
@@ -112,12 +123,13 @@ GRADFUSE_INLINE Mask<D> LoadMask(At at, D d, const uint8_t* from) {
   return hn::RebindMask(d, hn::PromoteTo(u, at.LoadBits(hn::Rebind<uint8_t, D>(), from)) != hn::Zero(u));
 }
 
-// Calls body(index, at) for vectors of D's width at index 0, 1 width, ... of `count` elements.
-template <class D, class Body>
+// Calls body(index, at) for vectors of D's width at index 0, 1 width, ... of `count` elements; `at` is Part for the
+// last of them, if they are fewer than its lanes, and else At.
+template <class At = Whole, class D, class Body>
 GRADFUSE_INLINE void ForEachVector(D d, int64_t count, const Body& body) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   int64_t index = 0;
-  for (; index + lanes <= count; index += lanes) body(index, Whole());
+  for (; index + lanes <= count; index += lanes) body(index, At());
   if constexpr (hn::MaxLanes(D()) > 1) {
     if (index < count) body(index, Part{static_cast<size_t>(count - index)});
   }
