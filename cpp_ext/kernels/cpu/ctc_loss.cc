@@ -1,6 +1,7 @@
 #include "gradfuse/ops/ctc_loss.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "kernels/cpu/ctc_labels.h"

@@ -12,6 +12,7 @@
 // The scalar loops are the baseline, which runs everywhere. Of the levels between SSE2 and AVX2 no machine of the last
 // ten years stops at one, and loops on vectors of unknown size (SVE, RVV) would need another form.
 #ifndef HWY_BASELINE_TARGETS
+#define HWY_BROKEN_EMU128 1  // HWY_SCALAR is the name of the baseline, with compilers too for which it is HWY_EMU128
 #define HWY_BASELINE_TARGETS HWY_SCALAR
 #define HWY_DISABLED_TARGETS (~(HWY_SCALAR | HWY_AVX2 | HWY_AVX3 | HWY_NEON_WITHOUT_AES))
 #endif
