@@ -3,6 +3,7 @@
 #include <string>
 
 #include "gradfuse/signature.h"
+#include "kernels/cpu/targets.h"
 #include "ort/api.h"
 #include "ort/domain.h"
 
@@ -15,6 +16,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
   return ort::Guarded(api, [&]() -> Status {
     GRADFUSE_EXPECT(version >= ort::kOldest, "gradfuse: onnxruntime", runtime_version,
                     "1." + std::to_string(ort::kOldest) + " or newer");
+    GRADFUSE_RETURN_IF_ERROR(cpu::CheckTargetVariable());
     // Where the execution provider of this library was chosen before, it has brought the domain.
     int chosen = 0;
     ort::ThrowIfError(api, api.HasSessionConfigEntry(options, "ep.gradfusecudaexecutionprovider.cuda_device", &chosen));

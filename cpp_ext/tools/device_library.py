@@ -72,7 +72,8 @@ def _sources(variant: str) -> list[Path]:
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
         adapter = [path for path in adapter if path.name not in REPLACED]
-        return [*kernels, *(tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")), *adapter]
+        machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
+        return [*kernels, *machine, CPP_EXT / "kernels/cpu/targets.cc", *adapter]
     return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
 
 
@@ -110,7 +111,9 @@ def _onnxruntime_headers() -> Path:
             return Path(found[1])
     folder = BUILD / "headers"
     script = CPP_EXT / "tools" / "fetch_headers.py"
-    result = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, script, "onnxruntime", folder], capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
         raise BuildError(f"no headers of onnxruntime: {result.stderr.strip()}")
     return Path(result.stdout.strip())

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Puts ONNX Runtime's C headers into a folder, for machines that have none installed.
+"""Puts headers that the build needs into a folder, for machines that have none installed.
 
-Usage: fetch_headers.py DESTINATION
+Usage: fetch_headers.py onnxruntime|highway DESTINATION
 
-No wheel ships `onnxruntime_c_api.h`. This script unpacks the distribution's own package `libonnxruntime-dev` with
-private apt state, so it needs no root and changes nothing outside DESTINATION; mirrors, proxies and keys are those
-that the machine is set up with. Where no apt source has the package, it takes ONNX Runtime's release archive.
-Prints the folder that holds `onnxruntime_c_api.h`. Only the standard library is used: CMake runs this before anything
+No wheel ships `onnxruntime_c_api.h` or Highway. This script unpacks the distribution's own package, libonnxruntime-dev
+or libhwy-dev, with private apt state, so it needs no root and changes nothing outside DESTINATION; mirrors, proxies and
+keys are those that the machine is set up with. Where no apt source has the package, it takes the project's release
+archive. Prints the folder to include headers from. Only the standard library is used: CMake runs this before anything
 is installed.
 """
 
@@ -24,16 +24,47 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HEADER = "onnxruntime_c_api.h"
-PACKAGE = "libonnxruntime-dev"
-# Newest first, after what the machine itself runs: older releases of a distribution lack the package.
+# Newest first, after what the machine itself runs: older releases of a distribution lack a package or have an old one.
 SUITES = {"debian": ("forky", "sid", "trixie"), "ubuntu": ("resolute", "questing", "plucky")}
 COMPONENTS = {"debian": "main", "ubuntu": "main universe"}
-RELEASE_ARCHIVE = "https://github.com/microsoft/onnxruntime/releases/download/v1.23.2/onnxruntime-linux-x64-1.23.2.tgz"
 
 
 class FetchError(Exception):
     """One way of getting the headers failed."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Headers that can be fetched.
+
+    Attributes:
+        header: the path of one of them, as it is included.
+        package: the package of Debian and Ubuntu that holds them.
+        archive: address of a release archive that holds them.
+        folder: where they are in the archive, below its own top folder.
+    """
+
+    header: str
+    package: str
+    archive: str
+    folder: str
+
+
+_GITHUB = "https://github.com"
+HEADERS = {
+    "onnxruntime": Headers(
+        header="onnxruntime_c_api.h",
+        package="libonnxruntime-dev",
+        archive=f"{_GITHUB}/microsoft/onnxruntime/releases/download/v1.23.2/onnxruntime-linux-x64-1.23.2.tgz",
+        folder="include",
+    ),
+    "highway": Headers(
+        header="hwy/highway.h",
+        package="libhwy-dev",
+        archive=f"{_GITHUB}/google/highway/releases/download/1.3.0/highway-1.3.0.tar.gz",
+        folder="hwy",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -126,8 +157,8 @@ def run(*command: str, cwd: Path) -> None:
         raise FetchError(f"{command[0]}: {lines[-1]}")
 
 
-def unpack_package(source_line: str, work: Path, destination: Path) -> None:
-    """Downloads PACKAGE from the one repository of `source_line` and unpacks it into `destination`."""
+def unpack_package(package: str, source_line: str, work: Path, destination: Path) -> None:
+    """Downloads `package` from the one repository of `source_line` and unpacks it into `destination`."""
     shutil.rmtree(work, ignore_errors=True)
     for name in ("lists/partial", "cache/archives/partial", "download"):
         (work / name).mkdir(parents=True)
@@ -153,14 +184,14 @@ def unpack_package(source_line: str, work: Path, destination: Path) -> None:
     (work / "apt.conf").write_text("\n".join(lines) + "\n", encoding="utf-8")
     apt = ("apt-get", "-q", "-c", str(work / "apt.conf"))
     run(*apt, "update", cwd=work)
-    run(*apt, "download", PACKAGE, cwd=work / "download")
+    run(*apt, "download", package, cwd=work / "download")
     packages = list((work / "download").glob("*.deb"))
     if len(packages) != 1:
         raise FetchError(f"apt-get download left {len(packages)} files; expected one package")
     run("dpkg-deb", "-x", str(packages[0]), str(destination), cwd=work)
 
 
-def from_apt(destination: Path) -> None:
+def from_apt(headers: Headers, destination: Path) -> None:
     """Tries the newest suites on each mirror that the machine's own sources name."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise FetchError("this machine has no apt-get")
@@ -176,39 +207,42 @@ def from_apt(destination: Path) -> None:
             for suite in SUITES[distribution]:
                 try:
                     line = source.line(suite, COMPONENTS[distribution])
-                    unpack_package(line, Path(temporary) / "work", destination)
+                    unpack_package(headers.package, line, Path(temporary) / "work", destination)
                     return
                 except (FetchError, OSError) as error:
                     reasons.append(f"{suite}: {error}")
         raise FetchError("; ".join(reasons))
 
 
-def from_release(destination: Path, address: str = RELEASE_ARCHIVE) -> None:
-    """Unpacks the headers of ONNX Runtime's own release archive."""
-    with urllib.request.urlopen(address, timeout=60) as response:
+def from_release(headers: Headers, destination: Path) -> None:
+    """Unpacks the headers of the project's own release archive."""
+    with urllib.request.urlopen(headers.archive, timeout=60) as response:
         data = io.BytesIO(response.read())
+    include = Path(headers.folder).parent if "/" in headers.header else Path(headers.folder)
     with tarfile.open(fileobj=data, mode="r:gz") as archive:
         for member in archive:
-            content = archive.extractfile(member) if "/include/" in member.name and member.isfile() else None
+            _, _, inside = member.name.removeprefix("./").partition("/")
+            wanted = member.isfile() and inside.startswith(headers.folder + "/") and ".." not in inside
+            content = archive.extractfile(member) if wanted else None
             if content is not None:
-                target = destination / "include" / Path(member.name).name
+                target = destination / "include" / Path(inside).relative_to(include)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content.read())
 
 
-def find_header(folder: Path) -> Path | None:
-    """The folder below `folder` that holds the C API's header."""
-    found = sorted(folder.rglob(HEADER))
-    return found[0].parent if found else None
+def find_header(headers: Headers, folder: Path) -> Path | None:
+    """The folder below `folder` that headers are included from."""
+    found = sorted(folder.rglob(headers.header))
+    return found[0].parents[headers.header.count("/")] if found else None
 
 
-def fetch(destination: Path) -> Path:
+def fetch(headers: Headers, destination: Path) -> Path:
     """The folder of the headers under `destination`, filled first if it has none.
 
     Raises:
         FetchError: no way led to the headers; the message gives the reason of each.
     """
-    present = find_header(destination)
+    present = find_header(headers, destination)
     if present is not None:
         return present
     reasons = []
@@ -218,27 +252,27 @@ def fetch(destination: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            way(partial)
-            if find_header(partial) is None:
-                raise FetchError(f"what was unpacked has no {HEADER}")
+            way(headers, partial)
+            if find_header(headers, partial) is None:
+                raise FetchError(f"what was unpacked has no {headers.header}")
             shutil.rmtree(destination, ignore_errors=True)
             os.replace(partial, destination)
             break
         except (FetchError, OSError, tarfile.TarError) as error:
             reasons.append(f"{way.__name__.replace('_', ' ')}: {error}")
             shutil.rmtree(partial, ignore_errors=True)
-    present = find_header(destination)
+    present = find_header(headers, destination)
     if present is None:
-        raise FetchError(f"no {HEADER} was found. Install {PACKAGE}. Tried " + "; ".join(reasons))
+        raise FetchError(f"no {headers.header} was found. Install {headers.package}. Tried " + "; ".join(reasons))
     return present
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: fetch_headers.py DESTINATION", file=sys.stderr)
+    if len(arguments) != 2 or arguments[0] not in HEADERS:
+        print(f"usage: fetch_headers.py {'|'.join(HEADERS)} DESTINATION", file=sys.stderr)
         return 2
     try:
-        print(fetch(Path(arguments[0]).resolve()))
+        print(fetch(HEADERS[arguments[0]], Path(arguments[1]).resolve()))
     except FetchError as error:
         print(f"fetch_headers.py: {error}", file=sys.stderr)
         return 1

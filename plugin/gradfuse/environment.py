@@ -36,14 +36,15 @@ _CPU_FLAGS = (
     "asimd",
     "sve",
 )
-_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GRADFUSE_SIMD_TARGET")
 
 
 def info() -> dict[str, Any]:
     """Return versions, library, processor and threads, as data for JSON.
 
     Keys: gradfuse (version), python, platform, packages (name -> version, of those installed), library (path, loads,
-    error), cpu (model, cores, usable, flags), variables (of the environment, where set).
+    error, simd: the instruction set that its kernels use), cpu (model, cores, usable, flags), variables (of the
+    environment, where set).
     """
     from gradfuse import __version__
 
@@ -71,12 +72,13 @@ def _packages() -> dict[str, str]:
 def _library() -> dict[str, Any]:
     path = find_library()
     if path is None:
-        return {"path": None, "loads": False, "error": "not installed"}
+        return {"path": None, "loads": False, "error": "not installed", "simd": None}
     try:
-        ctypes.CDLL(path)
-    except OSError as error:
-        return {"path": path, "loads": False, "error": " ".join(str(error).split())}
-    return {"path": path, "loads": True, "error": None}
+        target = ctypes.CDLL(path).gradfuse_simd_target
+    except (OSError, AttributeError) as error:
+        return {"path": path, "loads": False, "error": " ".join(str(error).split()), "simd": None}
+    target.restype = ctypes.c_char_p
+    return {"path": path, "loads": True, "error": None, "simd": target(None).decode()}
 
 
 def _cpu() -> dict[str, Any]:

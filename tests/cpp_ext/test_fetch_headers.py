@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 import tarfile
@@ -62,29 +63,53 @@ def test_sources_in_both_formats(fetcher: Any, tmp_path: Path) -> None:
     assert key == "-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nAAAA\n-----END PGP PUBLIC KEY BLOCK-----\n"
 
 
-def test_release_archive_stands_in_where_apt_has_nothing(
-    fetcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = release_archive(tmp_path, "ort-1.2.3/include/onnxruntime_c_api.h", "ort-1.2.3/lib/libonnxruntime.so")
+@pytest.fixture
+def fetch_from(fetcher: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a release archive the only way to headers: fetch_from("highway", address)."""
     monkeypatch.setattr(fetcher, "own_sources", lambda *_: [])
-    monkeypatch.setattr(fetcher.from_release, "__defaults__", (address,))
+
+    def change(name: str, address: str) -> None:
+        monkeypatch.setitem(fetcher.HEADERS, name, dataclasses.replace(fetcher.HEADERS[name], archive=address))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "name, inside, expected",
+    [
+        ("onnxruntime", ("include/onnxruntime_c_api.h", "lib/libonnxruntime.so"), "onnxruntime_c_api.h"),
+        ("highway", ("hwy/highway.h", "hwy/ops/x86_128-inl.h", "docs/highway.md"), "hwy/highway.h"),
+    ],
+)
+def test_release_archive_stands_in_where_apt_has_nothing(
+    fetcher: Any,
+    fetch_from: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    inside: tuple[str, ...],
+    expected: str,
+) -> None:
+    fetch_from(name, release_archive(tmp_path, *(f"{name}-1.2.3/{path}" for path in inside)))
     destination = tmp_path / "headers"
-    assert fetcher.fetch(destination) == destination / "include"
-    assert [path.name for path in destination.rglob("*") if path.is_file()] == ["onnxruntime_c_api.h"]
-    monkeypatch.setattr(fetcher.from_release, "__defaults__", ("file:///nowhere",))
-    assert fetcher.fetch(destination) == destination / "include"  # what is there is not fetched again
+    for _ in range(2):  # what is there is not fetched again
+        assert fetcher.main([name, str(destination)]) == 0
+        folder = Path(capsys.readouterr().out.strip())
+        assert (folder / expected).is_file()
+        fetch_from(name, "file:///nowhere")
+    files = {path.relative_to(folder).as_posix() for path in destination.rglob("*") if path.is_file()}
+    assert files == {path.removeprefix("include/") for path in inside[:-1]}
 
 
 def test_without_any_way_the_reasons_are_told_and_nothing_is_left(
-    fetcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fetcher: Any, fetch_from: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fetcher, "own_sources", lambda *_: [])
-    address = release_archive(tmp_path, "ort-1.2.3/include/other.h")
-    monkeypatch.setattr(fetcher.from_release, "__defaults__", (address,))
-    assert fetcher.main([str(tmp_path / "headers")]) == 1
+    fetch_from("onnxruntime", release_archive(tmp_path, "ort-1.2.3/include/other.h"))
+    assert fetcher.main(["onnxruntime", str(tmp_path / "headers")]) == 1
     message = capsys.readouterr().err
     assert "Install libonnxruntime-dev" in message
     assert "no apt source" in message or "no apt-get" in message
     assert "what was unpacked has no onnxruntime_c_api.h" in message
     assert not list(tmp_path.glob("headers*"))
     assert fetcher.main([]) == 2
+    assert fetcher.main(["another", str(tmp_path / "headers")]) == 2

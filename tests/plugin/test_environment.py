@@ -27,12 +27,15 @@ def test_it_tells_the_versions_that_are_installed() -> None:
 
 
 def test_the_library_loads() -> None:
-    assert gradfuse.info()["library"] == {"path": gradfuse.get_library_path(), "loads": True, "error": None}
+    facts = gradfuse.info()["library"]
+    assert facts.pop("simd") in ("scalar", "avx2", "avx512", "neon")
+    assert facts == {"path": gradfuse.get_library_path(), "loads": True, "error": None}
 
 
 def test_a_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradfuse, "__path__", [str(tmp_path)])
-    assert gradfuse.info()["library"] == {"path": None, "loads": False, "error": "not installed"}
+    expected = {"path": None, "loads": False, "error": "not installed", "simd": None}
+    assert gradfuse.info()["library"] == expected
 
 
 def test_a_broken_library_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,28 +5,48 @@
 #include <cstring>
 
 #include "kernels/cpu/flush_subnormals.h"
-#include "kernels/cpu/vector_math.h"
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
-namespace gradfuse::cpu {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/cross_entropy_loss_grad.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vector_math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
 // grad_input = exp(log_prob) scale - shift, with one shift for all classes.
 template <class T>
-GRADFUSE_MULTIVERSION void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out) {
-#pragma omp simd
-  for (int64_t c = 0; c < count; ++c) out[c] = FromCompute<T>(Exp(ToCompute(log_prob[c])) * scale - shift);
+void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out) {
+  const TagOf<T> d;
+  const auto scales = hn::Set(d, scale);
+  const auto shifts = hn::Set(d, shift);
+  ForEachVector<Sweep>(d, count, [&](int64_t c, auto at) HWY_ATTR {
+    Store(at, hn::MulSub(Exp(d, Load(at, d, log_prob + c)), scales, shifts), d, out + c);
+  });
 }
 
 // The same with a weight for each class.
 template <class T>
-GRADFUSE_MULTIVERSION void WeightedGradRow(const T* log_prob, const float* weight, float scale, float shift,
-                                           int64_t count, T* out) {
-#pragma omp simd
-  for (int64_t c = 0; c < count; ++c) {
-    out[c] = FromCompute<T>(Exp(ToCompute(log_prob[c])) * scale - shift * weight[c]);
-  }
+void WeightedGradRow(const T* log_prob, const float* weight, float scale, float shift, int64_t count, T* out) {
+  const TagOf<T> d;
+  const auto scales = hn::Set(d, scale);
+  const auto shifts = hn::Set(d, shift);
+  ForEachVector<Sweep>(d, count, [&](int64_t c, auto at) HWY_ATTR {
+    const auto scaled = Exp(d, Load(at, d, log_prob + c)) * scales;
+    Store(at, hn::NegMulAdd(shifts, Load(at, d, weight + c), scaled), d, out + c);
+  });
 }
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
 
 // The scalars of all rows, as in the formula at CrossEntropyLossGradArgs.
 struct Coefficients {
@@ -68,6 +88,8 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   T* out = args.grad_input.MutableData<T>();
   const Coefficients coefficients = CoefficientsOf(args);
   const bool smooths = args.label_smoothing != 0;
+  const auto grad_row = GRADFUSE_DISPATCH(GradRow<T>);
+  const auto weighted_grad_row = GRADFUSE_DISPATCH(WeightedGradRow<T>);
 
   // Classes [begin, end) of one row.
   const auto grad_part = [&](int64_t row, int64_t begin, int64_t end) {
@@ -85,9 +107,9 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
     const auto scale = static_cast<float>(q + s * coefficients.weight_sum);
     const auto shift = static_cast<float>(s);
     if (weight && smooths) {
-      WeightedGradRow(part, weight + begin, scale, shift, end - begin, out_part);
+      weighted_grad_row(part, weight + begin, scale, shift, end - begin, out_part);
     } else {
-      GradRow(part, scale, shift, end - begin, out_part);
+      grad_row(part, scale, shift, end - begin, out_part);
     }
     if (label >= begin && label < end) {
       // exp(log_prob) - 1 would cancel where the label is likely.
@@ -118,3 +140,4 @@ void Run(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel) {
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE

@@ -1,35 +1,52 @@
 #include "gradfuse/ops/ctc_loss.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "kernels/cpu/ctc_labels.h"
 #include "kernels/cpu/flush_subnormals.h"
-#include "kernels/cpu/vector_math.h"
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
-namespace gradfuse::cpu {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/ctc_loss.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vector_math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
 // One step of the recursion for all states; previous[-1] and previous[-2] are -inf.
-template <class Real>
-GRADFUSE_MULTIVERSION void AlphaStep(const Real* previous, const Real* skip, const Real* emitted, int64_t states,
-                                     Real* alpha) {
-  constexpr Real kNever = -std::numeric_limits<Real>::infinity();
-#pragma omp simd
-  for (int64_t s = 0; s < states; ++s) {
-    const Real stay = previous[s];
-    const Real next = previous[s - 1];
-    const Real jump = previous[s - 2] + skip[s];
-    Real largest = stay > next ? stay : next;
-    largest = jump > largest ? jump : largest;
-    const bool never = largest == kNever;
-    const Real base = never ? Real(0) : largest;
-    const Real sum = Exp(stay - base) + Exp(next - base) + Exp(jump - base);
-    const Real log_sum = base + LogUpTo3(sum);
-    alpha[s] = (never && sum == 0 ? kNever : log_sum) + emitted[s];
-  }
+template <class T>
+void AlphaStep(const ComputeType<T>* previous, const ComputeType<T>* skip, const ComputeType<T>* emitted,
+               int64_t states, ComputeType<T>* alpha, T* out) {
+  const TagOf<T> d;
+  const auto never = hn::Set(d, -std::numeric_limits<ComputeType<T>>::infinity());
+  ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
+    const auto stay = Load(at, d, previous + s);
+    const auto next = Load(at, d, previous + s - 1);
+    const auto jump = Load(at, d, previous + s - 2) + Load(at, d, skip + s);
+    const auto largest = hn::Max(jump, hn::Max(stay, next));
+    // Where nothing is possible, differences would be NaN: exp(-inf - 0) is the 0 that is wanted.
+    const auto base = hn::IfThenZeroElse(largest == never, largest);
+    const auto sum = Exp(d, stay - base) + Exp(d, next - base) + Exp(d, jump - base);
+    const auto impossible = hn::And(largest == never, sum == hn::Zero(d));
+    const auto log_sum = hn::IfThenElse(impossible, never, base + LogUpTo3(d, sum));
+    const auto value = log_sum + Load(at, d, emitted + s);
+    Store(at, value, d, alpha + s);
+    Store(at, value, d, out + s);
+  });
 }
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
 
 template <class Real>
 Real LogSumExp(Real a, Real b) {
@@ -49,6 +66,7 @@ void RunTyped(const CtcLossArgs& args, const ParallelFor& parallel) {
   const T* log_probs = args.log_probs.Data<T>();
   T* neg_log_likelihood = args.neg_log_likelihood.MutableData<T>();
   T* log_alpha = args.log_alpha.MutableData<T>();
+  const auto alpha_step = GRADFUSE_DISPATCH(AlphaStep<T>);
   const CtcLabels labels(args.targets, args.target_lengths);
   Scratch<Real> scratch(items, /*arrays=*/4, width + 2);
 
@@ -74,9 +92,8 @@ void RunTyped(const CtcLossArgs& args, const ParallelFor& parallel) {
       const T* row = log_probs + (t * items + item) * classes;
       std::fill_n(emitted, states, ToCompute(row[args.blank]));
       for (int64_t index = 0; index < length; ++index) emitted[2 * index + 1] = ToCompute(row[item_labels[index]]);
-      AlphaStep(previous, skip, emitted, states, alpha);
       T* out = item_alpha + t * width;
-      for (int64_t s = 0; s < states; ++s) out[s] = FromCompute<T>(alpha[s]);
+      alpha_step(previous, skip, emitted, states, alpha, out);
       std::fill_n(out + states, width - states, FromCompute<T>(kNever));
       std::swap(previous, alpha);
     }
@@ -96,3 +113,4 @@ void Run(const CtcLossArgs& args, const ParallelFor& parallel) {
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE

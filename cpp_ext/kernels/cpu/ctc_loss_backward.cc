@@ -7,10 +7,16 @@
 
 #include "kernels/cpu/ctc_labels.h"
 #include "kernels/cpu/flush_subnormals.h"
-#include "kernels/cpu/vector_math.h"
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
-namespace gradfuse::cpu {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/ctc_loss_backward.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vector_math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
 // The gradient needs the posterior gamma_t(s) of each state s at each step t, given the labels. With the forward pass's
@@ -21,35 +27,61 @@ namespace {
 // Divides the posterior gamma of step t + 1 among the predecessors of each state: stay (s' itself), next (s' - 1) and
 // jump (s' - 2). alpha is that of step t; alpha[-1] and alpha[-2] are -inf.
 template <class Real>
-GRADFUSE_MULTIVERSION void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t states, Real* stay,
-                                  Real* next, Real* jump) {
-  constexpr Real kNever = -std::numeric_limits<Real>::infinity();
-#pragma omp simd
-  for (int64_t s = 0; s < states; ++s) {
-    const Real a = alpha[s];
-    const Real b = alpha[s - 1];
-    const Real c = alpha[s - 2] + skip[s];
-    Real largest = a > b ? a : b;
-    largest = c > largest ? c : largest;
-    const Real base = largest == kNever ? Real(0) : largest;
-    const Real exp_a = Exp(a - base);
-    const Real exp_b = Exp(b - base);
-    const Real exp_c = Exp(c - base);
+void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t states, Real* stay, Real* next,
+            Real* jump) {
+  const TagOf<Real> d;
+  const auto never = hn::Set(d, -std::numeric_limits<Real>::infinity());
+  ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
+    const auto a = Load(at, d, alpha + s);
+    const auto b = Load(at, d, alpha + s - 1);
+    const auto c = Load(at, d, alpha + s - 2) + Load(at, d, skip + s);
+    const auto largest = hn::Max(c, hn::Max(a, b));
+    const auto base = hn::IfThenZeroElse(largest == never, largest);
+    const auto exp_a = Exp(d, a - base);
+    const auto exp_b = Exp(d, b - base);
+    const auto exp_c = Exp(d, c - base);
     // Where nothing flows the division is of no matter, and may be 0 / 0 or NaN.
-    const Real share = gamma[s] / (exp_a + exp_b + exp_c);
-    const bool flows = gamma[s] != 0 && largest != kNever;
-    stay[s] = flows ? share * exp_a : Real(0);
-    next[s] = flows ? share * exp_b : Real(0);
-    jump[s] = flows ? share * exp_c : Real(0);
-  }
+    const auto given = Load(at, d, gamma + s);
+    const auto share = given / (exp_a + exp_b + exp_c);
+    const auto nothing = hn::Or(given == hn::Zero(d), largest == never);
+    Store(at, hn::IfThenZeroElse(nothing, share * exp_a), d, stay + s);
+    Store(at, hn::IfThenZeroElse(nothing, share * exp_b), d, next + s);
+    Store(at, hn::IfThenZeroElse(nothing, share * exp_c), d, jump + s);
+  });
 }
 
 // gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0.
 template <class Real>
-GRADFUSE_MULTIVERSION void Collect(const Real* stay, const Real* next, const Real* jump, int64_t states, Real* gamma) {
-#pragma omp simd
-  for (int64_t s = 0; s < states; ++s) gamma[s] = stay[s] + next[s + 1] + jump[s + 2];
+void Collect(const Real* stay, const Real* next, const Real* jump, int64_t states, Real* gamma) {
+  const TagOf<Real> d;
+  ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
+    Store(at, Load(at, d, stay + s) + Load(at, d, next + s + 1) + Load(at, d, jump + s + 2), d, gamma + s);
+  });
 }
+
+// The gradient where no path goes: of all classes, before those that the item uses are mended.
+template <class T>
+void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out) {
+  const TagOf<T> d;
+  const auto factor = hn::Set(d, grad_out);
+  ForEachVector<Sweep>(d, classes, [&](int64_t c, auto at) HWY_ATTR {
+    Store(at, Exp(d, Load(at, d, log_probs + c)) * factor, d, out + c);
+  });
+}
+
+template <class T>
+void Widen(const T* from, int64_t count, ComputeType<T>* to) {
+  const TagOf<T> d;
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Load(at, d, from + i), d, to + i); });
+}
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
 
 // gamma of the last step: the paths that end in the last blank and those that end in the last label.
 template <class Real>
@@ -63,13 +95,6 @@ void EndPosterior(const Real* alpha, int64_t states, Real* gamma) {
   const Real exp_label = std::exp(label - largest);
   gamma[states - 1] = exp_blank / (exp_blank + exp_label);
   if (states > 1) gamma[states - 2] = exp_label / (exp_blank + exp_label);
-}
-
-// The gradient where no path goes: of all classes, before those that the item uses are mended.
-template <class T>
-GRADFUSE_MULTIVERSION void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out) {
-#pragma omp simd
-  for (int64_t c = 0; c < classes; ++c) out[c] = FromCompute<T>(Exp(ToCompute(log_probs[c])) * grad_out);
 }
 
 // The classes that an item uses, blank first, and which of them each of its labels is.
@@ -120,6 +145,10 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
   const T* log_probs = args.log_probs.Data<T>();
   const T* log_alpha = args.log_alpha.Data<T>();
   T* out = args.grad_input.MutableData<T>();
+  const auto divide = GRADFUSE_DISPATCH(Divide<Real>);
+  const auto collect = GRADFUSE_DISPATCH(Collect<Real>);
+  const auto exp_row = GRADFUSE_DISPATCH(ExpRow<T>);
+  const auto widen = GRADFUSE_DISPATCH(Widen<T>);
   const CtcLabels labels(args.targets, args.target_lengths);
   const UsedClasses used(labels, items, args.blank);
   // Seven rows of states an item, where log_alpha has one a step.
@@ -165,12 +194,12 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
 
     for (int64_t t = input_length - 1; t >= 0; --t) {
       const T* alpha_row = log_alpha + (item * steps + t) * width;
-      for (int64_t s = 0; s < states; ++s) alpha[s] = ToCompute(alpha_row[s]);
+      widen(alpha_row, states, alpha);
       if (t == input_length - 1) {
         EndPosterior(alpha, states, gamma);
       } else {
-        Divide(gamma, alpha, skip, states, stay, next, jump);
-        Collect(stay, next, jump, states, gamma);
+        divide(gamma, alpha, skip, states, stay, next, jump);
+        collect(stay, next, jump, states, gamma);
       }
 
       std::fill_n(occupied, used_count, Real(0));
@@ -178,10 +207,10 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
       for (int64_t s = 0; s < states; s += 2) occupied[0] += gamma[s];
 
       const T* row = log_probs + (t * items + item) * classes;
-      ExpRow(row, grad_out, classes, out_row(t));
+      exp_row(row, grad_out, classes, out_row(t));
       for (int64_t index = 0; index < used_count; ++index) {
         const int64_t c = used_classes[index];
-        out_row(t)[c] = FromCompute<T>((Exp(ToCompute(row[c])) - occupied[index]) * grad_out);
+        out_row(t)[c] = FromCompute<T>((std::exp(ToCompute(row[c])) - occupied[index]) * grad_out);
       }
     }
   });
@@ -194,3 +223,4 @@ void Run(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE

@@ -3,39 +3,57 @@
 #include <algorithm>
 #include <memory>
 
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
-namespace gradfuse::cpu {
-namespace {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/grouped_bias_add_grad.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vectors-inl.h"
 
-constexpr int64_t kRowsPerChunk = 128;
-constexpr int64_t kColumnsPerPanel = 2048;
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
+namespace {
 
 // sum += the columns of `count` rows that lie `stride` apart, four rows at a time.
 template <class T>
-GRADFUSE_MULTIVERSION void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, float* sum) {
+void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, float* sum) {
+  const TagOf<T> d;
   int64_t row = 0;
   for (; row + 4 <= count; row += 4) {
     const T* r0 = rows + row * stride;
     const T* r1 = r0 + stride;
     const T* r2 = r1 + stride;
     const T* r3 = r2 + stride;
-#pragma omp simd
-    for (int64_t c = 0; c < columns; ++c) {
-      sum[c] += (ToCompute(r0[c]) + ToCompute(r1[c])) + (ToCompute(r2[c]) + ToCompute(r3[c]));
-    }
+    ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
+      const auto four = (Load(at, d, r0 + c) + Load(at, d, r1 + c)) + (Load(at, d, r2 + c) + Load(at, d, r3 + c));
+      Store(at, Load(at, d, sum + c) + four, d, sum + c);
+    });
   }
   for (; row < count; ++row) {
     const T* r0 = rows + row * stride;
-#pragma omp simd
-    for (int64_t c = 0; c < columns; ++c) sum[c] += ToCompute(r0[c]);
+    ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
+      Store(at, Load(at, d, sum + c) + Load(at, d, r0 + c), d, sum + c);
+    });
   }
 }
 
 template <class T>
 void Round(const float* sum, int64_t columns, T* out) {
-  for (int64_t c = 0; c < columns; ++c) out[c] = FromCompute<T>(sum[c]);
+  const TagOf<T> d;
+  ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR { Store(at, Load(at, d, sum + c), d, out + c); });
 }
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
+
+constexpr int64_t kRowsPerChunk = 128;
+constexpr int64_t kColumnsPerPanel = 2048;
 
 // The rows of each group. They lie one after the other, so that one end a group says all.
 class Groups {
@@ -88,6 +106,8 @@ void RunTyped(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
   const T* grad_y = args.grad_y.Data<T>();
   T* out = args.grad_bias.MutableData<T>();
 
+  const auto add_rows = GRADFUSE_DISPATCH(AddRows<T>);
+  const auto round = GRADFUSE_DISPATCH(Round<T>);
   const int64_t chunks = CeilDiv(rows, kRowsPerChunk);
   const int64_t panels = CeilDiv(columns, kColumnsPerPanel);
   const std::unique_ptr<float[]> partials(new float[static_cast<size_t>(2 * chunks * columns)]);
@@ -109,9 +129,9 @@ void RunTyped(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
       const int64_t end = std::min(group_end, chunk_end);
       if (end == row) continue;
       std::fill_n(sum, width, 0.0f);
-      AddRows(grad_y + row * columns + column, end - row, columns, width, sum);
+      add_rows(grad_y + row * columns + column, end - row, columns, width, sum);
       if (groups.Begin(group) >= chunk_begin && group_end <= chunk_end) {
-        Round(sum, width, out + group * columns + column);
+        round(sum, width, out + group * columns + column);
       } else {
         std::copy_n(sum, width, partial(chunk, group_end <= chunk_end) + column);
       }
@@ -150,3 +170,4 @@ void Run(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE

@@ -2,30 +2,46 @@
 
 #include <algorithm>
 
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
-namespace gradfuse::cpu {
-namespace {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/mse_loss_backward.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vectors-inl.h"
 
-constexpr int kOperands = 3;  // grad_output, self, target
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
+namespace {
 
 // Neighbouring elements of an operand along a row: others, or all the same one.
 template <bool kVaries, class T>
-GRADFUSE_INLINE float At(const T* row, float first, int64_t index) {
-  if constexpr (kVaries) return ToCompute(row[index]);
-  return first;
-}
+class Operand {
+ public:
+  explicit Operand(const T* row) : row_(row), first_(hn::Set(TagOf<T>(), ToCompute(*row))) {}
+
+  template <class At>
+  GRADFUSE_INLINE hn::Vec<TagOf<T>> Get(At at, int64_t index) const {
+    if constexpr (kVaries) return Load(at, TagOf<T>(), row_ + index);
+    return first_;
+  }
+
+ private:
+  const T* row_;
+  hn::Vec<TagOf<T>> first_;
+};
 
 template <class T, bool kGradVaries, bool kSelfVaries, bool kTargetVaries>
-GRADFUSE_MULTIVERSION void GradRow(const T* grad, const T* self, const T* target, float factor, int64_t count, T* out) {
-  const float grad0 = ToCompute(*grad);
-  const float self0 = ToCompute(*self);
-  const float target0 = ToCompute(*target);
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    const float difference = At<kSelfVaries>(self, self0, i) - At<kTargetVaries>(target, target0, i);
-    out[i] = FromCompute<T>(factor * difference * At<kGradVaries>(grad, grad0, i));
-  }
+void GradRow(const T* grad, const T* self, const T* target, float factor, int64_t count, T* out) {
+  const TagOf<T> d;
+  const Operand<kGradVaries, T> grads(grad);
+  const Operand<kSelfVaries, T> selves(self);
+  const Operand<kTargetVaries, T> targets(target);
+  const auto factors = hn::Set(d, factor);
+  ForEachVector<Sweep>(d, count, [&](int64_t i, auto at) HWY_ATTR {
+    const auto difference = selves.Get(at, i) - targets.Get(at, i);
+    Store(at, factors * difference * grads.Get(at, i), d, out + i);
+  });
 }
 
 template <class T>
@@ -41,6 +57,16 @@ RowFunction<T> RowFunctionFor(bool grad_varies, bool self_varies, bool target_va
   };
   return kFunctions[grad_varies][self_varies][target_varies];
 }
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
+
+constexpr int kOperands = 3;  // grad_output, self, target
 
 // The broadcast as loops: dimensions of size 1 dropped, those that all operands cross with one stride merged. The last
 // one is the row, along which every stride is 0 or 1.
@@ -89,7 +115,8 @@ void RunTyped(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
   const int row_axis = loops.rank - 1;
   const int64_t row_size = loops.sizes[row_axis];
   const int64_t* row_strides = loops.strides[row_axis];
-  const RowFunction<T> grad_row = RowFunctionFor<T>(row_strides[0] != 0, row_strides[1] != 0, row_strides[2] != 0);
+  const auto grad_row =
+      GRADFUSE_DISPATCH(RowFunctionFor<T>)(row_strides[0] != 0, row_strides[1] != 0, row_strides[2] != 0);
 
   constexpr int64_t kTask = 32768;
   const int64_t cost =
@@ -129,3 +156,4 @@ void Run(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE

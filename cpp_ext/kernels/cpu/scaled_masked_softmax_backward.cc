@@ -2,18 +2,39 @@
 
 #include <algorithm>
 
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
-namespace gradfuse::cpu {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/scaled_masked_softmax_backward.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vectors-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
 // Of a part of a row; the sums of parts add up in double, so that the error does not grow with the row.
 template <class T>
-GRADFUSE_MULTIVERSION float DotPart(const T* grad, const T* y, int64_t count) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += ToCompute(grad[i]) * ToCompute(y[i]);
-  return sum;
+float DotPart(const T* grad, const T* y, int64_t count) {
+  const TagOf<T> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  // Four sums, as an addition takes as long as four begin.
+  auto sum0 = hn::Zero(d);
+  auto sum1 = sum0;
+  auto sum2 = sum0;
+  auto sum3 = sum0;
+  const auto add = [&](int64_t i, auto at, hn::Vec<TagOf<T>>& sum)
+                       HWY_ATTR { sum = hn::MulAdd(Load(at, d, grad + i), Load(at, d, y + i), sum); };
+  int64_t i = 0;
+  for (; i + 4 * lanes <= count; i += 4 * lanes) {
+    add(i, Sweep(), sum0);
+    add(i + lanes, Sweep(), sum1);
+    add(i + 2 * lanes, Sweep(), sum2);
+    add(i + 3 * lanes, Sweep(), sum3);
+  }
+  ForEachVector(d, count - i, [&](int64_t rest, auto at) HWY_ATTR { add(i + rest, at, sum0); });
+  return hn::ReduceSum(d, (sum0 + sum1) + (sum2 + sum3));
 }
 
 template <class T>
@@ -24,21 +45,35 @@ float Dot(const T* grad, const T* y, int64_t count) {
   return static_cast<float>(sum);
 }
 
+// A row is swept twice, the second time out of the cache.
 template <class T>
-GRADFUSE_MULTIVERSION void GradRow(const T* grad, const T* y, float r, float scale, int64_t count, T* out) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = FromCompute<T>(scale * ToCompute(y[i]) * (ToCompute(grad[i]) - r));
+void GradRow(const T* grad, const T* y, float scale, int64_t count, T* out) {
+  const TagOf<T> d;
+  const auto r = hn::Set(d, Dot(grad, y, count));
+  const auto scales = hn::Set(d, scale);
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+    Store(at, scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r), d, out + i);
+  });
 }
 
 template <class T>
-GRADFUSE_MULTIVERSION void MaskedGradRow(const T* grad, const T* y, const uint8_t* mask, float r, float scale,
-                                         int64_t count, T* out) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = scale * ToCompute(y[i]) * (ToCompute(grad[i]) - r);
-    out[i] = FromCompute<T>(mask[i] != 0 ? 0.0f : value);
-  }
+void MaskedGradRow(const T* grad, const T* y, const uint8_t* mask, float scale, int64_t count, T* out) {
+  const TagOf<T> d;
+  const auto r = hn::Set(d, Dot(grad, y, count));
+  const auto scales = hn::Set(d, scale);
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+    const auto value = scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r);
+    Store(at, hn::IfThenZeroElse(LoadMask(at, d, mask + i), value), d, out + i);
+  });
 }
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
 
 template <class T>
 void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& parallel) {
@@ -56,26 +91,26 @@ void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& pa
   const int64_t mask_batch_stride = mask && args.mask->shape[0] != 1 ? args.mask->strides[0] : 0;
   const int64_t mask_head_stride = mask && args.mask->shape[1] != 1 ? args.mask->strides[1] : 0;
 
-  // A row is swept twice, the second time out of the cache.
-  const auto grad_row = [&](int64_t row) {
+  const auto grad_row = GRADFUSE_DISPATCH(GradRow<T>);
+  const auto masked_grad_row = GRADFUSE_DISPATCH(MaskedGradRow<T>);
+  const auto run_row = [&](int64_t row) {
     const T* grad = grad_output + row * size;
     const T* y_row = y + row * size;
-    const float r = Dot(grad, y_row, size);
     if (mask == nullptr) {
-      GradRow(grad, y_row, r, args.scale, size, out + row * size);
+      grad_row(grad, y_row, args.scale, size, out + row * size);
       return;
     }
     const int64_t batch = row / (heads * queries);
     const int64_t head = row / queries % heads;
     const uint8_t* mask_row = mask + batch * mask_batch_stride + head * mask_head_stride + row % queries * size;
-    MaskedGradRow(grad, y_row, mask_row, r, args.scale, size, out + row * size);
+    masked_grad_row(grad, y_row, mask_row, args.scale, size, out + row * size);
   };
 
   constexpr int64_t kTask = 16384;
   const int64_t rows_per_task = std::max<int64_t>(1, kTask / size);
   parallel(CeilDiv(rows, rows_per_task), 3 * args.y.NumBytes(), [&](int64_t task) {
     const int64_t first = task * rows_per_task;
-    for (int64_t row = first; row < std::min(rows, first + rows_per_task); ++row) grad_row(row);
+    for (int64_t row = first; row < std::min(rows, first + rows_per_task); ++row) run_row(row);
   });
 }
 
@@ -86,3 +121,4 @@ void Run(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& paralle
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE

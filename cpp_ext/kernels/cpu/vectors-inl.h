@@ -1,0 +1,141 @@
+// Vectors of the type that values of T are computed in, and how they come from memory that holds T and go there.
+// Included once for each instruction set: loops see it as gradfuse::cpu::HWY_NAMESPACE.
+#if defined(GRADFUSE_VECTORS_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef GRADFUSE_VECTORS_INL_H
+#undef GRADFUSE_VECTORS_INL_H
+#else
+#define GRADFUSE_VECTORS_INL_H
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gradfuse/float16.h"
+#include "kernels/cpu/one_lane.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
+
+#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+namespace hn = ::hwy::HWY_NAMESPACE;
+#else
+namespace hn = ::gradfuse::cpu::one_lane;
+#endif
+
+template <class T>
+using TagOf = hn::ScalableTag<ComputeType<T>>;  // of vectors that values of T are computed in
+template <class D>
+using Tag16 = hn::Rebind<uint16_t, D>;
+template <class D>
+using Mask = decltype(hn::Zero(D()) == hn::Zero(D()));
+
+// How loops reach memory: whole vectors at a time, or the first lanes of one, where no others are there.
+struct Whole {
+  template <class D>
+  GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
+    return hn::LoadU(d, from);
+  }
+  template <class D>
+  GRADFUSE_INLINE void StoreBits(hn::Vec<D> value, D d, hn::TFromD<D>* to) const {
+    hn::StoreU(value, d, to);
+  }
+};
+// The same for sweeps over tensors, which may come from beyond the caches: asks early for what comes later in the
+// sweep, further ahead than the processor does by itself.
+struct Sweep : Whole {
+  static constexpr size_t kAhead = 2048;  // bytes
+
+  template <class D>
+  GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
+    if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+    return hn::LoadU(d, from);
+  }
+};
+struct Part {
+  size_t lanes;
+
+  // The lanes that are not there are 0.
+  template <class D>
+  GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
+    return hn::LoadN(d, from, lanes);
+  }
+  template <class D>
+  GRADFUSE_INLINE void StoreBits(hn::Vec<D> value, D d, hn::TFromD<D>* to) const {
+    hn::StoreN(value, d, to, lanes);
+  }
+};
+
+// Float from the bits of a 16-bit type and back. The last argument says only which type it is.
+template <class D>
+GRADFUSE_INLINE hn::Vec<D> Widened(D d, hn::Vec<Tag16<D>> bits, const BFloat16*) {
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<D>(), bits)));
+}
+template <class D>
+GRADFUSE_INLINE hn::Vec<Tag16<D>> Narrowed(D, hn::Vec<D> value, const BFloat16*) {
+  const hn::RebindToUnsigned<D> u;
+  const auto bits = hn::BitCast(u, value);
+  const auto high = hn::ShiftRight<16>(bits);
+  const auto rounded = hn::ShiftRight<16>(bits + hn::Set(u, 0x7fff) + (high & hn::Set(u, 1)));
+  const auto is_nan = hn::RebindMask(u, hn::IsNaN(value));
+  return hn::TruncateTo(Tag16<D>(), hn::IfThenElse(is_nan, high | hn::Set(u, 0x40), rounded));
+}
+#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+// These targets have instructions for it, which keep NaN and subnormals, also while those of float are flushed.
+template <class D>
+GRADFUSE_INLINE hn::Vec<D> Widened(D d, hn::Vec<Tag16<D>> bits, const Half*) {
+  return hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
+}
+template <class D>
+GRADFUSE_INLINE hn::Vec<Tag16<D>> Narrowed(D, hn::Vec<D> value, const Half*) {
+  return hn::BitCast(Tag16<D>(), hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), value));
+}
+#else
+template <class D>
+GRADFUSE_INLINE float Widened(D, uint16_t bits, const Half*) {
+  return ToCompute(Half{bits});
+}
+template <class D>
+GRADFUSE_INLINE uint16_t Narrowed(D, float value, const Half*) {
+  return FromCompute<Half>(value).bits;
+}
+#endif
+
+template <class At, class D>
+GRADFUSE_INLINE hn::Vec<D> Load(At at, D d, const hn::TFromD<D>* from) {
+  return at.LoadBits(d, from);
+}
+template <class At, class D, class T16, class = decltype(T16::bits)>
+GRADFUSE_INLINE hn::Vec<D> Load(At at, D d, const T16* from) {
+  return Widened(d, at.LoadBits(Tag16<D>(), &from->bits), from);
+}
+template <class At, class D>
+GRADFUSE_INLINE void Store(At at, hn::Vec<D> value, D d, hn::TFromD<D>* to) {
+  at.StoreBits(value, d, to);
+}
+template <class At, class D, class T16, class = decltype(T16::bits)>
+GRADFUSE_INLINE void Store(At at, hn::Vec<D> value, D d, T16* to) {
+  at.StoreBits(Narrowed(d, value, to), Tag16<D>(), &to->bits);
+}
+// Lanes whose byte is not 0.
+template <class At, class D>
+GRADFUSE_INLINE Mask<D> LoadMask(At at, D d, const uint8_t* from) {
+  const hn::RebindToUnsigned<D> u;
+  return hn::RebindMask(d, hn::PromoteTo(u, at.LoadBits(hn::Rebind<uint8_t, D>(), from)) != hn::Zero(u));
+}
+
+// Calls body(index, at) for vectors of D's width at index 0, 1 width, ... of `count` elements; `at` is Part for the
+// last of them, if they are fewer than its lanes, and else At.
+template <class At = Whole, class D, class Body>
+GRADFUSE_INLINE void ForEachVector(D d, int64_t count, const Body& body) {
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t index = 0;
+  for (; index + lanes <= count; index += lanes) body(index, At());
+  if constexpr (hn::MaxLanes(D()) > 1) {
+    if (index < count) body(index, Part{static_cast<size_t>(count - index)});
+  }
+}
+
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // per target

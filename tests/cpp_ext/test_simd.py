@@ -1,0 +1,194 @@
+"""Loops of every instruction set that this machine has: conversions, functions, and operators at all lengths."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from cpp_ext.single_node import FLOATS, run
+from numpy.typing import NDArray
+
+import gradfuse
+from gradfuse.testing import assert_gradients_close
+
+ROOT = Path(__file__).resolve().parents[2]
+CPP_EXT = ROOT / "cpp_ext"
+
+
+def library() -> Any:
+    loaded = ctypes.CDLL(gradfuse.get_library_path())
+    loaded.gradfuse_describe_simd_targets.restype = ctypes.c_char_p
+    loaded.gradfuse_simd_target.restype = ctypes.c_char_p
+    return loaded
+
+
+TARGETS: list[str] = json.loads(library().gradfuse_describe_simd_targets())
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Kernels use one instruction set during a test."""
+    before = library().gradfuse_simd_target(None)
+    assert library().gradfuse_simd_target(request.param.encode()) == request.param.encode()
+    yield request.param
+    library().gradfuse_simd_target(before)
+
+
+def test_the_widest_is_used_and_the_variable_narrows_it() -> None:
+    program = f"import ctypes; x = ctypes.CDLL({gradfuse.get_library_path()!r}).gradfuse_simd_target"
+    program += "; x.restype = ctypes.c_char_p; print(x(None).decode(), x(b'other'))"
+    widest = TARGETS[-1]
+    for wanted, used in ((None, widest), *zip(TARGETS, TARGETS, strict=True)):
+        environment = {key: value for key, value in os.environ.items() if key != "GRADFUSE_SIMD_TARGET"}
+        environment |= {"GRADFUSE_SIMD_TARGET": wanted} if wanted else {}
+        result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert result.stdout.split() == [used, "None"]
+
+
+def test_a_name_that_is_no_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    monkeypatch.setenv("GRADFUSE_SIMD_TARGET", "fast")
+    with pytest.raises(
+        gradfuse.GradfuseError, match=r"GRADFUSE_SIMD_TARGET is 'fast'; expected one of scalar"
+    ) as caught:
+        gradfuse.register(onnxruntime.SessionOptions())
+    assert "\n" not in str(caught.value)
+
+
+Filter = Callable[[str, NDArray[Any], Any], NDArray[Any]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cpp_ext/tests/vectors_check.cc, with the address sanitizer, and with Highway where the library has it."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("vectors") / "vectors_check"
+    options = ["-std=c++17", "-O1", "-fsanitize=address", f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
+    if len(TARGETS) > 1:
+        options += ["-DGRADFUSE_HAVE_HIGHWAY", *(f"-idirafter{folder}" for folder in highway_folders())]
+    sources = [CPP_EXT / name for name in ("tests/vectors_check.cc", "kernels/cpu/targets.cc", "kernels/signature.cc")]
+    subprocess.run([compiler, *options, *map(str, sources), "-o", str(program)], check=True)
+    return program
+
+
+def highway_folders() -> list[str]:
+    """Where CMake found Highway when it built the library."""
+    caches = sorted((ROOT / "build").glob("*/CMakeCache.txt"))
+    given = [os.environ[name] for name in ("GRADFUSE_HIGHWAY_INCLUDE_DIR",) if name in os.environ]
+    found = [
+        re.search(r"^GRADFUSE_HIGHWAY_INCLUDE_DIR:PATH=(/.+)$", cache.read_text(), re.MULTILINE) for cache in caches
+    ]
+    return given + [match[1] for match in found if match]
+
+
+@pytest.fixture
+def through(compiled: Path, target: str) -> Filter:
+    """Gives what a function of vectors makes of an array, in pieces of all lengths and alignments."""
+
+    def run_filter(function: str, numbers: NDArray[Any], result: Any) -> NDArray[Any]:
+        environment = {**os.environ, "GRADFUSE_SIMD_TARGET": target}
+        done = subprocess.run([compiled, function], input=numbers.tobytes(), stdout=subprocess.PIPE, env=environment)
+        assert done.returncode == 0
+        return np.frombuffer(done.stdout, result)
+
+    return run_filter
+
+
+def float_bits() -> NDArray[np.uint32]:
+    """Floats of all kinds: at and beside every tie of the two 16-bit formats, and more in between."""
+    bits = [np.arange(0, 2**32, 9973)]
+    for step, tie in ((13, 0x1000), (16, 0x8000)):
+        bits += [(np.arange(2 ** (32 - step)) << step) + tie + beside for beside in (-1, 0, 1)]
+    return np.concatenate(bits).astype(np.uint32)
+
+
+def test_16_bit_numbers_convert_exactly_and_round_to_nearest_even(through: Filter) -> None:
+    every = np.arange(65536, dtype=np.uint16)
+    half = every.view(np.float16)
+    nan = np.isnan(half)
+    wide = through("half_to_float", every, np.uint32)
+    np.testing.assert_array_equal(wide[~nan], half.astype(np.float32).view(np.uint32)[~nan])
+    np.testing.assert_array_equal(through("float_to_half", wide, np.uint16), np.where(nan, every | 0x200, every))
+    wide = through("bfloat16_to_float", every, np.uint32)
+    np.testing.assert_array_equal(wide, every.astype(np.uint32) << 16)
+
+    bits = float_bits()
+    numbers = bits.view(np.float32)
+    nan = np.isnan(numbers)
+    with np.errstate(over="ignore"):
+        rounded = numbers.astype(np.float16).view(np.uint16)
+    kept = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x3FF  # made quiet, with what fits of its payload
+    np.testing.assert_array_equal(through("float_to_half", bits, np.uint16), np.where(nan, kept, rounded))
+    rounded = torch.from_numpy(numbers).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    kept = bits >> 16 | 0x40
+    np.testing.assert_array_equal(through("float_to_bfloat16", bits, np.uint16), np.where(nan, kept, rounded))
+
+
+def worst_ulp(actual: NDArray[Any], exact: NDArray[Any]) -> float:
+    """Units in the last place between results and exact ones; what is not finite must be equal."""
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(actual.dtype)
+    finite = np.isfinite(rounded)
+    np.testing.assert_array_equal(actual[~finite], rounded[~finite])
+    error = np.abs(actual[finite].astype(exact.dtype) - exact[finite])
+    return float((error / np.spacing(np.abs(rounded[finite])).astype(exact.dtype)).max())
+
+
+@pytest.mark.parametrize("real", (np.float32, np.float64))
+def test_functions_are_within_their_bounds(through: Filter, real: Any) -> None:
+    name, wider = ("float", np.float64) if real is np.float32 else ("double", np.longdouble)
+    limits, generator = np.finfo(real), np.random.default_rng(0)
+    lowest, highest = np.log(limits.smallest_subnormal) - 2, np.log(limits.max) + 1
+    special = [0.0, -0.0, np.nan, np.inf, -np.inf, -1e30, 1e30, np.log(limits.tiny)]
+    x = np.concatenate([generator.uniform(lowest, highest, 200_000), generator.uniform(-1, 1, 50_000), special])
+    x = x.astype(real)
+    with np.errstate(over="ignore"):
+        assert worst_ulp(through(f"exp_{name}", x, real), np.exp(x.astype(wider))) <= 1.1
+    x = np.concatenate([generator.uniform(1, 3, 100_000), 1 + np.geomspace(limits.eps, 1e-3, 1000)]).astype(real)
+    assert worst_ulp(through(f"log_{name}", x, real), np.log(x.astype(wider))) < 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_operators_at_all_lengths_and_alignments(target: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def judge(op: str, oracle: Callable[..., torch.Tensor], *inputs: torch.Tensor, **attributes: Any) -> None:
+        (actual,) = run(op, *inputs, **attributes)
+        native, reference = (oracle(*inputs, dtype=t, **attributes) for t in (dtype, torch.float64))
+        assert_gradients_close(actual, native, reference, dtype)
+
+    def randn(*shape: int, offset: int = 0) -> torch.Tensor:
+        memory = torch.empty(int(np.prod(shape)) + offset, dtype=dtype)[offset:]
+        return memory.copy_(torch.randn(memory.numel(), generator=generator)).view(shape)
+
+    for length in (*range(1, 36), 63, 64, 65, 2047, 2049):
+        offset = length % 17
+        rows = [randn(2, length, offset=(offset * k) % 17) for k in (1, 3, 5)]
+        judge("MseLossBackward", oracles.mse_loss_backward, *rows)
+        judge("MseLossBackward", oracles.mse_loss_backward, rows[0][:1, :1], rows[1], rows[2][:, :1], reduction=2)
+        y = rows[1].float().softmax(-1).to(dtype).view(1, 1, 2, length)
+        mask = torch.rand(1, 1, 2, length, generator=generator) < 0.3
+        judge("ScaledMaskedSoftmaxBackward", oracles.scaled_masked_softmax_backward, rows[0].view_as(y), y, mask)
+        judge("ScaledMaskedSoftmaxBackward", oracles.scaled_masked_softmax_backward, rows[0].view_as(y), y, scale=0.5)
+        log_prob = rows[1].float().log_softmax(-1).to(dtype)
+        weight = torch.rand(length, generator=generator)
+        label = torch.tensor([0, length - 1])
+        for smoothing in (0.0, 0.1):
+            inputs = (torch.tensor(1.5, dtype=dtype), log_prob, label, weight)
+            judge("CrossEntropyLossGrad", oracles.cross_entropy_loss_grad, *inputs, label_smoothing=smoothing)
+        judge("GroupedBiasAddGrad", oracles.grouped_bias_add_grad, randn(3, 1 + length % 7, length, offset=offset))
