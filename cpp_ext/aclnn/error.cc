@@ -1,0 +1,44 @@
+#include "aclnn/error.h"
+
+#include <new>
+#include <stdexcept>
+
+namespace gradfuse::aclnn {
+namespace {
+
+thread_local std::string last_error;
+
+int Keep(const char* function, const char* message, int code) {
+  last_error = std::string(function) + ": " + message;
+  return code;
+}
+
+}  // namespace
+
+void ThrowIfError(const Status& status) {
+  if (status.ok()) return;
+  throw Error(status.code() == StatusCode::kFailed ? ACLNN_ERR_RUNTIME_ERROR : ACLNN_ERR_PARAM_INVALID,
+              status.message());
+}
+
+int HandleException(const char* function, int code_of_no_memory, int code_of_others) noexcept {
+  try {
+    try {
+      throw;
+    } catch (const Error& error) {
+      return Keep(function, error.what(), error.code());
+    } catch (const std::bad_alloc&) {
+      return Keep(function, "out of memory", code_of_no_memory);
+    } catch (const std::length_error&) {
+      return Keep(function, "out of memory", code_of_no_memory);
+    } catch (const std::exception& error) {
+      return Keep(function, error.what(), code_of_others);
+    }
+  } catch (...) {
+    return code_of_others;  // no memory for the message either
+  }
+}
+
+}  // namespace gradfuse::aclnn
+
+const char* aclGetRecentErrMsg() { return gradfuse::aclnn::last_error.c_str(); }
