@@ -9,16 +9,20 @@
 
 namespace gradfuse::aclnn {
 
+// The name of the input at a place of an op's signature, counted from 1.
+using InputNameFunction = const char* (*)(int32_t place);
+
 // One run of an op: all that the first phase has checked and planned. Where a tensor is no dense one, a dense copy of
 // it lies in the workspace while the op runs.
 class Executor {
  public:
-  explicit Executor(const char* op) : op_(op) {}
+  Executor(const char* op, InputNameFunction name_of_input) : op_(op), input_name_(name_of_input) {}
   virtual ~Executor() = default;
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
   const char* op() const { return op_; }
+  InputNameFunction input_name() const { return input_name_; }
   // What the caller is to give: room enough wherever it begins.
   uint64_t workspace_bytes() const { return workspace_bytes_; }
 
@@ -28,8 +32,6 @@ class Executor {
 #ifdef GRADFUSE_HAVE_CUDA
   // Returns when all is on the stream. `queue` has no workspace yet.
   virtual void StartOnCuda(char* workspace, Queue queue) = 0;
-  // The name of the input at `place` of the op's signature, counted from 1.
-  virtual const char* InputName(int32_t place) const = 0;
 #endif
 
  protected:
@@ -37,6 +39,7 @@ class Executor {
 
  private:
   const char* op_;
+  InputNameFunction input_name_;
   uint64_t workspace_bytes_ = 0;
 };
 

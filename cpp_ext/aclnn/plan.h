@@ -45,7 +45,8 @@ class Plan final : public Executor {
  public:
   // `set_attributes` gets the arguments to put the attributes in.
   template <class SetAttributes>
-  Plan(Operands operands, const SetAttributes& set_attributes, const Device& device) : Executor(Args::kName) {
+  Plan(Operands operands, const SetAttributes& set_attributes, const Device& device)
+      : Executor(Args::kName, InputName) {
     InputReader inputs{staging_, operands.begin(), device.is_host()};
     Args::Visit(args_, inputs);
     set_attributes(args_);
@@ -74,12 +75,6 @@ class Plan final : public Executor {
     for (const Staged& input : staging_.inputs()) ThrowIfError(cuda::StridedCopy(input.view, *input.tensor, queue));
     ThrowIfError(cuda::Run(args_, queue));
     for (const Staged& output : staging_.outputs()) ThrowIfError(cuda::StridedCopy(*output.tensor, output.view, queue));
-  }
-
-  const char* InputName(int32_t place) const override {
-    InputFinder finder{place};
-    Args::Visit(args_, finder);
-    return finder.name;
   }
 #endif
 
@@ -122,7 +117,6 @@ class Plan final : public Executor {
     std::optional<DType> t;
   };
 
-#ifdef GRADFUSE_HAVE_CUDA
   struct InputFinder {
     template <class Value>
     void Input(const char* input, const Value&, const TypeSet&) {
@@ -135,7 +129,13 @@ class Plan final : public Executor {
     int32_t rest;
     const char* name = "an input";
   };
-#endif
+
+  static const char* InputName(int32_t place) {
+    InputFinder finder{place};
+    const Args none;
+    Args::Visit(none, finder);
+    return finder.name;
+  }
 
   Args args_;
   Staging staging_;

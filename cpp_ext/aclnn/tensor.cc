@@ -64,7 +64,7 @@ std::unique_ptr<aclTensor> MakeTensor(const int64_t* view_dims, uint64_t rank, i
   ExpectNonNegative("viewDims", view_dims, rank);
   ExpectNonNegative("stride", strides, rank);
   ExpectNonNegative("storageDims", storage_dims, storage_rank);
-  ExpectNonNegative("offset", &offset, 1);
+  if (offset < 0) Refuse("offset", std::to_string(offset), "0 or more");
   const int64_t count = CountOf("viewDims", view_dims, rank, *dtype);
   const int64_t room = CountOf("storageDims", storage_dims, storage_rank, *dtype);
   int64_t last = offset;

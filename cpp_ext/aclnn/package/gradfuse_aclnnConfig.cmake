@@ -6,6 +6,5 @@ get_filename_component(_gradfuse_root "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOL
 add_library(gradfuse::aclnn SHARED IMPORTED)
 set_target_properties(gradfuse::aclnn PROPERTIES
   IMPORTED_LOCATION "${_gradfuse_root}/lib/libgradfuse_aclnn.so"
-  IMPORTED_NO_SONAME ON
   INTERFACE_INCLUDE_DIRECTORIES "${_gradfuse_root}/include")
 unset(_gradfuse_root)
