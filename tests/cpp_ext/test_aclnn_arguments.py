@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from backends import ONNX_TYPES, one_node, to_ort_value
-from cpp_ext import aclnn
-from cpp_ext.aclnn import INVALID, NULL_POINTER, RefusedError
+from cpp_ext.c_api import INVALID, NULL_POINTER, RefusedError
 from cpp_ext.single_node import session_of
 from torch import Tensor
 
+from cpp_ext import c_api
 from gradfuse.custom_ops import OPS
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -183,7 +183,7 @@ def refusal_of_c(op: str, inputs: Sequence[Tensor | None], attributes: dict[str,
     outputs = valid(op)[1]
     before = [output.fill_(7).clone() for output in outputs]
     with pytest.raises(RefusedError) as caught:
-        aclnn.prepare(op, inputs, outputs, attributes)
+        c_api.prepare(op, inputs, outputs, attributes)
     assert all(torch.equal(*pair) for pair in zip(before, outputs, strict=True))
     return caught.value
 
@@ -203,7 +203,7 @@ def refusal_of_onnxruntime(op: str, inputs: Sequence[Tensor | None], attributes:
 
 @pytest.mark.parametrize("op", TABLES)
 def test_what_is_bad_is_refused_in_c_and_in_onnxruntime_alike(op: str) -> None:
-    aclnn.run(op, *valid(op))
+    c_api.run(op, *valid(op))
     of_ours = 0
     cases = list(TABLES[op]())
     for _, inputs, attributes in cases:
@@ -233,35 +233,35 @@ def test_outputs_are_checked(op: str) -> None:
             changed_outputs: list[Tensor | None] = list(outputs)
             changed_outputs[index] = wrong
             with pytest.raises(RefusedError) as caught:
-                aclnn.prepare(op, inputs, changed_outputs, {})
+                c_api.prepare(op, inputs, changed_outputs, {})
             assert caught.value.code == (NULL_POINTER if wrong is None else INVALID)
 
 
 def test_null_pointers_come_first() -> None:
-    inputs, outputs = valid("MseLossBackward")
-    first_phase = aclnn.library().aclnnMseLossBackwardGetWorkspaceSize
+    inputs, _ = valid("MseLossBackward")
+    first_phase = c_api.library().aclnnMseLossBackwardGetWorkspaceSize
     size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    tensor = aclnn.create_tensor(inputs[0])
+    tensor = c_api.create_tensor(inputs[0])
     good = [tensor, tensor, tensor, ctypes.c_int64(9), tensor, ctypes.byref(size), ctypes.byref(executor)]
     assert first_phase(*good) == INVALID  # the reduction
     for index in (0, 1, 2, 4, 5, 6):
         assert first_phase(*good[:index], None, *good[index + 1 :]) == NULL_POINTER
-        message = aclnn.library().aclGetRecentErrMsg().decode()
+        message = c_api.library().aclGetRecentErrMsg().decode()
         assert "null pointer" in message
-    aclnn.expect_success(aclnn.library().aclDestroyTensor(tensor))
+    c_api.expect_success(c_api.library().aclDestroyTensor(tensor))
 
 
 @pytest.mark.parametrize("format", (-1, 0, 1))
 def test_formats_other_than_nd_are_refused(format: int) -> None:
-    tensors = [aclnn.create_tensor(torch.zeros(2, 2), format if index == 1 else aclnn.ND) for index in range(4)]
+    tensors = [c_api.create_tensor(torch.zeros(2, 2), format if index == 1 else c_api.ND) for index in range(4)]
     size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    code = aclnn.library().aclnnMseLossBackwardGetWorkspaceSize(
+    code = c_api.library().aclnnMseLossBackwardGetWorkspaceSize(
         *tensors[:3], ctypes.c_int64(1), tensors[3], ctypes.byref(size), ctypes.byref(executor)
     )
     assert code == INVALID
-    assert aclnn.library().aclGetRecentErrMsg().decode().endswith(f"self is of format {format}; expected ACL_FORMAT_ND")
+    assert c_api.library().aclGetRecentErrMsg().decode().endswith(f"self is of format {format}; expected ACL_FORMAT_ND")
     for tensor in tensors:
-        aclnn.expect_success(aclnn.library().aclDestroyTensor(tensor))
+        c_api.expect_success(c_api.library().aclDestroyTensor(tensor))
 
 
 def create(
@@ -274,20 +274,20 @@ def create(
     rank: int | None = None,
 ) -> str:
     """What aclCreateTensor says to arguments: "" where it makes a tensor."""
-    made = aclnn.library().aclCreateTensor(
-        None if dims is None else aclnn.int64s(dims),
+    made = c_api.library().aclCreateTensor(
+        None if dims is None else c_api.int64s(dims),
         ctypes.c_uint64(len(dims or ()) if rank is None else rank),
         dtype,
-        None if strides is None else aclnn.int64s(strides),
+        None if strides is None else c_api.int64s(strides),
         ctypes.c_int64(offset),
-        aclnn.ND,
-        None if storage is None else aclnn.int64s(storage),
+        c_api.ND,
+        None if storage is None else c_api.int64s(storage),
         ctypes.c_uint64(1 if storage is None else len(storage)),
         ctypes.c_void_p(4096),
     )
     if not made:
-        return str(aclnn.library().aclGetRecentErrMsg().decode())
-    aclnn.expect_success(aclnn.library().aclDestroyTensor(ctypes.c_void_p(made)))
+        return str(c_api.library().aclGetRecentErrMsg().decode())
+    c_api.expect_success(c_api.library().aclDestroyTensor(ctypes.c_void_p(made)))
     return ""
 
 
@@ -328,23 +328,23 @@ def test_views_that_are_none_are_refused_when_they_are_made() -> None:
 
 def test_a_tensor_without_memory_is_refused_when_it_is_used() -> None:
     inputs, (output,) = valid("MseLossBackward")
-    tensors = [aclnn.create_tensor(inputs[0]) for _ in range(3)]
-    dims, strides = aclnn.int64s((2, 3)), aclnn.int64s((3, 1))
+    tensors = [c_api.create_tensor(inputs[0]) for _ in range(3)]
+    dims, strides = c_api.int64s((2, 3)), c_api.int64s((3, 1))
     for address, message in (
         (0, "target is without memory; expected the address of its elements"),
         (output.data_ptr() + 2, "target is at an address that is not aligned; expected a multiple of 4"),
     ):
-        bad = aclnn.library().aclCreateTensor(
-            dims, ctypes.c_uint64(2), 0, strides, ctypes.c_int64(0), aclnn.ND, dims, ctypes.c_uint64(2),
+        bad = c_api.library().aclCreateTensor(
+            dims, ctypes.c_uint64(2), 0, strides, ctypes.c_int64(0), c_api.ND, dims, ctypes.c_uint64(2),
             ctypes.c_void_p(address),
         )  # fmt: skip
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        code = aclnn.library().aclnnMseLossBackwardGetWorkspaceSize(
+        code = c_api.library().aclnnMseLossBackwardGetWorkspaceSize(
             tensors[0], tensors[1], ctypes.c_void_p(bad), ctypes.c_int64(1), tensors[2], ctypes.byref(size),
             ctypes.byref(executor),
         )  # fmt: skip
         assert code == INVALID
-        assert aclnn.library().aclGetRecentErrMsg().decode() == f"aclnnMseLossBackwardGetWorkspaceSize: {message}"
-        aclnn.expect_success(aclnn.library().aclDestroyTensor(ctypes.c_void_p(bad)))
+        assert c_api.library().aclGetRecentErrMsg().decode() == f"aclnnMseLossBackwardGetWorkspaceSize: {message}"
+        c_api.expect_success(c_api.library().aclDestroyTensor(ctypes.c_void_p(bad)))
     for tensor in tensors:
-        aclnn.expect_success(aclnn.library().aclDestroyTensor(tensor))
+        c_api.expect_success(c_api.library().aclDestroyTensor(tensor))

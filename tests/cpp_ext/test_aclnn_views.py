@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import oracles
 import pytest
 import torch
-from cpp_ext import aclnn
 from cpp_ext.single_node import FLOATS, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cpp_ext import c_api
 from gradfuse.testing import assert_gradients_close
 
 Sample = tuple[list[Tensor | None], dict[str, object], Callable[[torch.dtype], list[Tensor]]]
@@ -97,7 +97,7 @@ def grouped_bias(rng: random.Random, dtype: torch.dtype) -> Sample:
         return [grad], {}, lambda type_: [oracles.grouped_bias_add_grad(grad, dtype=type_)]
     rows = rng.randint(1, 9)
     grad = repeated(torch.randn(rows, rng.randint(1, 5)).to(dtype), rng)
-    ends = torch.tensor(sorted([rng.randint(0, rows) for _ in range(3)]) + [rows])
+    ends = torch.tensor([*sorted(rng.randint(0, rows) for _ in range(3)), rows])
     group_idx = scattered(ends.to(rng.choice((torch.int32, torch.int64))), rng)
     return [grad, group_idx], {}, lambda type_: [oracles.grouped_bias_add_grad(grad, group_idx, dtype=type_)]
 
@@ -151,12 +151,12 @@ def check(op: str, dtype: torch.dtype, rng: random.Random) -> None:
     inputs, attributes, oracle = SAMPLES[op](rng, dtype)
     references, natives = oracle(torch.float64), oracle(dtype)
     outputs = [scattered(poisoned(native), rng) for native in natives]
-    aclnn.run(op, inputs, outputs, **attributes)
+    c_api.run(op, inputs, outputs, **attributes)
     for output, native, reference in zip(outputs, natives, references, strict=True):
         assert_gradients_close(output, native, reference, dtype)
     # Dense copies of the same give the same bits, and nothing beside the outputs was written.
     dense = [poisoned(native) for native in natives]
-    aclnn.run(op, [None if value is None else value.contiguous() for value in inputs], dense, **attributes)
+    c_api.run(op, [None if value is None else value.contiguous() for value in inputs], dense, **attributes)
     for output, expected in zip(outputs, dense, strict=True):
         assert_same_bits(output, expected)
         output.fill_(POISON)
@@ -175,7 +175,7 @@ def test_large_views_are_packed_by_all_threads() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(700, 600).t(), torch.randn(600, 1).expand(600, 700), torch.randn(1200, 700)[::2]]
     output = torch.full((700, 1200), float(POISON)).t()[::2]
-    aclnn.run("MseLossBackward", inputs, [output], reduction=0)
+    c_api.run("MseLossBackward", inputs, [output], reduction=0)
     assert_gradients_close(
         output,
         oracles.mse_loss_backward(*inputs, reduction=0, dtype=torch.float32),
@@ -198,7 +198,7 @@ def test_an_output_may_lie_on_inputs(views: Callable[[Tensor], tuple[list[Tensor
     torch.manual_seed(0)
     inputs, output = views(torch.randn(20))
     expected = oracles.mse_loss_backward(*[value.clone() for value in inputs], reduction=1, dtype=torch.float32)
-    aclnn.run("MseLossBackward", inputs, [output])
+    c_api.run("MseLossBackward", inputs, [output])
     torch.testing.assert_close(output, expected)
 
 
@@ -206,7 +206,7 @@ def test_elements_of_an_output_at_one_place_hold_one_of_their_values() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(300, 200) for _ in range(3)]
     output = torch.full((300, 1), float(POISON)).expand(300, 200)
-    aclnn.run("MseLossBackward", inputs, [output], reduction=0)
+    c_api.run("MseLossBackward", inputs, [output], reduction=0)
     expected = torch.empty(300, 200)
-    aclnn.run("MseLossBackward", inputs, [expected], reduction=0)
+    c_api.run("MseLossBackward", inputs, [expected], reduction=0)
     assert bool((output == expected).any(1).all())

@@ -92,13 +92,13 @@ def create_tensor(tensor: Tensor, format: int = ND) -> ctypes.c_void_p:
     rank = ctypes.c_uint64(tensor.dim())
     storage = tensor.untyped_storage()
     made = library().aclCreateTensor(
-        int64s(tensor.shape),
+        int64s([int(size) for size in tensor.shape]),
         rank,
         TYPES[tensor.dtype],
-        int64s(tensor.stride()),
+        int64s([int(stride) for stride in tensor.stride()]),
         ctypes.c_int64(tensor.storage_offset()),
         format,
-        int64s([storage.nbytes() // tensor.element_size()]),
+        int64s([int(storage.nbytes()) // tensor.element_size()]),
         ctypes.c_uint64(1),
         ctypes.c_void_p(storage.data_ptr()),
     )
