@@ -48,7 +48,6 @@ class Stream {
   }
 
   void Push(std::unique_ptr<Executor> executor, char* workspace) {
-    ExpectOwnProcess();
     {
       const std::lock_guard lock(mutex_);
       queue_.push_back({std::move(executor), workspace});
@@ -57,7 +56,6 @@ class Stream {
   }
 
   void Synchronize() {
-    ExpectOwnProcess();
     std::unique_lock lock(mutex_);
     idle_.wait(lock, [this] { return queue_.empty() && !busy_; });
     if (!error_) return;
@@ -74,12 +72,6 @@ class Stream {
     std::unique_ptr<Executor> executor;
     char* workspace;
   };
-
-  void ExpectOwnProcess() const {
-    if (is_of_this_process()) return;
-    throw Error(ACL_ERROR_INVALID_PARAM,
-                "stream is one of the process that forked this one; expected a stream of its own");
-  }
 
   void Work() {
     std::unique_lock lock(mutex_);
@@ -180,6 +172,10 @@ class Cpu final : public Device {
     if (handle != nullptr) Find(handle)->Synchronize();
   }
 
+  void ExpectStream(aclrtStream handle) override {
+    if (handle != nullptr) Find(handle);
+  }
+
   void Execute(std::unique_ptr<Executor> executor, char* workspace, aclrtStream handle) override {
     if (handle == nullptr) return executor->RunOnCpu(workspace, ThreadPool::Shared());
     Find(handle)->Push(std::move(executor), workspace);
@@ -195,7 +191,9 @@ class Cpu final : public Device {
   static std::shared_ptr<Stream> Find(aclrtStream handle) {
     std::shared_ptr<Stream> stream;
     if (!Streams().With(handle, [&](const auto& found) { stream = found; })) ThrowNoStream();
-    return stream;
+    if (stream->is_of_this_process()) return stream;
+    throw Error(ACL_ERROR_INVALID_PARAM,
+                "stream is one of the process that forked this one; expected one made in this one");
   }
   static void ExpectZero(int32_t id) {
     if (id == 0) return;

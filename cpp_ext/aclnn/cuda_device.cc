@@ -73,6 +73,8 @@ class Cuda final : public Device {
     faults_.ThrowAny(stream);
   }
 
+  void ExpectStream(aclrtStream) override {}  // CUDA's own streams are not ours to know
+
   void Execute(std::unique_ptr<Executor> executor, char* workspace, aclrtStream stream) override {
     Queue queue;
     queue.stream = stream;

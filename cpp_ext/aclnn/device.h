@@ -31,6 +31,8 @@ class Device {
   virtual aclrtStream CreateStream() = 0;
   virtual void DestroyStream(aclrtStream stream) = 0;
   virtual void Synchronize(aclrtStream stream) = 0;
+  // Throws an Error where runs cannot be put on a stream.
+  virtual void ExpectStream(aclrtStream stream) = 0;
   // Puts a run on a stream.
   virtual void Execute(std::unique_ptr<Executor> executor, char* workspace, aclrtStream stream) = 0;
 };

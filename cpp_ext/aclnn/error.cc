@@ -21,21 +21,21 @@ void ThrowIfError(const Status& status) {
               status.message());
 }
 
-int HandleException(const char* function, int code_of_no_memory, int code_of_others) noexcept {
+int HandleException(const char* function) noexcept {
   try {
     try {
       throw;
     } catch (const Error& error) {
       return Keep(function, error.what(), error.code());
     } catch (const std::bad_alloc&) {
-      return Keep(function, "out of memory", code_of_no_memory);
+      return Keep(function, "out of memory", ACL_ERROR_BAD_ALLOC);
     } catch (const std::length_error&) {
-      return Keep(function, "out of memory", code_of_no_memory);
+      return Keep(function, "out of memory", ACL_ERROR_BAD_ALLOC);
     } catch (const std::exception& error) {
-      return Keep(function, error.what(), code_of_others);
+      return Keep(function, error.what(), ACL_ERROR_FAILURE);
     }
   } catch (...) {
-    return code_of_others;  // no memory for the message either
+    return ACL_ERROR_FAILURE;  // no memory for the message either
   }
 }
 

@@ -30,7 +30,17 @@ inline void ExpectPointer(const void* pointer, const char* name, const char* wan
 }
 
 // Keeps `<function>: <what the exception that is being handled says>` for aclGetRecentErrMsg, and gives its code.
-int HandleException(const char* function, int code_of_no_memory, int code_of_others) noexcept;
+int HandleException(const char* function) noexcept;
+
+// The code that the functions of operators have for what another gives as `code`.
+constexpr aclnnStatus ToOpCode(int code) {
+  switch (code) {
+    case ACLNN_ERR_PARAM_NULLPTR:
+    case ACLNN_ERR_PARAM_INVALID: return code;
+    case ACL_ERROR_INVALID_PARAM: return ACLNN_ERR_PARAM_INVALID;
+    default: return ACLNN_ERR_RUNTIME_ERROR;
+  }
+}
 
 // Runs the body of a C function: no exception leaves it.
 template <class Body>
@@ -39,7 +49,7 @@ aclError Guarded(const char* function, const Body& body) noexcept {
     body();
     return ACL_SUCCESS;
   } catch (...) {
-    return HandleException(function, ACL_ERROR_BAD_ALLOC, ACL_ERROR_FAILURE);
+    return HandleException(function);
   }
 }
 
@@ -50,7 +60,7 @@ aclnnStatus GuardedOp(const char* function, const Body& body) noexcept {
     body();
     return ACL_SUCCESS;
   } catch (...) {
-    return HandleException(function, ACLNN_ERR_RUNTIME_ERROR, ACLNN_ERR_RUNTIME_ERROR);
+    return ToOpCode(HandleException(function));
   }
 }
 

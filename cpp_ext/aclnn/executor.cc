@@ -41,6 +41,8 @@ aclnnStatus Execute(const char* function, const char* op, void* workspace, uint6
                     aclOpExecutor* handle, aclrtStream stream) noexcept {
   return GuardedOp(function, [&] {
     ExpectPointer(handle, "executor", "one of the first phase", ACLNN_ERR_PARAM_NULLPTR);
+    Device& device = Device::Current();
+    device.ExpectStream(stream);
     std::unique_ptr<Executor> executor = Executors::Shared().Take(handle, [&](const auto& found) {
       ExpectFits(*found, op, workspace, workspace_bytes);
       return true;
@@ -48,7 +50,7 @@ aclnnStatus Execute(const char* function, const char* op, void* workspace, uint6
     if (executor == nullptr) {
       throw Error(ACLNN_ERR_PARAM_INVALID, "executor is none of the first phase, or run before; expected one run each");
     }
-    Device::Current().Execute(std::move(executor), static_cast<char*>(workspace), stream);
+    device.Execute(std::move(executor), static_cast<char*>(workspace), stream);
   });
 }
 

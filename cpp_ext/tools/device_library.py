@@ -1,10 +1,12 @@
 """Builds the CUDA kernels for tests and measurements, with nothing but a compiler: `device_library.py VARIANT`.
 
 Variants:
-    cuda            kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
-    simt            the same, on the host machine of tests/simt
-    simt-sanitized  the same with the address and undefined-behaviour sanitizers
-    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider
+    cuda              kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
+    simt              the same, on the host machine of tests/simt
+    simt-sanitized    the same with the address and undefined-behaviour sanitizers, and with the C API of aclnn/ on the
+                      CPU and on the host machine
+    simt-ort          kernels on the host machine, as custom operators for onnxruntime's CPU provider
+    thread-sanitized  the C API on the CPU with the thread sanitizer, with MseLossBackward alone
 
 Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
 """
@@ -24,8 +26,11 @@ from pathlib import Path
 
 CPP_EXT = Path(__file__).resolve().parents[1]
 BUILD = CPP_EXT.parent / "build" / "device"
-VARIANTS = ("cuda", "simt", "simt-sanitized", "simt-ort")
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+VARIANTS = ("cuda", "simt", "simt-sanitized", "simt-ort", "thread-sanitized")
+SANITIZERS = {
+    "simt-sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread-sanitized": ["-fsanitize=thread"],
+}
 
 
 class BuildError(Exception):
@@ -59,15 +64,32 @@ def build(variant: str, arch: str = "native") -> Path:
 
 
 def _sources(variant: str) -> list[Path]:
-    kernels = [*sorted((CPP_EXT / "kernels").glob("*.cc")), *sorted((CPP_EXT / "kernels/cuda").glob("*.cu"))]
     tests = CPP_EXT / "tests"
+    checks = _files("kernels/*.cc")
+    if variant == "thread-sanitized":
+        others = {path.stem for path in checks} - {"mse_loss_backward", "signature"}
+        return [path for path in [*checks, *_aclnn()] if path.stem not in others]
+    kernels = [*checks, *_files("kernels/cuda/*.cu")]
     if variant == "cuda":
         return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc"]
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
-        adapter = [path for path in sorted((CPP_EXT / "ort").glob("*.cc")) if path.name != "devices.cc"]
+        adapter = [path for path in _files("ort/*.cc") if path.name != "devices.cc"]
         return [*kernels, tests / "simt/simt.cc", tests / "simt/devices.cc", *adapter]
-    return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+    kernels += [tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+    if variant == "simt":
+        return kernels
+    return [*kernels, *_aclnn(), CPP_EXT / "aclnn/cuda_faults.cc", tests / "simt/aclnn_device.cc"]
+
+
+def _files(pattern: str) -> list[Path]:
+    return sorted(CPP_EXT.glob(pattern))
+
+
+def _aclnn() -> list[Path]:
+    """The C API on the CPU, but for what its kernels share with others."""
+    api = [path for path in _files("aclnn/*.cc") if not path.name.startswith("cuda_")]
+    return [*api, *_files("runtime/*.cc"), *_files("kernels/cpu/*.cc")]
 
 
 def _command(variant: str, arch: str) -> list[str]:
@@ -76,9 +98,14 @@ def _command(variant: str, arch: str) -> list[str]:
         warnings = ["-diag-suppress", "2810", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
         return [_compiler("nvcc", "NVCC"), *options, *includes]
-    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DGRADFUSE_SIMT"]
-    if variant == "simt-sanitized":
-        options += ["-g1", *SANITIZERS]
+    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+    if variant != "thread-sanitized":
+        options.append("-DGRADFUSE_SIMT")
+    if variant in SANITIZERS:
+        options += ["-g1", *SANITIZERS[variant]]
+        if variant == "simt-sanitized":
+            options.append("-DGRADFUSE_HAVE_CUDA")
+        includes.append(f"-I{CPP_EXT / 'aclnn/include'}")
     if variant == "simt-ort":
         includes += ["-isystem", str(_onnxruntime_headers())]
     return [_compiler("c++", "CXX"), *options, *includes]
@@ -119,8 +146,10 @@ def _digest(sources: list[Path], command: list[str]) -> str:
 def _compile(command: list[str], source: Path, folder: Path) -> Path:
     # Two sources of an op differ in their folders only.
     target = folder / f"{source.parent.name}_{source.name}.o"
-    language = ["-x", "c++"] if source.suffix == ".cu" and Path(command[0]).name != "nvcc" else []
-    _run([*command, *language, "-c", str(source), "-o", str(target)])
+    options = ["-x", "c++"] if source.suffix == ".cu" and Path(command[0]).name != "nvcc" else []
+    if source in _aclnn():
+        options.append("-O0")  # little work, and half the time to compile
+    _run([*command, *options, "-c", str(source), "-o", str(target)])
     return target
 
 
@@ -128,7 +157,7 @@ def _link(variant: str, command: list[str], objects: list[Path], library: Path) 
     if variant == "cuda":
         options = ["-cudart", "static"]
     else:
-        options = ["-Wl,--no-undefined"] if variant != "simt-sanitized" else []
+        options = ["-Wl,--no-undefined"] if variant not in SANITIZERS else []
         if variant == "simt-ort":
             options.append(f"-Wl,--version-script={CPP_EXT / 'exports.map'}")
     unfinished = library.with_suffix(".unfinished")

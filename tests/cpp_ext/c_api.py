@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -69,6 +70,7 @@ class RefusedError(Exception):
 @cache
 def library() -> ctypes.CDLL:
     """The library, with the types of those functions that ctypes would take for others."""
+    os.environ["GRADFUSE_DEVICE"] = "cpu"
     loaded = ctypes.CDLL(gradfuse.get_aclnn_library_path())
     for name in ("aclCreateTensor", "aclCreateIntArray"):
         getattr(loaded, name).restype = ctypes.c_void_p
@@ -96,7 +98,7 @@ def create_tensor(tensor: Tensor, format: int = ND) -> ctypes.c_void_p:
         rank,
         TYPES[tensor.dtype],
         int64s([int(stride) for stride in tensor.stride()]),
-        ctypes.c_int64(tensor.storage_offset()),
+        ctypes.c_int64(int(tensor.storage_offset())),
         format,
         int64s([int(storage.nbytes()) // tensor.element_size()]),
         ctypes.c_uint64(1),
