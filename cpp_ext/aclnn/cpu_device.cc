@@ -15,6 +15,7 @@
 #include "aclnn/device.h"
 #include "aclnn/error.h"
 #include "aclnn/handle_table.h"
+#include "aclnn/shared_mutex.h"
 #include "runtime/thread_pool.h"
 
 namespace gradfuse::aclnn {
@@ -109,14 +110,14 @@ class Memory {
     constexpr size_t kAlignment = 256;
     void* memory = nullptr;
     if (posix_memalign(&memory, kAlignment, bytes) != 0) throw std::bad_alloc();
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(SharedMutex());
     blocks_[static_cast<char*>(memory)] = bytes;
     return memory;
   }
 
   void Free(void* memory) {
     {
-      const std::lock_guard lock(mutex_);
+      const std::lock_guard lock(SharedMutex());
       if (blocks_.erase(static_cast<char*>(memory)) == 0) {
         throw Error(ACL_ERROR_INVALID_PARAM, "devPtr is no memory of aclrtMalloc, or freed before");
       }
@@ -126,7 +127,7 @@ class Memory {
 
   void ExpectRoom(const char* name, const void* memory, size_t bytes) const {
     const auto* begin = static_cast<const char*>(memory);
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(SharedMutex());
     auto block = blocks_.upper_bound(const_cast<char*>(begin));
     if (block == blocks_.begin() || begin >= (--block)->first + block->second) {
       throw Error(ACL_ERROR_INVALID_PARAM, std::string(name) + " is no memory of the device, as kind says it is");
@@ -139,7 +140,6 @@ class Memory {
   }
 
  private:
-  mutable std::mutex mutex_;
   std::map<char*, size_t> blocks_;
 };
 

@@ -1,16 +1,16 @@
 #pragma once
 
-#include <pthread.h>
-
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
+#include "aclnn/shared_mutex.h"
+
 namespace gradfuse::aclnn {
 
 // Objects that C callers know by handles. A handle is never used a second time, so that one whose object is gone is
-// known for what it is. Handles are odd: no pointer to an object looks like one.
+// known for what it is. Handles are odd, as no pointer to an aligned object is.
 template <class Object>
 class HandleTable {
  public:
@@ -21,16 +21,16 @@ class HandleTable {
   }
 
   void* Add(Object object) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(SharedMutex());
     next_ += 2;
     objects_.emplace(next_, std::move(object));
     return reinterpret_cast<void*>(next_);
   }
 
-  // Calls body with the object of a handle, under the table's lock; false where there is none.
+  // Calls body with the object of a handle, under the shared mutex; false where there is none.
   template <class Body>
   bool With(const void* handle, const Body& body) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(SharedMutex());
     const auto found = objects_.find(reinterpret_cast<uintptr_t>(handle));
     if (found == objects_.end()) return false;
     body(found->second);
@@ -40,7 +40,7 @@ class HandleTable {
   // Takes the object of a handle out of the table; a default one where there is none, or where `accepts` gives false.
   template <class Accepts>
   Object Take(const void* handle, const Accepts& accepts) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(SharedMutex());
     const auto found = objects_.find(reinterpret_cast<uintptr_t>(handle));
     if (found == objects_.end() || !accepts(found->second)) return Object();
     Object object = std::move(found->second);
@@ -50,17 +50,13 @@ class HandleTable {
 
   void Clear() {
     std::unordered_map<uintptr_t, Object> objects;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(SharedMutex());
     objects.swap(objects_);
   }
 
  private:
-  HandleTable() {
-    // A child of fork gets the table as it is between two calls.
-    pthread_atfork([] { Shared().mutex_.lock(); }, [] { Shared().mutex_.unlock(); }, [] { Shared().mutex_.unlock(); });
-  }
+  HandleTable() = default;
 
-  std::mutex mutex_;
   std::unordered_map<uintptr_t, Object> objects_;
   uintptr_t next_ = (uintptr_t{1} << 32) + 1;
 };

@@ -1,10 +1,10 @@
 """Builds the CUDA kernels for tests and measurements, with nothing but a compiler: `device_library.py VARIANT`.
 
 Variants:
-    cuda              kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
-    simt              the same, on the host machine of tests/simt
-    simt-sanitized    the same with the address and undefined-behaviour sanitizers, and with the C API of aclnn/ on the
-                      CPU and on the host machine
+    cuda              kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h and
+                      the C API of aclnn/
+    simt              kernels on the host machine of tests/simt, behind those of device_api.h
+    simt-sanitized    the same as in cuda on that machine, with the address and undefined-behaviour sanitizers
     simt-ort          kernels on the host machine, as custom operators for onnxruntime's CPU provider
     thread-sanitized  the C API on the CPU with the thread sanitizer, with MseLossBackward alone
 
@@ -71,7 +71,8 @@ def _sources(variant: str) -> list[Path]:
         return [path for path in [*checks, *_aclnn()] if path.stem not in others]
     kernels = [*checks, *_files("kernels/cuda/*.cu")]
     if variant == "cuda":
-        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc"]
+        api = [*_aclnn(), *_files("aclnn/cuda_*.cc")]
+        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc", *api]
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
         adapter = [path for path in _files("ort/*.cc") if path.name != "devices.cc"]
@@ -93,10 +94,11 @@ def _aclnn() -> list[Path]:
 
 
 def _command(variant: str, arch: str) -> list[str]:
-    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
+    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}", f"-I{CPP_EXT / 'aclnn/include'}"]
     if variant == "cuda":
         warnings = ["-diag-suppress", "2810", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
+        options.append("-DGRADFUSE_HAVE_CUDA")
         return [_compiler("nvcc", "NVCC"), *options, *includes]
     options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
     if variant != "thread-sanitized":
@@ -105,7 +107,6 @@ def _command(variant: str, arch: str) -> list[str]:
         options += ["-g1", *SANITIZERS[variant]]
         if variant == "simt-sanitized":
             options.append("-DGRADFUSE_HAVE_CUDA")
-        includes.append(f"-I{CPP_EXT / 'aclnn/include'}")
     if variant == "simt-ort":
         includes += ["-isystem", str(_onnxruntime_headers())]
     return [_compiler("c++", "CXX"), *options, *includes]
