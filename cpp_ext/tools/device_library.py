@@ -1,8 +1,8 @@
 """Builds the CUDA kernels for tests and measurements, with nothing but a compiler: `device_library.py VARIANT`.
 
 Variants:
-    cuda              kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h and
-                      the C API of aclnn/
+    cuda              kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
+                      and the C API of capi/
     simt              kernels on the host machine of tests/simt, behind those of device_api.h
     simt-sanitized    the same as in cuda on that machine, with the address and undefined-behaviour sanitizers
     simt-ort          kernels on the host machine, as custom operators for onnxruntime's CPU provider
@@ -68,10 +68,10 @@ def _sources(variant: str) -> list[Path]:
     checks = _files("kernels/*.cc")
     if variant == "thread-sanitized":
         others = {path.stem for path in checks} - {"mse_loss_backward", "signature"}
-        return [path for path in [*checks, *_aclnn()] if path.stem not in others]
+        return [path for path in [*checks, *_capi()] if path.stem not in others]
     kernels = [*checks, *_files("kernels/cuda/*.cu")]
     if variant == "cuda":
-        api = [*_aclnn(), *_files("aclnn/cuda_*.cc")]
+        api = [*_capi(), *_files("capi/cuda_*.cc")]
         return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc", *api]
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
@@ -80,21 +80,21 @@ def _sources(variant: str) -> list[Path]:
     kernels += [tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
     if variant == "simt":
         return kernels
-    return [*kernels, *_aclnn(), CPP_EXT / "aclnn/cuda_faults.cc", tests / "simt/aclnn_device.cc"]
+    return [*kernels, *_capi(), CPP_EXT / "capi/cuda_faults.cc", tests / "simt/capi_device.cc"]
 
 
 def _files(pattern: str) -> list[Path]:
     return sorted(CPP_EXT.glob(pattern))
 
 
-def _aclnn() -> list[Path]:
+def _capi() -> list[Path]:
     """The C API on the CPU, but for what its kernels share with others."""
-    api = [path for path in _files("aclnn/*.cc") if not path.name.startswith("cuda_")]
+    api = [path for path in _files("capi/*.cc") if not path.name.startswith("cuda_")]
     return [*api, *_files("runtime/*.cc"), *_files("kernels/cpu/*.cc")]
 
 
 def _command(variant: str, arch: str) -> list[str]:
-    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}", f"-I{CPP_EXT / 'aclnn/include'}"]
+    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}", f"-I{CPP_EXT / 'capi/include'}"]
     if variant == "cuda":
         warnings = ["-diag-suppress", "2810", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
@@ -148,7 +148,7 @@ def _compile(command: list[str], source: Path, folder: Path) -> Path:
     # Two sources of an op differ in their folders only.
     target = folder / f"{source.parent.name}_{source.name}.o"
     options = ["-x", "c++"] if source.suffix == ".cu" and Path(command[0]).name != "nvcc" else []
-    if source in _aclnn():
+    if source in _capi():
         options.append("-O0")  # little work, and half the time to compile
     _run([*command, *options, "-c", str(source), "-o", str(target)])
     return target

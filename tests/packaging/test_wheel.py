@@ -15,7 +15,7 @@ import pytest
 import gradfuse
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADERS = ROOT / "cpp_ext" / "aclnn" / "include"
+HEADERS = ROOT / "cpp_ext" / "capi" / "include"
 
 pytestmark = pytest.mark.xdist_group("build")
 

@@ -3,8 +3,8 @@
     gpu_test.py [--simt | --simt-sanitized] [--small] [--only OP] [--no-tools]
 
 Every op in every type, twice (the bits must be the same), from aligned and from odd addresses, with memory poisoned
-that an op must write. The C API's own check on the device. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there. Needs
-numpy and nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
+that an op must write. The check of the C API. Then compute-sanitizer's memcheck and racecheck over the small sizes,
+where it is there. Needs numpy and nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def run(device: Device, *, large: bool, only: str | None) -> int:
 def check_c_api(library: Path) -> int:
     """Build and run the program that makes mistakes with the C API; gives 1 where not all are found."""
     root = Path(__file__).resolve().parents[2]
-    program = library.parent / "aclnn_check"
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", str(root / "tests" / "aclnn_check.cc")]
-    command += [f"-I{root / 'aclnn' / 'include'}", str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
+    program = library.parent / "capi_check"
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", str(root / "tests" / "capi_check.cc")]
+    command += [f"-I{root / 'capi' / 'include'}", str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
     subprocess.run(command, check=True)
     code = subprocess.run([program], env={**os.environ, "GRADFUSE_DEVICE": "cuda"}, check=False).returncode
     print(f"C API: {'passed' if code == 0 else f'failed with {code}'}")

@@ -1,7 +1,7 @@
 #include "gradfuse/ops/ctc_loss.h"
 
-#include "aclnn/plan.h"
 #include "aclnnop/aclnn_ctc_loss.h"
+#include "capi/plan.h"
 
 using Args = gradfuse::CtcLossArgs;
 
@@ -9,7 +9,7 @@ aclnnStatus aclnnCtcLossGetWorkspaceSize(const aclTensor* logProbs, const aclTen
                                          const aclIntArray* inputLengths, const aclIntArray* targetLengths,
                                          int64_t blank, bool zeroInfinity, aclTensor* negLogLikelihood,
                                          aclTensor* logAlpha, uint64_t* workspaceSize, aclOpExecutor** executor) {
-  return gradfuse::aclnn::Prepare<Args>(
+  return gradfuse::capi::Prepare<Args>(
       "aclnnCtcLossGetWorkspaceSize", {logProbs, targets, inputLengths, targetLengths, negLogLikelihood, logAlpha},
       [&](Args& args) {
         args.blank = blank;
@@ -19,5 +19,5 @@ aclnnStatus aclnnCtcLossGetWorkspaceSize(const aclTensor* logProbs, const aclTen
 }
 
 aclnnStatus aclnnCtcLoss(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::aclnn::Execute("aclnnCtcLoss", Args::kName, workspace, workspaceSize, executor, stream);
+  return gradfuse::capi::Execute("aclnnCtcLoss", Args::kName, workspace, workspaceSize, executor, stream);
 }

@@ -1,13 +1,13 @@
 #include "gradfuse/ops/grouped_bias_add_grad.h"
 
-#include "aclnn/plan.h"
 #include "aclnnop/aclnn_grouped_bias_add_grad.h"
+#include "capi/plan.h"
 
 using Args = gradfuse::GroupedBiasAddGradArgs;
 
 aclnnStatus aclnnGroupedBiasAddGradGetWorkspaceSize(const aclTensor* gradY, const aclTensor* groupIdxOptional,
                                                     aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
-  return gradfuse::aclnn::Prepare<Args>(
+  return gradfuse::capi::Prepare<Args>(
       "aclnnGroupedBiasAddGradGetWorkspaceSize", {gradY, groupIdxOptional, out},
       [&](Args&) {
 
@@ -17,5 +17,5 @@ aclnnStatus aclnnGroupedBiasAddGradGetWorkspaceSize(const aclTensor* gradY, cons
 
 aclnnStatus aclnnGroupedBiasAddGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                     aclrtStream stream) {
-  return gradfuse::aclnn::Execute("aclnnGroupedBiasAddGrad", Args::kName, workspace, workspaceSize, executor, stream);
+  return gradfuse::capi::Execute("aclnnGroupedBiasAddGrad", Args::kName, workspace, workspaceSize, executor, stream);
 }

@@ -1,11 +1,11 @@
-#include "aclnn/cuda_faults.h"
+#include "capi/cuda_faults.h"
 
 #include <string>
 #include <utility>
 
-#include "aclnn/error.h"
+#include "capi/error.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 int32_t* CudaFaults::CellOf(const void* stream, const Executor& executor) {
   const std::lock_guard lock(mutex_);
@@ -38,4 +38,4 @@ void CudaFaults::Forget(const void* stream) {
   cells_.erase(stream);
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -1,7 +1,7 @@
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
 
-#include "aclnn/plan.h"
 #include "aclnnop/aclnn_scaled_masked_softmax_backward.h"
+#include "capi/plan.h"
 
 using Args = gradfuse::ScaledMaskedSoftmaxBackwardArgs;
 
@@ -9,7 +9,7 @@ aclnnStatus aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize(const aclTensor* gr
                                                              const aclTensor* mask, double scale, bool fixTriuMask,
                                                              aclTensor* out, uint64_t* workspaceSize,
                                                              aclOpExecutor** executor) {
-  return gradfuse::aclnn::Prepare<Args>(
+  return gradfuse::capi::Prepare<Args>(
       "aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize", {gradOutput, y, mask, out},
       [&](Args& args) {
         args.scale = static_cast<float>(scale);
@@ -20,6 +20,6 @@ aclnnStatus aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize(const aclTensor* gr
 
 aclnnStatus aclnnScaledMaskedSoftmaxBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                              aclrtStream stream) {
-  return gradfuse::aclnn::Execute("aclnnScaledMaskedSoftmaxBackward", Args::kName, workspace, workspaceSize, executor,
-                                  stream);
+  return gradfuse::capi::Execute("aclnnScaledMaskedSoftmaxBackward", Args::kName, workspace, workspaceSize, executor,
+                                 stream);
 }

@@ -1,7 +1,7 @@
 #include "gradfuse/ops/ctc_loss_backward.h"
 
-#include "aclnn/plan.h"
 #include "aclnnop/aclnn_ctc_loss_backward.h"
+#include "capi/plan.h"
 
 using Args = gradfuse::CtcLossBackwardArgs;
 
@@ -10,7 +10,7 @@ aclnnStatus aclnnCtcLossBackwardGetWorkspaceSize(const aclTensor* gradOut, const
                                                  const aclIntArray* targetLengths, const aclTensor* negLogLikelihood,
                                                  const aclTensor* logAlpha, int64_t blank, bool zeroInfinity,
                                                  aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
-  return gradfuse::aclnn::Prepare<Args>(
+  return gradfuse::capi::Prepare<Args>(
       "aclnnCtcLossBackwardGetWorkspaceSize",
       {gradOut, logProbs, targets, inputLengths, targetLengths, negLogLikelihood, logAlpha, out},
       [&](Args& args) {
@@ -21,5 +21,5 @@ aclnnStatus aclnnCtcLossBackwardGetWorkspaceSize(const aclTensor* gradOut, const
 }
 
 aclnnStatus aclnnCtcLossBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::aclnn::Execute("aclnnCtcLossBackward", Args::kName, workspace, workspaceSize, executor, stream);
+  return gradfuse::capi::Execute("aclnnCtcLossBackward", Args::kName, workspace, workspaceSize, executor, stream);
 }

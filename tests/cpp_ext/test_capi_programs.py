@@ -176,7 +176,7 @@ def test_pkg_config_finds_the_package(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def check_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_program(CPP_EXT / "tests" / "aclnn_check.cc", tmp_path_factory.mktemp("check"), "-std=c++17", "-g1")
+    return compile_program(CPP_EXT / "tests" / "capi_check.cc", tmp_path_factory.mktemp("check"), "-std=c++17", "-g1")
 
 
 def test_mistakes_views_and_order_with_any_number_of_threads(check_program: Path) -> None:
@@ -196,7 +196,7 @@ def test_valgrind_finds_nothing(check_program: Path) -> None:
 
 @pytest.mark.parametrize("argument", ("", "fork"))
 def test_many_threads_and_forks(argument: str, tmp_path: Path) -> None:
-    program = compile_program(CPP_EXT / "tests" / "aclnn_threads.cc", tmp_path, "-std=c++17", "-g1")
+    program = compile_program(CPP_EXT / "tests" / "capi_threads.cc", tmp_path, "-std=c++17", "-g1")
     assert output_of(program, argument, GRADFUSE_NUM_THREADS="3") == "0 failures\n"
 
 
@@ -210,13 +210,13 @@ def sanitized(variant: str, source: str, folder: Path) -> Path:
 @pytest.mark.xdist_group("sanitized")
 def test_the_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: Path) -> None:
     """On the CPU, and with the CUDA kernels on the machine of the tests."""
-    program = sanitized("simt-sanitized", "aclnn_check.cc", tmp_path)
+    program = sanitized("simt-sanitized", "capi_check.cc", tmp_path)
     for device in ("cpu", "cuda"):
         assert output_of(program, device=device, GRADFUSE_NUM_THREADS="3").endswith("\n0 failures\n")
 
 
 def test_the_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
-    program = sanitized("thread-sanitized", "aclnn_threads.cc", tmp_path)
+    program = sanitized("thread-sanitized", "capi_threads.cc", tmp_path)
     assert output_of(program, GRADFUSE_NUM_THREADS="3") == "0 failures\n"
 
 

@@ -1,8 +1,8 @@
-#include "aclnn/shared_mutex.h"
+#include "capi/shared_mutex.h"
 
 #include <pthread.h>
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 std::mutex& Make() {
@@ -18,4 +18,4 @@ std::mutex& SharedMutex() {
   return mutex;
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -2,11 +2,11 @@
 
 #include <string>
 
-#include "aclnn/cuda_faults.h"
-#include "aclnn/device.h"
-#include "aclnn/error.h"
+#include "capi/cuda_faults.h"
+#include "capi/device.h"
+#include "capi/error.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 void Expect(cudaError_t error) {
@@ -98,4 +98,4 @@ Device* CudaDeviceOrNull() {
   return &device;
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

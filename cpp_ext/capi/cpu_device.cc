@@ -12,13 +12,13 @@
 #include <string>
 #include <thread>
 
-#include "aclnn/device.h"
-#include "aclnn/error.h"
-#include "aclnn/handle_table.h"
-#include "aclnn/shared_mutex.h"
+#include "capi/device.h"
+#include "capi/error.h"
+#include "capi/handle_table.h"
+#include "capi/shared_mutex.h"
 #include "runtime/thread_pool.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 // What a run threw, kept for another thread to hear of.
@@ -210,4 +210,4 @@ Device& CpuDevice() {
   return device;
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -1,11 +1,11 @@
-#include "aclnn/device.h"
+#include "capi/device.h"
 
 #include <cstdlib>
 #include <string>
 
-#include "aclnn/error.h"
+#include "capi/error.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 Device& Choose() {
@@ -32,4 +32,4 @@ Device& Device::Current() {
   return device;
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

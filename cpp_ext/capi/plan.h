@@ -7,16 +7,16 @@
 #include <string>
 #include <vector>
 
-#include "aclnn/device.h"
-#include "aclnn/error.h"
-#include "aclnn/executor.h"
-#include "aclnn/staging.h"
+#include "capi/device.h"
+#include "capi/error.h"
+#include "capi/executor.h"
+#include "capi/staging.h"
 #include "gradfuse/op_table.h"
 #include "gradfuse/signature.h"
 #include "gradfuse/strided_copy.h"
 
 // The first phase of any op: what makes an executor out of C arguments.
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 using Operands = std::initializer_list<Operand>;
 
@@ -159,4 +159,4 @@ aclnnStatus Prepare(const char* function, Operands operands, const SetAttributes
   });
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

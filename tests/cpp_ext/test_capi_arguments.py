@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from backends import ONNX_TYPES, one_node, to_ort_value
-from cpp_ext.c_api import INVALID, NULL_POINTER, RefusedError
 from cpp_ext.single_node import session_of
 from torch import Tensor
 
-from cpp_ext import c_api
+from cpp_ext import capi
+from cpp_ext.capi import INVALID, NULL_POINTER, RefusedError
 from gradfuse.custom_ops import OPS
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -183,7 +183,7 @@ def refusal_of_c(op: str, inputs: Sequence[Tensor | None], attributes: dict[str,
     outputs = valid(op)[1]
     before = [output.fill_(7).clone() for output in outputs]
     with pytest.raises(RefusedError) as caught:
-        c_api.prepare(op, inputs, outputs, attributes)
+        capi.prepare(op, inputs, outputs, attributes)
     assert all(torch.equal(*pair) for pair in zip(before, outputs, strict=True))
     return caught.value
 
@@ -203,7 +203,7 @@ def refusal_of_onnxruntime(op: str, inputs: Sequence[Tensor | None], attributes:
 
 @pytest.mark.parametrize("op", TABLES)
 def test_what_is_bad_is_refused_in_c_and_in_onnxruntime_alike(op: str) -> None:
-    c_api.run(op, *valid(op))
+    capi.run(op, *valid(op))
     of_ours = 0
     cases = list(TABLES[op]())
     for _, inputs, attributes in cases:
@@ -233,35 +233,35 @@ def test_outputs_are_checked(op: str) -> None:
             changed_outputs: list[Tensor | None] = list(outputs)
             changed_outputs[index] = wrong
             with pytest.raises(RefusedError) as caught:
-                c_api.prepare(op, inputs, changed_outputs, {})
+                capi.prepare(op, inputs, changed_outputs, {})
             assert caught.value.code == (NULL_POINTER if wrong is None else INVALID)
 
 
 def test_null_pointers_come_first() -> None:
     inputs, _ = valid("MseLossBackward")
-    first_phase = c_api.library().aclnnMseLossBackwardGetWorkspaceSize
+    first_phase = capi.library().aclnnMseLossBackwardGetWorkspaceSize
     size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    tensor = c_api.create_tensor(inputs[0])
+    tensor = capi.create_tensor(inputs[0])
     good = [tensor, tensor, tensor, ctypes.c_int64(9), tensor, ctypes.byref(size), ctypes.byref(executor)]
     assert first_phase(*good) == INVALID  # the reduction
     for index in (0, 1, 2, 4, 5, 6):
         assert first_phase(*good[:index], None, *good[index + 1 :]) == NULL_POINTER
-        message = c_api.library().aclGetRecentErrMsg().decode()
+        message = capi.library().aclGetRecentErrMsg().decode()
         assert "null pointer" in message
-    c_api.expect_success(c_api.library().aclDestroyTensor(tensor))
+    capi.expect_success(capi.library().aclDestroyTensor(tensor))
 
 
 @pytest.mark.parametrize("format", (-1, 0, 1))
 def test_formats_other_than_nd_are_refused(format: int) -> None:
-    tensors = [c_api.create_tensor(torch.zeros(2, 2), format if index == 1 else c_api.ND) for index in range(4)]
+    tensors = [capi.create_tensor(torch.zeros(2, 2), format if index == 1 else capi.ND) for index in range(4)]
     size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    code = c_api.library().aclnnMseLossBackwardGetWorkspaceSize(
+    code = capi.library().aclnnMseLossBackwardGetWorkspaceSize(
         *tensors[:3], ctypes.c_int64(1), tensors[3], ctypes.byref(size), ctypes.byref(executor)
     )
     assert code == INVALID
-    assert c_api.library().aclGetRecentErrMsg().decode().endswith(f"self is of format {format}; expected ACL_FORMAT_ND")
+    assert capi.library().aclGetRecentErrMsg().decode().endswith(f"self is of format {format}; expected ACL_FORMAT_ND")
     for tensor in tensors:
-        c_api.expect_success(c_api.library().aclDestroyTensor(tensor))
+        capi.expect_success(capi.library().aclDestroyTensor(tensor))
 
 
 def create(
@@ -274,20 +274,20 @@ def create(
     rank: int | None = None,
 ) -> str:
     """What aclCreateTensor says to arguments: "" where it makes a tensor."""
-    made = c_api.library().aclCreateTensor(
-        None if dims is None else c_api.int64s(dims),
+    made = capi.library().aclCreateTensor(
+        None if dims is None else capi.int64s(dims),
         ctypes.c_uint64(len(dims or ()) if rank is None else rank),
         dtype,
-        None if strides is None else c_api.int64s(strides),
+        None if strides is None else capi.int64s(strides),
         ctypes.c_int64(offset),
-        c_api.ND,
-        None if storage is None else c_api.int64s(storage),
+        capi.ND,
+        None if storage is None else capi.int64s(storage),
         ctypes.c_uint64(1 if storage is None else len(storage)),
         ctypes.c_void_p(4096),
     )
     if not made:
-        return str(c_api.library().aclGetRecentErrMsg().decode())
-    c_api.expect_success(c_api.library().aclDestroyTensor(ctypes.c_void_p(made)))
+        return str(capi.library().aclGetRecentErrMsg().decode())
+    capi.expect_success(capi.library().aclDestroyTensor(ctypes.c_void_p(made)))
     return ""
 
 
@@ -310,6 +310,7 @@ def test_views_that_are_none_are_refused_when_they_are_made() -> None:
         "storageDims is a null pointer; expected an array": create((2, 3), (3, 1), storage=None),
         "dataType is 77; expected one of the types of aclDataType but ACL_DT_UNDEFINED": create((2,), (1,), dtype=77),
         "dataType is -1; expected one of the types of aclDataType but ACL_DT_UNDEFINED": create((2,), (1,), dtype=-1),
+        "viewDimsNum is 65; expected 8 or less": create((1,) * 65, (1,) * 65),
         "viewDims is of more than 2^62 bytes; expected a shape that fits in memory": create((2**31,) * 2, (0, 0)),
         "stride[0] is 4611686018427387904; expected a view that stays in its storage": create((3,), (2**62,)),
     }
@@ -328,23 +329,32 @@ def test_views_that_are_none_are_refused_when_they_are_made() -> None:
 
 def test_a_tensor_without_memory_is_refused_when_it_is_used() -> None:
     inputs, (output,) = valid("MseLossBackward")
-    tensors = [c_api.create_tensor(inputs[0]) for _ in range(3)]
-    dims, strides = c_api.int64s((2, 3)), c_api.int64s((3, 1))
+    tensors = [capi.create_tensor(inputs[0]) for _ in range(3)]
+    dims, strides = capi.int64s((2, 3)), capi.int64s((3, 1))
     for address, message in (
         (0, "target is without memory; expected the address of its elements"),
         (output.data_ptr() + 2, "target is at an address that is not aligned; expected a multiple of 4"),
     ):
-        bad = c_api.library().aclCreateTensor(
-            dims, ctypes.c_uint64(2), 0, strides, ctypes.c_int64(0), c_api.ND, dims, ctypes.c_uint64(2),
+        bad = capi.library().aclCreateTensor(
+            dims, ctypes.c_uint64(2), 0, strides, ctypes.c_int64(0), capi.ND, dims, ctypes.c_uint64(2),
             ctypes.c_void_p(address),
         )  # fmt: skip
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        code = c_api.library().aclnnMseLossBackwardGetWorkspaceSize(
+        code = capi.library().aclnnMseLossBackwardGetWorkspaceSize(
             tensors[0], tensors[1], ctypes.c_void_p(bad), ctypes.c_int64(1), tensors[2], ctypes.byref(size),
             ctypes.byref(executor),
         )  # fmt: skip
         assert code == INVALID
-        assert c_api.library().aclGetRecentErrMsg().decode() == f"aclnnMseLossBackwardGetWorkspaceSize: {message}"
-        c_api.expect_success(c_api.library().aclDestroyTensor(ctypes.c_void_p(bad)))
+        assert capi.library().aclGetRecentErrMsg().decode() == f"aclnnMseLossBackwardGetWorkspaceSize: {message}"
+        capi.expect_success(capi.library().aclDestroyTensor(ctypes.c_void_p(bad)))
     for tensor in tensors:
-        c_api.expect_success(c_api.library().aclDestroyTensor(tensor))
+        capi.expect_success(capi.library().aclDestroyTensor(tensor))
+
+
+@pytest.mark.parametrize("kind", (-1, 4))
+def test_copies_of_no_kind_are_refused(kind: int) -> None:
+    memory = torch.zeros(2)
+    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(4)
+    assert capi.library().aclrtMemcpy(address, size, address, size, kind) != 0
+    message = capi.library().aclGetRecentErrMsg().decode()
+    assert message == f"aclrtMemcpy: kind is {kind}; expected one of aclrtMemcpyKind"

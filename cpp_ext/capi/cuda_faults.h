@@ -5,10 +5,10 @@
 #include <mutex>
 #include <vector>
 
-#include "aclnn/executor.h"
+#include "capi/executor.h"
 #include "gradfuse/fault.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 // What the runs on the streams of a CUDA device found in their inputs that an op does not take: known when the device
 // gets there, told when the host waits for the stream.
@@ -33,4 +33,4 @@ class CudaFaults {
   std::map<const void*, std::vector<Cell>> cells_;  // of each stream, one an op
 };
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

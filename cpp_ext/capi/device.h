@@ -5,9 +5,9 @@
 #include <memory>
 
 #include "acl/acl.h"
-#include "aclnn/executor.h"
+#include "capi/executor.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 // What the C API runs on. Everything throws an Error where it fails.
 class Device {
@@ -42,4 +42,4 @@ Device& CpuDevice();
 // Null where there is no GPU, or no driver.
 Device* CudaDeviceOrNull();
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

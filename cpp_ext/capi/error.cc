@@ -1,9 +1,9 @@
-#include "aclnn/error.h"
+#include "capi/error.h"
 
 #include <new>
 #include <stdexcept>
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 thread_local std::string last_error;
@@ -39,6 +39,6 @@ int HandleException(const char* function) noexcept {
   }
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi
 
-const char* aclGetRecentErrMsg() { return gradfuse::aclnn::last_error.c_str(); }
+const char* aclGetRecentErrMsg() { return gradfuse::capi::last_error.c_str(); }

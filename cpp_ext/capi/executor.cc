@@ -1,13 +1,13 @@
-#include "aclnn/executor.h"
+#include "capi/executor.h"
 
 #include <cstring>
 #include <string>
 
-#include "aclnn/device.h"
-#include "aclnn/error.h"
-#include "aclnn/handle_table.h"
+#include "capi/device.h"
+#include "capi/error.h"
+#include "capi/handle_table.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 using Executors = HandleTable<std::unique_ptr<Executor>>;
@@ -54,4 +54,4 @@ aclnnStatus Execute(const char* function, const char* op, void* workspace, uint6
   });
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

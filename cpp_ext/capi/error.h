@@ -7,7 +7,7 @@
 #include "acl/acl.h"
 #include "gradfuse/status.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 // What a function of the C API gives back, and why.
 class Error : public std::exception {
@@ -64,4 +64,4 @@ aclnnStatus GuardedOp(const char* function, const Body& body) noexcept {
   }
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -1,14 +1,14 @@
-#include "aclnn/staging.h"
+#include "capi/staging.h"
 
 #include <algorithm>
 #include <string>
 
-#include "aclnn/error.h"
+#include "capi/error.h"
 #include "gradfuse/strided_copy.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 // Where the parts of a workspace begin.
@@ -110,4 +110,4 @@ char* Staging::Place(char* workspace) {
   return begin + op_offset_;
 }
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

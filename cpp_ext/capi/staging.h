@@ -5,10 +5,10 @@
 #include <memory>
 #include <vector>
 
-#include "aclnn/tensor.h"
+#include "capi/tensor.h"
 #include "gradfuse/signature.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 // An argument of the C function that is a tensor of the op's signature: lengths are arrays of the host.
 struct Operand {
@@ -58,4 +58,4 @@ class Staging {
   bool reads_values_ = false;
 };
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -1,7 +1,7 @@
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
 
-#include "aclnn/plan.h"
 #include "aclnnop/aclnn_cross_entropy_loss_grad.h"
+#include "capi/plan.h"
 
 using Args = gradfuse::CrossEntropyLossGradArgs;
 
@@ -12,7 +12,7 @@ aclnnStatus aclnnCrossEntropyLossGradGetWorkspaceSize(const aclTensor* gradLoss,
                                                       int64_t ignoreIndex, double labelSmoothing,
                                                       double lseSquareScaleForZloss, const aclTensor* out,
                                                       uint64_t* workspaceSize, aclOpExecutor** executor) {
-  return gradfuse::aclnn::Prepare<Args>(
+  return gradfuse::capi::Prepare<Args>(
       "aclnnCrossEntropyLossGradGetWorkspaceSize",
       {gradLoss, logProb, target, weightOptional, gradZlossOptional, lseForZlossOptional, out},
       [&](Args& args) {
@@ -26,5 +26,5 @@ aclnnStatus aclnnCrossEntropyLossGradGetWorkspaceSize(const aclTensor* gradLoss,
 
 aclnnStatus aclnnCrossEntropyLossGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                       aclrtStream stream) {
-  return gradfuse::aclnn::Execute("aclnnCrossEntropyLossGrad", Args::kName, workspace, workspaceSize, executor, stream);
+  return gradfuse::capi::Execute("aclnnCrossEntropyLossGrad", Args::kName, workspace, workspaceSize, executor, stream);
 }

@@ -1,13 +1,13 @@
-// In place of aclnn/cuda_device.cc: the device "cuda" of the C API is the machine of the tests, whose memory the C API
+// In place of capi/cuda_device.cc: the device "cuda" of the C API is the machine of the tests, whose memory the C API
 // takes for one that the host cannot read.
 
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
-#include "aclnn/cuda_faults.h"
-#include "aclnn/device.h"
-#include "aclnn/error.h"
+#include "capi/cuda_faults.h"
+#include "capi/device.h"
+#include "capi/error.h"
 
 namespace gradfuse {
 namespace cuda {
@@ -17,7 +17,7 @@ Fault NewFault() { return Fault(new int32_t(0)); }
 
 }  // namespace cuda
 
-namespace aclnn {
+namespace capi {
 namespace {
 
 class Simt final : public Device {
@@ -59,5 +59,5 @@ Device* CudaDeviceOrNull() {
   return &device;
 }
 
-}  // namespace aclnn
+}  // namespace capi
 }  // namespace gradfuse

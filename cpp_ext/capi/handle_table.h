@@ -5,9 +5,9 @@
 #include <unordered_map>
 #include <utility>
 
-#include "aclnn/shared_mutex.h"
+#include "capi/shared_mutex.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 // Objects that C callers know by handles. A handle is never used a second time, so that one whose object is gone is
 // known for what it is. Handles are odd, as no pointer to an aligned object is.
@@ -61,4 +61,4 @@ class HandleTable {
   uintptr_t next_ = (uintptr_t{1} << 32) + 1;
 };
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -1,13 +1,13 @@
-#include "aclnn/tensor.h"
+#include "capi/tensor.h"
 
 #include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
 
-#include "aclnn/error.h"
+#include "capi/error.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 namespace {
 
 std::optional<DType> DTypeOf(int type) {
@@ -90,9 +90,9 @@ std::unique_ptr<aclTensor> MakeTensor(const int64_t* view_dims, uint64_t rank, i
 }
 
 }  // namespace
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi
 
-using namespace gradfuse::aclnn;
+using namespace gradfuse::capi;
 
 aclTensor* aclCreateTensor(const int64_t* viewDims, uint64_t viewDimsNum, aclDataType dataType, const int64_t* stride,
                            int64_t offset, aclFormat format, const int64_t* storageDims, uint64_t storageDimsNum,

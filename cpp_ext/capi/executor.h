@@ -7,7 +7,7 @@
 #include "gradfuse/parallel.h"
 #include "gradfuse/queue.h"
 
-namespace gradfuse::aclnn {
+namespace gradfuse::capi {
 
 // The name of the input at a place of an op's signature, counted from 1.
 using InputNameFunction = const char* (*)(int32_t place);
@@ -53,4 +53,4 @@ aclOpExecutor* AddExecutor(std::unique_ptr<Executor> executor);
 // Gives up all that were never run.
 void DropExecutors();
 
-}  // namespace gradfuse::aclnn
+}  // namespace gradfuse::capi

@@ -3,11 +3,11 @@
 #include <atomic>
 #include <string>
 
-#include "aclnn/device.h"
-#include "aclnn/error.h"
-#include "aclnn/executor.h"
+#include "capi/device.h"
+#include "capi/error.h"
+#include "capi/executor.h"
 
-using namespace gradfuse::aclnn;
+using namespace gradfuse::capi;
 
 namespace {
 
