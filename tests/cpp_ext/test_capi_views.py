@@ -16,8 +16,8 @@ from torch import Tensor
 from cpp_ext import capi
 from gradfuse.testing import assert_gradients_close
 
-Sample = tuple[list[Tensor | None], dict[str, object], Callable[[torch.dtype], list[Tensor]]]
-"""Inputs, attributes, and the oracle of the outputs in a type."""
+Sample = tuple[list[Tensor | None], dict[str, object], Callable[[torch.dtype], list[Tensor]], Tensor]
+"""Inputs, attributes, the oracle of the outputs in a type, and the magnitude of what sums add up."""
 
 POISON = 77
 
@@ -57,6 +57,7 @@ def mse(rng: random.Random, dtype: torch.dtype) -> Sample:
         list(inputs),
         {"reduction": reduction},
         lambda type_: [oracles.mse_loss_backward(*inputs, reduction=reduction, dtype=type_)],
+        torch.zeros(()),
     )
 
 
@@ -76,6 +77,7 @@ def cross_entropy(rng: random.Random, dtype: torch.dtype) -> Sample:
         lambda type_: [
             oracles.cross_entropy_loss_grad(*inputs, reduction=reduction, label_smoothing=smoothing, dtype=type_)
         ],
+        torch.zeros(()),
     )
 
 
@@ -88,18 +90,25 @@ def softmax(rng: random.Random, dtype: torch.dtype) -> Sample:
         [grad, y, mask],
         {"scale": 0.5},
         lambda type_: [oracles.scaled_masked_softmax_backward(grad, y, mask, scale=0.5, dtype=type_)],
+        (grad.double() * y.double()).abs().sum(-1, keepdim=True),
     )
 
 
 def grouped_bias(rng: random.Random, dtype: torch.dtype) -> Sample:
+    group_idx = None
     if rng.random() < 0.5:
         grad = repeated(torch.randn([rng.randint(1, 6) for _ in range(3)]).to(dtype), rng)
-        return [grad], {}, lambda type_: [oracles.grouped_bias_add_grad(grad, dtype=type_)]
-    rows = rng.randint(1, 9)
-    grad = repeated(torch.randn(rows, rng.randint(1, 5)).to(dtype), rng)
-    ends = torch.tensor([*sorted(rng.randint(0, rows) for _ in range(3)), rows])
-    group_idx = scattered(ends.to(rng.choice((torch.int32, torch.int64))), rng)
-    return [grad, group_idx], {}, lambda type_: [oracles.grouped_bias_add_grad(grad, group_idx, dtype=type_)]
+    else:
+        rows = rng.randint(1, 9)
+        grad = repeated(torch.randn(rows, rng.randint(1, 5)).to(dtype), rng)
+        ends = torch.tensor([*sorted(rng.randint(0, rows) for _ in range(3)), rows])
+        group_idx = scattered(ends.to(rng.choice((torch.int32, torch.int64))), rng)
+    return (
+        [grad, group_idx],
+        {},
+        lambda type_: [oracles.grouped_bias_add_grad(grad, group_idx, dtype=type_)],
+        oracles.grouped_bias_add_grad(grad.abs(), group_idx),
+    )
 
 
 def ctc_arguments(rng: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,7 +122,7 @@ def ctc_arguments(rng: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def ctc(rng: random.Random, dtype: torch.dtype) -> Sample:
     inputs = ctc_arguments(rng, dtype)
-    return list(inputs), {}, lambda type_: list(oracles.ctc_loss(*inputs, dtype=type_))
+    return list(inputs), {}, lambda type_: list(oracles.ctc_loss(*inputs, dtype=type_)), torch.zeros(())
 
 
 def ctc_backward(rng: random.Random, dtype: torch.dtype) -> Sample:
@@ -124,6 +133,7 @@ def ctc_backward(rng: random.Random, dtype: torch.dtype) -> Sample:
         [grad, *inputs, loss, alpha],
         {},
         lambda type_: [oracles.ctc_loss_backward(grad, *inputs, dtype=type_)],
+        grad.double().abs()[None, :, None],
     )
 
 
@@ -148,12 +158,12 @@ def memory_of(view: Tensor) -> Tensor:
 
 
 def check(op: str, dtype: torch.dtype, rng: random.Random) -> None:
-    inputs, attributes, oracle = SAMPLES[op](rng, dtype)
+    inputs, attributes, oracle, terms = SAMPLES[op](rng, dtype)
     references, natives = oracle(torch.float64), oracle(dtype)
     outputs = [scattered(poisoned(native), rng) for native in natives]
     capi.run(op, inputs, outputs, **attributes)
     for output, native, reference in zip(outputs, natives, references, strict=True):
-        assert_gradients_close(output, native, reference, dtype)
+        assert_gradients_close(output, native, reference, dtype, terms=terms.numpy())
     # Dense copies of the same give the same bits, and nothing beside the outputs was written.
     dense = [poisoned(native) for native in natives]
     capi.run(op, [None if value is None else value.contiguous() for value in inputs], dense, **attributes)
