@@ -119,6 +119,21 @@ void ShareOne() {
   problem.ExpectResult();
 }
 
+// Rows of an output that share their memory are not written by several threads at once.
+void ShareRows() {
+  Problem problem(2);
+  const int64_t dims[] = {kRows, kColumns};
+  const int64_t strides[] = {0, 1};
+  EXPECT(aclDestroyTensor(problem.tensors[3]) == ACL_SUCCESS);
+  problem.tensors[3] = aclCreateTensor(dims, 2, ACL_FLOAT, strides, 0, ACL_FORMAT_ND, dims + 1, 1, problem.memory[3]);
+  problem.Plan();
+  EXPECT(problem.Start(nullptr) == ACL_SUCCESS);
+  std::vector<float> row(kColumns);
+  const size_t bytes = row.size() * sizeof(float);
+  EXPECT(aclrtMemcpy(row.data(), bytes, problem.memory[3], bytes, ACL_MEMCPY_DEVICE_TO_HOST) == ACL_SUCCESS);
+  EXPECT(row == std::vector<float>(kColumns, 2 * 3 * 2));
+}
+
 // Children of a process with threads, streams and a plan have what they need.
 void Fork() {
   aclrtStream stream = nullptr;
@@ -157,6 +172,7 @@ int main(int argc, char** argv) {
   } else {
     InThreads(8, WorkAlone);
     ShareOne();
+    ShareRows();
   }
   EXPECT(aclFinalize() == ACL_SUCCESS);
   std::printf("%d failures\n", failures.load());
