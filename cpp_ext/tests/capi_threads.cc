@@ -150,7 +150,6 @@ void Fork() {
     EXPECT(std::strstr(aclGetRecentErrMsg(), "the process that forked") != nullptr);
     EXPECT(aclrtSynchronizeStream(stream) == ACL_ERROR_INVALID_PARAM);
     EXPECT(aclrtDestroyStream(stream) == ACL_SUCCESS);
-    problem.Plan();
     EXPECT(problem.Start(nullptr) == ACL_SUCCESS);
     problem.ExpectResult();
     InThreads(2, WorkAlone);

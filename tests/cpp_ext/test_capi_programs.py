@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradfuse
+from gradfuse.custom_ops import OPS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpp_ext" / "tools"))
 import device_library
@@ -121,6 +122,11 @@ def test_functions_are_those_of_the_descriptions_argument_for_argument() -> None
     # Beside them only the forward pass of CTC is there.
     others = {name for name in ours if name.startswith("aclnn")} - set(described)
     assert others == {"aclnnCtcLossGetWorkspaceSize", "aclnnCtcLoss"}
+
+
+def test_every_operator_is_there() -> None:
+    named = {name.removeprefix("aclnn") for name in declared() if name.startswith("aclnn")}
+    assert named == {f"{op}{phase}" for op in OPS for phase in ("GetWorkspaceSize", "")}
 
 
 def test_the_library_exports_what_the_headers_declare() -> None:
