@@ -9,18 +9,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 CXX_SOURCES := CMakeLists.txt $(shell find cpp_ext -type f -not -path '*/__pycache__/*' 2>/dev/null)
-CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES))
+CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] benchmarks/*.c)
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench bench-payoff bench-scale gpu-test gpu-bench lint format wheel clean
+.PHONY: help demo test test-slow bench bench-aclnn bench-payoff bench-scale gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
+	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
@@ -55,6 +56,13 @@ test-slow: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)
+
+bench-aclnn: $(INSTALLED)
+	@mkdir -p build
+	library=$$($(BIN)/python -c "import gradfuse; print(gradfuse.get_aclnn_library_path())") && \
+	include=$$($(BIN)/python -c "import gradfuse; print(gradfuse.get_include())") && \
+	$(CC) -std=gnu11 -O2 benchmarks/aclnn_overhead.c -I$$include $$library -Wl,-rpath,$$(dirname $$library) -o build/aclnn_overhead
+	GRADFUSE_DEVICE=cpu build/aclnn_overhead
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)

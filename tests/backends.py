@@ -31,6 +31,9 @@ ONNX_TYPES = {
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.int64: TensorProto.INT64,
     torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
     torch.bool: TensorProto.BOOL,
 }
 
@@ -66,9 +69,10 @@ def one_node(
     operator = OPS[op]
     names = [i.name if given else "" for i, given in zip(operator.inputs, inputs, strict=False)]
     infos = [helper.make_tensor_value_info(name, *given) for name, given in zip(names, inputs, strict=True) if given]
-    first = next(given for i, given in zip(operator.inputs, inputs, strict=False) if given and i.type == "T")
+    of_type_t = (given[0] for i, given in zip(operator.inputs, inputs, strict=False) if given and i.type == "T")
+    t = next(of_type_t, TensorProto.FLOAT)
     outputs = [
-        helper.make_tensor_value_info(output.name, first[0], [None] * rank)
+        helper.make_tensor_value_info(output.name, t, [None] * rank)
         for output, rank in zip(operator.outputs, ranks or [0] * len(operator.outputs), strict=True)
     ]
     if not ranks:

@@ -71,6 +71,9 @@ constexpr ONNXTensorElementDataType ToOnnx(DType dtype) {
     case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
     case DType::kBool: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+    case DType::kInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    case DType::kUInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+    case DType::kInt16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
   }
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }

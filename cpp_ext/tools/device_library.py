@@ -1,12 +1,14 @@
 """Builds the CUDA kernels for tests and measurements, with nothing but a compiler: `device_library.py VARIANT`.
 
 Variants:
-    cuda            kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
-    cuda-ort        kernels for the GPU of this machine, as the library that onnxruntime loads
-    simt            kernels behind the same C functions, on the host machine of tests/simt
-    simt-sanitized  that with the address and undefined-behaviour sanitizers
-    simt-ort        kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with the
-                    execution provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
+    cuda              kernels for the GPU of this machine (nvcc), behind the C functions of tests/device/device_api.h
+                      and the C API of capi/
+    cuda-ort          kernels for the GPU of this machine, as the library that onnxruntime loads
+    simt              kernels on the host machine of tests/simt, behind those of device_api.h
+    simt-sanitized    the same as in cuda on that machine, with the address and undefined-behaviour sanitizers
+    simt-ort          kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with the
+                      execution provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
+    thread-sanitized  the C API on the CPU with the thread sanitizer, with MseLossBackward alone
 
 Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
 """
@@ -26,9 +28,12 @@ from pathlib import Path
 
 CPP_EXT = Path(__file__).resolve().parents[1]
 BUILD = CPP_EXT.parent / "build" / "device"
-VARIANTS = ("cuda", "cuda-ort", "simt", "simt-sanitized", "simt-ort")
+VARIANTS = ("cuda", "cuda-ort", "simt", "simt-sanitized", "simt-ort", "thread-sanitized")
 REPLACED = ("devices.cc", "cuda_gpu.cc")  # by sources of tests/simt
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZERS = {
+    "simt-sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread-sanitized": ["-fsanitize=thread"],
+}
 
 
 class BuildError(Exception):
@@ -62,32 +67,55 @@ def build(variant: str, arch: str = "native") -> Path:
 
 
 def _sources(variant: str) -> list[Path]:
-    kernels = [*sorted((CPP_EXT / "kernels").glob("*.cc")), *sorted((CPP_EXT / "kernels/cuda").glob("*.cu"))]
     tests = CPP_EXT / "tests"
-    adapter = sorted((CPP_EXT / "ort").rglob("*.cc"))
+    checks = _files("kernels/*.cc")
+    if variant == "thread-sanitized":
+        others = {path.stem for path in checks} - {"mse_loss_backward", "signature"}
+        return [path for path in [*checks, *_capi()] if path.stem not in others]
+    kernels = [*checks, *_files("kernels/cuda/*.cu")]
+    adapter = _files("ort/**/*.cc")
     if variant == "cuda":
-        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc"]
+        api = [*_capi(), *_files("capi/cuda_*.cc")]
+        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc", *api]
     if variant == "cuda-ort":
-        return [*kernels, *sorted((CPP_EXT / "kernels/cpu").glob("*.cc")), *adapter]
+        return [*kernels, *_files("kernels/cpu/*.cc"), *adapter]
     kernels = [path for path in kernels if path.name != "fault.cu"]
     if variant == "simt-ort":
         adapter = [path for path in adapter if path.name not in REPLACED]
         machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
         return [*kernels, *machine, CPP_EXT / "kernels/cpu/targets.cc", *adapter]
-    return [*kernels, tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+    kernels += [tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+    if variant == "simt":
+        return kernels
+    return [*kernels, *_capi(), CPP_EXT / "capi/cuda_faults.cc", tests / "simt/capi_device.cc"]
+
+
+def _files(pattern: str) -> list[Path]:
+    return sorted(CPP_EXT.glob(pattern))
+
+
+def _capi() -> list[Path]:
+    """The C API on the CPU, but for what its kernels share with others."""
+    api = [path for path in _files("capi/*.cc") if not path.name.startswith("cuda_")]
+    return [*api, *_files("runtime/*.cc"), *_files("kernels/cpu/*.cc")]
 
 
 def _command(variant: str, arch: str) -> list[str]:
-    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
+    includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}", f"-I{CPP_EXT / 'capi/include'}"]
     if variant in ("cuda", "cuda-ort"):
         warnings = ["-diag-suppress", "2810", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
+        options.append("-DGRADFUSE_HAVE_CUDA")
         if variant == "cuda-ort":
-            options += ["-DGRADFUSE_HAVE_CUDA", "-isystem", str(_onnxruntime_headers())]
+            options += ["-isystem", str(_onnxruntime_headers())]
         return [_compiler("nvcc", "NVCC"), *options, *includes]
-    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DGRADFUSE_SIMT"]
-    if variant == "simt-sanitized":
-        options += ["-g1", *SANITIZERS]
+    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+    if variant != "thread-sanitized":
+        options.append("-DGRADFUSE_SIMT")
+    if variant in SANITIZERS:
+        options += ["-g1", *SANITIZERS[variant]]
+        if variant == "simt-sanitized":
+            options.append("-DGRADFUSE_HAVE_CUDA")
     if variant == "simt-ort":
         includes += ["-isystem", str(_onnxruntime_headers())]
     return [_compiler("c++", "CXX"), *options, *includes]
@@ -130,8 +158,10 @@ def _digest(sources: list[Path], command: list[str]) -> str:
 def _compile(command: list[str], source: Path, folder: Path) -> Path:
     # Two sources of an op differ in their folders only.
     target = folder / f"{source.parent.name}_{source.name}.o"
-    language = ["-x", "c++"] if source.suffix == ".cu" and Path(command[0]).name != "nvcc" else []
-    _run([*command, *language, "-c", str(source), "-o", str(target)])
+    options = ["-x", "c++"] if source.suffix == ".cu" and Path(command[0]).name != "nvcc" else []
+    if any(option.startswith("-fsanitize") for option in command) and source in _capi():
+        options.append("-O0")  # little work, and half the time to compile
+    _run([*command, *options, "-c", str(source), "-o", str(target)])
     return target
 
 

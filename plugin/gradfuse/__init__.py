@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from gradfuse.explaining import Explanation, explain
     from gradfuse.export import TrainingStep, export_training_step
     from gradfuse.fusion import FuseResult, expand, fuse
-    from gradfuse.library import get_ep_name, get_ep_names, get_library_path, register
+    from gradfuse.library import (
+        get_aclnn_library_path,
+        get_ep_name,
+        get_ep_names,
+        get_include,
+        get_library_path,
+        register,
+    )
 
 __version__ = "0.1.0"
 
@@ -38,8 +45,10 @@ __all__ = [
     "explain",
     "export_training_step",
     "fuse",
+    "get_aclnn_library_path",
     "get_ep_name",
     "get_ep_names",
+    "get_include",
     "get_library_path",
     "info",
     "passes",
@@ -63,8 +72,10 @@ _MODULE_OF = {
     "explain": "gradfuse.explaining",
     "export_training_step": "gradfuse.export",
     "fuse": "gradfuse.fusion",
+    "get_aclnn_library_path": "gradfuse.library",
     "get_ep_name": "gradfuse.library",
     "get_ep_names": "gradfuse.library",
+    "get_include": "gradfuse.library",
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
     "register": "gradfuse.library",

@@ -1,4 +1,4 @@
-"""The compiled library of kernels: where it is, and how it gets into an onnxruntime session."""
+"""The compiled libraries of kernels: where they are, and how they get into an onnxruntime session or a C program."""
 
 from __future__ import annotations
 
@@ -8,19 +8,34 @@ from typing import Any
 from gradfuse.errors import ArgumentError, GradfuseError
 
 LIBRARY_NAME = "libgradfuse.so"
+ACLNN_LIBRARY_NAME = "libgradfuse_aclnn.so"
 EP_NAME = "GradfuseCudaExecutionProvider"
+
+
+def _find(folder: str, name: str) -> str | None:
+    import gradfuse
+
+    # An editable install has two folders in __path__: the sources, and the place CMake installs to.
+    for root in gradfuse.__path__:
+        path = os.path.abspath(os.path.join(root, folder, name))
+        if os.path.exists(path):
+            return path
+    return None
+
+
+def _get(folder: str, name: str) -> str:
+    path = _find(folder, name)
+    if path is None:
+        import gradfuse
+
+        searched = ", ".join(os.path.join(root, folder) for root in gradfuse.__path__)
+        raise GradfuseError(f"{name} is not in {searched}; expected an installation that was built with CMake")
+    return path
 
 
 def find_library() -> str | None:
     """Return the absolute path of the compiled library, or None where there is none."""
-    import gradfuse
-
-    # An editable install has two folders in __path__: the sources, and the place CMake installs to.
-    for folder in gradfuse.__path__:
-        path = os.path.abspath(os.path.join(folder, "lib", LIBRARY_NAME))
-        if os.path.isfile(path):
-            return path
-    return None
+    return _find("lib", LIBRARY_NAME)
 
 
 def get_library_path() -> str:
@@ -29,13 +44,25 @@ def get_library_path() -> str:
     Raises:
         GradfuseError: the installation holds no compiled library.
     """
-    path = find_library()
-    if path is None:
-        import gradfuse
+    return _get("lib", LIBRARY_NAME)
 
-        searched = ", ".join(os.path.join(folder, "lib") for folder in gradfuse.__path__)
-        raise GradfuseError(f"{LIBRARY_NAME} is not in {searched}; expected an installation that was built with CMake")
-    return path
+
+def get_aclnn_library_path() -> str:
+    """Return the absolute path of libgradfuse_aclnn.so, the C API; beside it lie `pkgconfig` and `cmake`.
+
+    Raises:
+        GradfuseError: the installation holds no compiled library.
+    """
+    return _get("lib", ACLNN_LIBRARY_NAME)
+
+
+def get_include() -> str:
+    """Return the absolute path of the folder with the headers of the C API, `acl/` and `aclnnop/`.
+
+    Raises:
+        GradfuseError: the installation holds no headers.
+    """
+    return _get("", "include")
 
 
 def get_ep_name() -> str:

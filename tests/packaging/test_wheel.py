@@ -15,6 +15,7 @@ import pytest
 import gradfuse
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADERS = ROOT / "cpp_ext" / "capi" / "include"
 
 pytestmark = pytest.mark.xdist_group("build")
 
@@ -60,14 +61,19 @@ def test_every_source_file_of_the_package_is_in_it(wheel: Path) -> None:
     assert any(name.endswith("/LICENSE") for name in names)
 
 
-def test_packages_are_real_files_and_the_library_is_the_only_binary(wheel: Path) -> None:
+def test_packages_are_real_files_and_the_libraries_are_the_only_binaries(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     for entry in archive.infolist():
         # The high half of the attributes is the Unix mode; 0o120000 is a link.
         assert (entry.external_attr >> 16) & 0o170000 in (0, 0o100000), entry.filename
-    assert [n for n in archive.namelist() if not n.endswith((".py", ".typed")) and ".dist-info/" not in n] == [
-        "gradfuse/lib/libgradfuse.so"
-    ]
+    others = {n for n in archive.namelist() if not n.endswith((".py", ".typed")) and ".dist-info/" not in n}
+    headers = {f"gradfuse/include/{path.relative_to(HEADERS)}" for path in HEADERS.rglob("*.h")}
+    assert others == headers | {
+        "gradfuse/lib/libgradfuse.so",
+        "gradfuse/lib/libgradfuse_aclnn.so",
+        "gradfuse/lib/pkgconfig/gradfuse_aclnn.pc",
+        "gradfuse/lib/cmake/gradfuse_aclnn/gradfuse_aclnnConfig.cmake",
+    }
 
 
 def test_metadata_names_no_onnxruntime_and_no_torch_as_needed(wheel: Path) -> None:
@@ -87,6 +93,8 @@ sys.path.insert(0, sys.argv[1])
 import ctypes, gradfuse, gradfuse.custom_ops, gradfuse.passes
 assert gradfuse.__file__.startswith(sys.argv[1]) and gradfuse.get_library_path().startswith(sys.argv[1])
 ctypes.CDLL(gradfuse.get_library_path()).RegisterCustomOps
+assert gradfuse.get_aclnn_library_path().startswith(sys.argv[1]) and gradfuse.get_include().startswith(sys.argv[1])
+assert ctypes.CDLL(gradfuse.get_aclnn_library_path()).aclInit(None) == 0
 """
 
 

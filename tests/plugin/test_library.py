@@ -47,6 +47,16 @@ def test_missing_library_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.M
         gradfuse.register(onnxruntime.SessionOptions())
 
 
+def test_the_c_api_is_found_or_missed_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Path(gradfuse.get_include()) / "acl" / "acl.h").is_file()
+    assert Path(gradfuse.get_aclnn_library_path()).name == library.ACLNN_LIBRARY_NAME
+    monkeypatch.setattr(gradfuse, "__path__", [str(tmp_path)])
+    names = {gradfuse.get_include: "include", gradfuse.get_aclnn_library_path: r"libgradfuse_aclnn\.so"}
+    for function, name in names.items():
+        with pytest.raises(gradfuse.GradfuseError, match=rf"^{name} is not in .*; expected an installation .*$"):
+            function()
+
+
 def test_library_that_onnxruntime_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "lib" / library.LIBRARY_NAME
     broken.parent.mkdir()

@@ -25,7 +25,15 @@ class TypeSet {
     return set;
   }
 
+  // The same types for an input whose values a check reads, where the host can.
+  constexpr TypeSet Checked() const {
+    TypeSet set = *this;
+    set.checked_ = true;
+    return set;
+  }
+
   constexpr bool read_by_host() const { return read_by_host_; }
+  constexpr bool is_checked() const { return checked_; }
   constexpr bool is_t() const { return size_ == 0; }
   constexpr int size() const { return size_; }
   constexpr DType operator[](int index) const { return types_[index]; }
@@ -42,6 +50,7 @@ class TypeSet {
   DType types_[8] = {};
   int size_ = 0;
   bool read_by_host_ = false;
+  bool checked_ = false;
 };
 
 inline constexpr TypeSet kT{};

@@ -6,7 +6,8 @@
 
 namespace gradfuse {
 
-enum class DType : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kBool };
+// The last three are ones that no op takes: a host may still have them, and errors name them.
+enum class DType : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kBool, kInt8, kUInt8, kInt16 };
 
 constexpr const char* Name(DType dtype) {
   switch (dtype) {
@@ -17,15 +18,21 @@ constexpr const char* Name(DType dtype) {
     case DType::kInt32: return "int32";
     case DType::kInt64: return "int64";
     case DType::kBool: return "bool";
+    case DType::kInt8: return "int8";
+    case DType::kUInt8: return "uint8";
+    case DType::kInt16: return "int16";
   }
   return "unknown";
 }
 
 constexpr int64_t SizeOf(DType dtype) {
   switch (dtype) {
-    case DType::kBool: return 1;
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kUInt8: return 1;
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
+    case DType::kBFloat16:
+    case DType::kInt16: return 2;
     case DType::kFloat32:
     case DType::kInt32: return 4;
     case DType::kFloat64:

@@ -3,9 +3,9 @@
     gpu_test.py [--simt | --simt-sanitized] [--small] [--only OP] [--no-tools]
 
 Every op in every type, twice (the bits must be the same), from aligned and from odd addresses, with memory poisoned
-that an op must write. Then compute-sanitizer's memcheck and racecheck over the small sizes, where it is there, and
-the same sizes by the execution provider in onnxruntime, where that is there (provider_test.py). Needs numpy and nvcc;
-with --simt or --simt-sanitized a C++ compiler, and no GPU.
+that an op must write. The check of the C API. Then compute-sanitizer's memcheck and racecheck over the small sizes,
+where it is there, and the same sizes by the execution provider in onnxruntime, where that is there (provider_test.py).
+Needs numpy and nvcc; with --simt or --simt-sanitized a C++ compiler, and no GPU.
 """
 
 from __future__ import annotations
@@ -75,6 +75,18 @@ def run(device: Device, *, large: bool, only: str | None) -> int:
     return sum(failed for _, failed in counts.values())
 
 
+def check_c_api(library: Path) -> int:
+    """Build and run the program that makes mistakes with the C API; gives 1 where not all are found."""
+    root = Path(__file__).resolve().parents[2]
+    program = library.parent / "capi_check"
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", str(root / "tests" / "capi_check.cc")]
+    command += [f"-I{root / 'capi' / 'include'}", str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
+    subprocess.run(command, check=True)
+    code = subprocess.run([program], env={**os.environ, "GRADFUSE_DEVICE": "cuda"}, check=False).returncode
+    print(f"C API: {'passed' if code == 0 else f'failed with {code}'}")
+    return int(code != 0)
+
+
 def sanitize(only: str | None) -> int:
     """Run the small cases under compute-sanitizer; gives the number of tools that found something."""
     tool = shutil.which("compute-sanitizer")
@@ -114,13 +126,16 @@ def main() -> int:
         return run_again_with_sanitizers()
     variant = "simt-sanitized" if options.simt_sanitized else "simt" if options.simt else "cuda"
     try:
-        device = Device(device_library.build(variant))
+        library = device_library.build(variant)
+        device = Device(library)
     except (device_library.BuildError, DeviceError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(device.name, flush=True)
     on_gpu = variant == "cuda"
     failed = run(device, large=on_gpu and not options.small, only=options.only)
+    if on_gpu and options.only is None:
+        failed += check_c_api(library)
     if on_gpu and not options.no_tools:
         failed += sanitize(options.only)
         failed += provider_test.run("cuda-ort", options.only)

@@ -36,7 +36,7 @@ struct CrossEntropyLossGradArgs {
   static void Visit(Self& self, Visitor& visitor) {
     visitor.Input("grad_loss", self.grad_loss, kT);
     visitor.Input("log_prob", self.log_prob, kT);
-    visitor.Input("target", self.target, DType::kInt64);
+    visitor.Input("target", self.target, TypeSet(DType::kInt64).Checked());
     visitor.Input("weight", self.weight, DType::kFloat32);
     visitor.Input("grad_zloss", self.grad_zloss, kT);
     visitor.Input("lse_for_zloss", self.lse_for_zloss, kT);

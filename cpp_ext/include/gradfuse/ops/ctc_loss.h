@@ -36,9 +36,9 @@ struct CtcLossArgs {
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
     visitor.Input("log_probs", self.log_probs, kT);
-    visitor.Input("targets", self.targets, kCtcTargetTypes);
-    visitor.Input("input_lengths", self.input_lengths, DType::kInt64);
-    visitor.Input("target_lengths", self.target_lengths, TypeSet(DType::kInt64).ReadByHost());
+    visitor.Input("targets", self.targets, kCtcTargetTypes.Checked());
+    visitor.Input("input_lengths", self.input_lengths, TypeSet(DType::kInt64).Checked());
+    visitor.Input("target_lengths", self.target_lengths, TypeSet(DType::kInt64).ReadByHost().Checked());
     visitor.Attribute("blank", self.blank);
     visitor.Attribute("zero_infinity", self.zero_infinity);
     visitor.Output("neg_log_likelihood", self.neg_log_likelihood, kT);

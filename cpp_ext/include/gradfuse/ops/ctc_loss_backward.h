@@ -35,9 +35,9 @@ struct CtcLossBackwardArgs {
   static void Visit(Self& self, Visitor& visitor) {
     visitor.Input("grad_out", self.grad_out, kT);
     visitor.Input("log_probs", self.log_probs, kT);
-    visitor.Input("targets", self.targets, kCtcTargetTypes);
-    visitor.Input("input_lengths", self.input_lengths, DType::kInt64);
-    visitor.Input("target_lengths", self.target_lengths, DType::kInt64);
+    visitor.Input("targets", self.targets, kCtcTargetTypes.Checked());
+    visitor.Input("input_lengths", self.input_lengths, TypeSet(DType::kInt64).Checked());
+    visitor.Input("target_lengths", self.target_lengths, TypeSet(DType::kInt64).Checked());
     visitor.Input("neg_log_likelihood", self.neg_log_likelihood, kT);
     visitor.Input("log_alpha", self.log_alpha, kT);
     visitor.Attribute("blank", self.blank);

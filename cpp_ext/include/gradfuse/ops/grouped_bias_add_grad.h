@@ -24,7 +24,7 @@ struct GroupedBiasAddGradArgs {
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
     visitor.Input("grad_y", self.grad_y, kT);
-    visitor.Input("group_idx", self.group_idx, TypeSet{DType::kInt64, DType::kInt32});
+    visitor.Input("group_idx", self.group_idx, TypeSet{DType::kInt64, DType::kInt32}.Checked());
     visitor.Output("grad_bias", self.grad_bias, kT);
   }
 };

@@ -1,0 +1,21 @@
+#include "gradfuse/ops/grouped_bias_add_grad.h"
+
+#include "aclnnop/aclnn_grouped_bias_add_grad.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::GroupedBiasAddGradArgs;
+
+aclnnStatus aclnnGroupedBiasAddGradGetWorkspaceSize(const aclTensor* gradY, const aclTensor* groupIdxOptional,
+                                                    aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnGroupedBiasAddGradGetWorkspaceSize", {gradY, groupIdxOptional, out},
+      [&](Args&) {
+
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnGroupedBiasAddGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                    aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnGroupedBiasAddGrad", Args::kName, workspace, workspaceSize, executor, stream);
+}

@@ -1,0 +1,162 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "capi/device.h"
+#include "capi/error.h"
+#include "capi/executor.h"
+#include "capi/staging.h"
+#include "gradfuse/op_table.h"
+#include "gradfuse/signature.h"
+#include "gradfuse/strided_copy.h"
+
+// The first phase of any op: what makes an executor out of C arguments.
+namespace gradfuse::capi {
+
+using Operands = std::initializer_list<Operand>;
+
+// Throws an Error where an operand that the op needs is null.
+class NullCheck {
+ public:
+  explicit NullCheck(const Operand* first) : next_(first) {}
+
+  void Input(const char* name, const Tensor&, const TypeSet&) { Expect(name); }
+  void Input(const char*, const std::optional<Tensor>&, const TypeSet&) { ++next_; }
+  template <class Value>
+  void Attribute(const char*, const Value&) {}
+  void Output(const char* name, const Tensor&, const TypeSet&) { Expect(name); }
+
+ private:
+  void Expect(const char* name) {
+    if (!(next_++)->is_null()) return;
+    throw Error(ACLNN_ERR_PARAM_NULLPTR, std::string(name) + " is a null pointer; expected one to an argument");
+  }
+
+  const Operand* next_;
+};
+
+template <class Args>
+class Plan final : public Executor {
+ public:
+  // `set_attributes` gets the arguments to put the attributes in.
+  template <class SetAttributes>
+  Plan(Operands operands, const SetAttributes& set_attributes, const Device& device)
+      : Executor(Args::kName, InputName) {
+    InputReader inputs{staging_, operands.begin(), device.is_host()};
+    Args::Visit(args_, inputs);
+    set_attributes(args_);
+    ThrowIfError(Check(args_));
+    const std::vector<Shape> shapes = OutputShapes(args_);
+    OutputReader outputs{staging_, inputs.next, shapes.data(), inputs.t};
+    Args::Visit(args_, outputs);
+    int64_t op_bytes = 0;
+#ifdef GRADFUSE_HAVE_CUDA
+    if (!device.is_host()) op_bytes = cuda::WorkspaceBytes(args_);
+#endif
+    set_workspace_bytes(staging_.LayOut(op_bytes));
+  }
+
+  void RunOnCpu(char* workspace, const ParallelFor& parallel) override {
+    staging_.Place(workspace);
+    for (const Staged& input : staging_.inputs()) cpu::StridedCopy(input.view, *input.tensor, parallel);
+    if (staging_.reads_values()) ThrowIfError(Check(args_));
+    cpu::Run(args_, parallel);
+    for (const Staged& output : staging_.outputs()) cpu::StridedCopy(*output.tensor, output.view, parallel);
+  }
+
+#ifdef GRADFUSE_HAVE_CUDA
+  void StartOnCuda(char* workspace, Queue queue) override {
+    queue.workspace = staging_.Place(workspace);
+    for (const Staged& input : staging_.inputs()) ThrowIfError(cuda::StridedCopy(input.view, *input.tensor, queue));
+    ThrowIfError(cuda::Run(args_, queue));
+    for (const Staged& output : staging_.outputs()) ThrowIfError(cuda::StridedCopy(*output.tensor, output.view, queue));
+  }
+#endif
+
+ private:
+  struct InputReader {
+    void Input(const char* name, Tensor& tensor, const TypeSet& types) {
+      staging.Input(name, *next++, types, device_is_host, tensor);
+      if (types.is_t() && !t) t = tensor.dtype;
+    }
+    void Input(const char* name, std::optional<Tensor>& tensor, const TypeSet& types) {
+      if (next->is_null()) {
+        ++next;
+      } else {
+        Input(name, tensor.emplace(), types);
+      }
+    }
+    template <class Value>
+    void Attribute(const char*, const Value&) {}
+    void Output(const char*, const Tensor&, const TypeSet&) {}
+
+    Staging& staging;
+    const Operand* next;
+    bool device_is_host;
+    std::optional<DType> t = std::nullopt;
+  };
+
+  struct OutputReader {
+    template <class Value>
+    void Input(const char*, const Value&, const TypeSet&) {}
+    template <class Value>
+    void Attribute(const char*, const Value&) {}
+    void Output(const char* name, Tensor& tensor, const TypeSet& types) {
+      const DType dtype = types.is_t() ? *t : types[0];
+      staging.Output(name, *(next++)->tensor, Tensor(nullptr, dtype, *shape++), tensor);
+    }
+
+    Staging& staging;
+    const Operand* next;
+    const Shape* shape;
+    std::optional<DType> t;
+  };
+
+  struct InputFinder {
+    template <class Value>
+    void Input(const char* input, const Value&, const TypeSet&) {
+      if (--rest == 0) name = input;
+    }
+    template <class Value>
+    void Attribute(const char*, const Value&) {}
+    void Output(const char*, const Tensor&, const TypeSet&) {}
+
+    int32_t rest;
+    const char* name = "an input";
+  };
+
+  static const char* InputName(int32_t place) {
+    InputFinder finder{place};
+    const Args none;
+    Args::Visit(none, finder);
+    return finder.name;
+  }
+
+  Args args_;
+  Staging staging_;
+};
+
+// The first phase of the op with arguments Args: of the C function `function`. `operands` are its inputs and outputs in
+// the order of the op's signature.
+template <class Args, class SetAttributes>
+aclnnStatus Prepare(const char* function, Operands operands, const SetAttributes& set_attributes,
+                    uint64_t* workspace_bytes, aclOpExecutor** handle) noexcept {
+  return GuardedOp(function, [&] {
+    NullCheck nulls(operands.begin());
+    const Args none;
+    Args::Visit(none, nulls);
+    ExpectPointer(workspace_bytes, "workspaceSize", "an address", ACLNN_ERR_PARAM_NULLPTR);
+    ExpectPointer(handle, "executor", "an address", ACLNN_ERR_PARAM_NULLPTR);
+    auto plan = std::make_unique<Plan<Args>>(operands, set_attributes, Device::Current());
+    const uint64_t bytes = plan->workspace_bytes();
+    *handle = AddExecutor(std::move(plan));
+    *workspace_bytes = bytes;
+  });
+}
+
+}  // namespace gradfuse::capi

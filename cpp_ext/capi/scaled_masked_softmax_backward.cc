@@ -1,0 +1,25 @@
+#include "gradfuse/ops/scaled_masked_softmax_backward.h"
+
+#include "aclnnop/aclnn_scaled_masked_softmax_backward.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::ScaledMaskedSoftmaxBackwardArgs;
+
+aclnnStatus aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* y,
+                                                             const aclTensor* mask, double scale, bool fixTriuMask,
+                                                             aclTensor* out, uint64_t* workspaceSize,
+                                                             aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize", {gradOutput, y, mask, out},
+      [&](Args& args) {
+        args.scale = static_cast<float>(scale);
+        args.fix_triu_mask = fixTriuMask;
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnScaledMaskedSoftmaxBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                             aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnScaledMaskedSoftmaxBackward", Args::kName, workspace, workspaceSize, executor,
+                                 stream);
+}

@@ -1,0 +1,161 @@
+"""The C API from Python: the operators' two phases on tensors of PyTorch, whatever their strides."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradfuse
+
+NULL_POINTER, INVALID = 161001, 161002
+ND = 2
+TYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.int8: 2,
+    torch.int32: 3,
+    torch.uint8: 4,
+    torch.int16: 6,
+    torch.int64: 9,
+    torch.float64: 11,
+    torch.bool: 12,
+    torch.bfloat16: 27,
+}
+"""The enumerators of aclDataType."""
+
+ATTRIBUTES: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
+    "MseLossBackward": {"reduction": (ctypes.c_int64, 1)},
+    "CrossEntropyLossGrad": {
+        "reduction": (ctypes.c_char_p, "mean"),
+        "ignore_index": (ctypes.c_int64, -100),
+        "label_smoothing": (ctypes.c_double, 0.0),
+        "lse_square_scale_for_zloss": (ctypes.c_double, 0.0),
+    },
+    "ScaledMaskedSoftmaxBackward": {"scale": (ctypes.c_double, 1.0), "fix_triu_mask": (ctypes.c_bool, False)},
+    "GroupedBiasAddGrad": {},
+    "CtcLossBackward": {"blank": (ctypes.c_int64, 0), "zero_infinity": (ctypes.c_bool, False)},
+    "CtcLoss": {"blank": (ctypes.c_int64, 0), "zero_infinity": (ctypes.c_bool, False)},
+}
+"""Of each operator the attributes, in the order of the C function, with their defaults in ONNX."""
+
+INPUTS = {
+    "MseLossBackward": 3,
+    "CrossEntropyLossGrad": 6,
+    "ScaledMaskedSoftmaxBackward": 3,
+    "GroupedBiasAddGrad": 2,
+    "CtcLossBackward": 7,
+    "CtcLoss": 4,
+}
+"""Of each operator the number of inputs; those of index LENGTHS are arrays."""
+
+LENGTHS = {"CtcLossBackward": (3, 4), "CtcLoss": (2, 3)}
+
+
+class RefusedError(Exception):
+    """A function of the C API did not succeed."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, with the types of those functions that ctypes would take for others."""
+    os.environ["GRADFUSE_DEVICE"] = "cpu"
+    loaded = ctypes.CDLL(gradfuse.get_aclnn_library_path())
+    for name in ("aclCreateTensor", "aclCreateIntArray"):
+        getattr(loaded, name).restype = ctypes.c_void_p
+    loaded.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    return loaded
+
+
+def expect_success(code: int) -> None:
+    """Raise what the last function said, unless it succeeded."""
+    if code != 0:
+        raise RefusedError(code, library().aclGetRecentErrMsg().decode())
+
+
+def int64s(values: Sequence[int]) -> Any:
+    """An array of C."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def create_tensor(tensor: Tensor, format: int = ND) -> ctypes.c_void_p:
+    """An aclTensor over the memory of a tensor; the caller destroys it."""
+    rank = ctypes.c_uint64(tensor.dim())
+    storage = tensor.untyped_storage()
+    made = library().aclCreateTensor(
+        int64s([int(size) for size in tensor.shape]),
+        rank,
+        TYPES[tensor.dtype],
+        int64s([int(stride) for stride in tensor.stride()]),
+        ctypes.c_int64(int(tensor.storage_offset())),
+        format,
+        int64s([int(storage.nbytes()) // tensor.element_size()]),
+        ctypes.c_uint64(1),
+        ctypes.c_void_p(storage.data_ptr()),
+    )
+    if not made:
+        raise RefusedError(0, library().aclGetRecentErrMsg().decode())
+    return ctypes.c_void_p(made)
+
+
+@contextmanager
+def argument(value: Tensor | None, *, is_array: bool) -> Iterator[ctypes.c_void_p]:
+    """A pointer to an aclTensor or aclIntArray of the value; a null pointer for None."""
+    if value is None:
+        yield ctypes.c_void_p()
+    elif is_array:
+        array = ctypes.c_void_p(library().aclCreateIntArray(int64s(value.tolist()), ctypes.c_uint64(len(value))))
+        yield array
+        expect_success(library().aclDestroyIntArray(array))
+    else:
+        tensor = create_tensor(value)
+        yield tensor
+        expect_success(library().aclDestroyTensor(tensor))
+
+
+def prepare(
+    op: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None], attributes: Mapping[str, Any]
+) -> tuple[ctypes.c_void_p, int]:
+    """The first phase: an executor and the size of the workspace. The aclTensors are destroyed before it returns."""
+    workspace_size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+    values = []
+    for name, (kind, default) in ATTRIBUTES[op].items():
+        value = attributes.get(name, default)
+        values.append(kind(value.encode() if isinstance(value, str) else value))
+    padded = [*inputs, *[None] * (INPUTS[op] - len(inputs))]
+    with ExitStack() as stack:
+        arguments = [
+            stack.enter_context(argument(value, is_array=index in LENGTHS.get(op, ())))
+            for index, value in enumerate(padded)
+        ]
+        results = [stack.enter_context(argument(output, is_array=False)) for output in outputs]
+        first_phase = getattr(library(), f"aclnn{op}GetWorkspaceSize")
+        code = first_phase(*arguments, *values, *results, ctypes.byref(workspace_size), ctypes.byref(executor))
+        expect_success(code)
+    return executor, workspace_size.value
+
+
+def execute(
+    op: str, executor: ctypes.c_void_p, workspace: Tensor | None, stream: ctypes.c_void_p | None = None
+) -> None:
+    """The second phase, with a tensor of bytes for the workspace."""
+    address = None if workspace is None else ctypes.c_void_p(workspace.data_ptr())
+    size = ctypes.c_uint64(0 if workspace is None else workspace.numel())
+    expect_success(getattr(library(), f"aclnn{op}")(address, size, executor, stream))
+
+
+def run(op: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], **attributes: Any) -> None:
+    """Both phases, without a stream: the outputs are written when this returns."""
+    executor, size = prepare(op, inputs, outputs, attributes)
+    execute(op, executor, torch.empty(size, dtype=torch.uint8))
