@@ -1,6 +1,5 @@
 /* What a call of the C API costs: both phases of aclnnMseLossBackward on a tensor of one element, without a stream, in
- * processor time. Prints the best and the median of many rounds; with a number as argument, fails where the best takes
- * more nanoseconds. */
+ * processor time. Prints the best and the median of many rounds. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -22,7 +21,7 @@ static int Compare(const void* a, const void* b) {
   return (first > second) - (first < second);
 }
 
-int main(int argc, char** argv) {
+int main(void) {
   const int64_t one = 1;
   float* memory;
   aclTensor* tensors[4];
@@ -55,5 +54,5 @@ int main(int argc, char** argv) {
   for (int i = 0; i < 4; ++i) aclDestroyTensor(tensors[i]);
   aclrtFree(memory);
   aclFinalize();
-  return argc > 1 && times[0] > atof(argv[1]);
+  return 0;
 }

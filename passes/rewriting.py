@@ -35,7 +35,6 @@ Policy = Literal["profitable", "all"]
 ASSUMED_DIM = 64  # size of a symbolic dimension
 NODE = 4096  # bytes that move in the time that a node takes beside its work
 POWER = 128  # bytes that move in the time that Pow takes for an element, unless it squares or cubes
-CONVERTED = 8  # bytes that move in the time that a fused kernel takes for an element of float16
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Expand", "Flatten", "Shape", "Size", "Constant"}
 _FREE = VIEWS - {"Transpose", "Expand"}
@@ -627,7 +626,7 @@ class Site:
                         each += 2 + 4  # what the cast between the types reads and writes
                 count = self._count(value)
                 moved += count * each
-                equivalent += count * (CONVERTED if own and value.dtype == ir.DataType.FLOAT16 else each)
+                equivalent += count * each
         return Cost(int(moved), int(equivalent))
 
     def _count(self, value: ir.Value) -> float:

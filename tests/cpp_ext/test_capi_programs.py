@@ -226,10 +226,9 @@ def test_the_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
     assert output_of(program, GRADFUSE_NUM_THREADS="3") == "0 failures\n"
 
 
-def test_a_call_takes_less_than_three_microseconds(tmp_path: Path) -> None:
-    """In processor time, the best of many; it takes about a tenth of that."""
+def test_what_a_call_costs_can_be_measured(tmp_path: Path) -> None:
     program = compile_program(ROOT / "benchmarks" / "aclnn_overhead.c", tmp_path, "-std=gnu11", "-O2", *STRICT)
-    assert output_of(program, "3000").startswith("both phases on one element: ")
+    assert output_of(program).startswith("both phases on one element: ")
 
 
 @pytest.mark.parametrize(
