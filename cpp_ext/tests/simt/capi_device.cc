@@ -3,11 +3,15 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "capi/cuda_faults.h"
 #include "capi/device.h"
 #include "capi/error.h"
+#include "tests/simt/simt.h"
 
 namespace gradfuse {
 namespace cuda {
@@ -19,6 +23,21 @@ Fault NewFault() { return Fault(new int32_t(0)); }
 
 namespace capi {
 namespace {
+
+// Does nothing until someone waits for it.
+class Stream final : public simt::Stream {
+ public:
+  ~Stream() override { Drain(); }
+  void Add(std::function<void()> work) override { work_.push_back(std::move(work)); }
+  void Drain() {
+    for (const std::function<void()>& work : std::exchange(work_, {})) work();
+  }
+
+ private:
+  std::vector<std::function<void()>> work_;
+};
+
+Stream& At(aclrtStream stream) { return static_cast<Stream&>(*static_cast<simt::Stream*>(stream)); }
 
 class Simt final : public Device {
  public:
@@ -34,12 +53,15 @@ class Simt final : public Device {
   void Free(void* memory) override { std::free(memory); }
   void Copy(void* to, const void* from, size_t bytes, aclrtMemcpyKind) override { std::memcpy(to, from, bytes); }
 
-  aclrtStream CreateStream() override { return new char; }
+  aclrtStream CreateStream() override { return static_cast<simt::Stream*>(new Stream); }
   void DestroyStream(aclrtStream stream) override {
     faults_.Forget(stream);
-    delete static_cast<char*>(stream);
+    delete &At(stream);
   }
-  void Synchronize(aclrtStream stream) override { faults_.ThrowAny(stream); }
+  void Synchronize(aclrtStream stream) override {
+    if (stream != nullptr) At(stream).Drain();
+    faults_.ThrowAny(stream);
+  }
   void ExpectStream(aclrtStream) override {}
   void Execute(std::unique_ptr<Executor> executor, char* workspace, aclrtStream stream) override {
     Queue queue;
