@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import torch
+from regions import session
 from torch import Tensor
 from works import Inputs, Work, fused_model, plain_model, works
 
@@ -175,13 +176,7 @@ class InSession:
     """An onnxruntime session on tensors of PyTorch's, without copies."""
 
     def __init__(self, model: Any, threads: int, *, library: bool) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if library:
-            gradfuse.register(options)
-        self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self._session = session(model, threads, library=library)
 
     def bound(self, inputs: Inputs, outputs: dict[str, Tensor]) -> Call:
         binding = self._session.io_binding()
