@@ -212,7 +212,10 @@ class Forms:
         if tensor is None or value.is_graph_input() or tensor.dtype == ir.DataType.STRING:
             return None
         array = np.asarray(tensor.numpy())
-        return array if array.size <= CONSTANT_LIMIT else _repeated(array)
+        if array.size > CONSTANT_LIMIT:
+            return _repeated(array)
+        # A file that is mapped into memory must not stay so for a few numbers: it may be written anew.
+        return array.copy() if isinstance(tensor, ir.ExternalTensor) else array
 
     def _constant_form(self, array: Array) -> Form:
         if array.size > _VECTOR_LIMIT:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradfuse.passes.algebra import Algebra, Monomial, Poly
+from gradfuse.passes.algebra import Algebra, Monomial, Poly, Positions
 from gradfuse.passes.forms import Form
 
 Array = np.ndarray[Any, Any]
@@ -27,6 +27,12 @@ class Evaluation:
         grid = np.meshgrid(*(np.arange(n) for n in sizes), indexing="ij", sparse=True)
         flat = np.broadcast_to(self.poly(form.poly, dict(enumerate(grid))), sizes)
         return flat.reshape([int(np.prod([int(self.poly(s, {}).item()) for s in g])) for g in form.groups])
+
+    def tensor(self, name: object) -> Array:
+        if not isinstance(name, Positions):
+            return self.tensors[name]
+        size = np.arange(int(self.poly(name.size, {}).item()))
+        return np.flatnonzero(np.broadcast_to(self.poly(name.condition, {0: size}), size.shape))
 
     def poly(self, poly: Poly, env: Mapping[int, Array]) -> Array:
         total: Array = np.zeros((), np.float64)
@@ -48,7 +54,7 @@ class Evaluation:
             case "dim":
                 return np.asarray(self.dims[atom.args[0]], np.float64)
             case "tensor":
-                data = self.tensors[atom.args[0]]
+                data = self.tensor(atom.args[0])
                 indices = [np.rint(self.poly(p, env)).astype(np.int64) for p in atom.args[1:]]
                 # An index may be out of range where an indicator makes the term zero.
                 clipped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, data.shape, strict=True))
