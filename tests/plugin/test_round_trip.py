@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import small_models
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from producers import COMMITTED, Case, cases, run, with_seeds
@@ -446,6 +446,7 @@ def test_a_match_in_a_function_is_fused_and_the_other_functions_stay(overload: s
     assert [o.domain for f in plain.functions for o in f.opset_import] == ["", ""]
 
 
+@settings(max_examples=30)
 @given(
     keep=st.sets(st.sampled_from(["weighted", "total", "share", "masked_grad", "scaled_grad", "prob", "scaled"])),
     order=st.randoms(use_true_random=False),

@@ -21,6 +21,8 @@ from gradfuse import fuse
 
 MUTANTS = 2_000
 SLOW_MUTANTS = 50_000
+VARIANT_SHARE = 5
+"""For so many mutants of training graphs there is one of a small graph of tests/variants.py."""
 
 _SWAPPABLE = {"Sub", "Div", "Pow", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "MatMul"}
 _OTHER_OP = {
@@ -198,9 +200,9 @@ def test_mutants_stay_right(part: int) -> None:
     _check_many(range(part * size, (part + 1) * size))
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(2))
 def test_mutants_of_variants_stay_right(part: int) -> None:
-    size = MUTANTS // 8
+    size = MUTANTS // VARIANT_SHARE // 2
     _judge([_check_variant(seed) for seed in range(part * size, (part + 1) * size)])
 
 
@@ -210,4 +212,4 @@ def test_many_mutants_stay_right(part: int) -> None:
     size = SLOW_MUTANTS // 50
     seeds = range(1_000_000 + part * size, 1_000_000 + (part + 1) * size)
     _check_many(seeds)
-    _judge([_check_variant(seed) for seed in seeds[::5]])
+    _judge([_check_variant(seed) for seed in seeds[::VARIANT_SHARE]])
