@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,24 +199,21 @@ def variants(
 ) -> Iterator[tuple[str, list[Call], bool]]:
     """Name, a call for each copy of the tensors, and whether the result is what the call gives, not in `outputs`."""
     copies = list(zip(inputs, outputs, strict=True))
+    peers = [work.peer_inputs(given) for given in inputs]
     fused = InSession(fused_model(work, inputs[0]), threads, library=True)
     yield "gradfuse", [fused.bound(given, out) for given, out in copies], False
     write = work.preallocated
     if write is not None:
-        yield "torch", [lambda g=given, o=out["out"]: write(g, o) for given, out in copies], False  # type: ignore[misc]
-    yield "torch, new output", [lambda g=given: work.fresh(g) for given in inputs], True  # type: ignore[misc]
+        yield "torch", [partial(write, given, out["out"]) for given, out in zip(peers, outputs, strict=True)], False
+    yield "torch, new output", [partial(work.fresh, given) for given in peers], True
     if compiled and not work.operator.startswith("Ctc"):
         torch.compiler.reset()
         function = torch.compile(work.fresh, dynamic=False)
-        yield "torch.compile", [lambda g=given: function(g) for given in inputs], True  # type: ignore[misc]
+        yield "torch.compile", [partial(function, given) for given in peers], True
     if work.plain is not None:
-        plain_inputs = [work.plain_inputs(given) for given in inputs]
-        plain = InSession(plain_model(work, plain_inputs[0]), threads, library=False)
-        yield (
-            "onnxruntime",
-            [plain.bound(given, out) for given, (_, out) in zip(plain_inputs, copies, strict=True)],
-            False,
-        )
+        plain = InSession(plain_model(work, peers[0]), threads, library=False)
+        bound = [plain.bound(given, out) for given, out in zip(peers, outputs, strict=True)]
+        yield "onnxruntime", bound, False
     elif work.operator.startswith("Ctc"):
         plain = InSession(gradfuse.expand(fused_model(work, inputs[0])), threads, library=False)
         yield "onnxruntime", [plain.bound(given, out) for given, out in copies], False
@@ -229,7 +227,7 @@ def measure(work: Work, threads: int, traffic: Traffic, *, compiled: bool) -> Ro
     dtype = next(x.dtype for x in inputs[0].values() if x.is_floating_point())
     outputs = [{name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()} for _ in range(copies)]
     reference = work.reference(inputs[0], work.part)
-    native = work.fresh(inputs[0])[work.part]
+    native = work.fresh(work.peer_inputs(inputs[0]))[work.part]
 
     calls: dict[str, list[Call]] = {}
     wrong: dict[str, str] = {}

@@ -38,13 +38,14 @@ class Work:
         writes: whether a large tensor is written.
         inputs: makes the operator's inputs, in its order.
         output: the shape of the first output, which is what is compared.
-        fresh: what PyTorch does for it, giving a new tensor.
+        fresh: what PyTorch does for it with `peer_inputs`, giving a new tensor.
         preallocated: the same into a given tensor; None where PyTorch has no such form.
         reference: a part of the output in float64.
         part: which part that is.
-        plain: the nodes that exporters write for it, in float32, from the inputs to a value named "result"; None where
-            none writes any, and the operator's own function body is what stock onnxruntime runs.
-        plain_inputs: inputs of those nodes in the place of the operator's.
+        plain: the nodes that exporters write for it, in float32, from `peer_inputs` to a value named "result"; None
+            where none writes any, and the operator's own function body is what stock onnxruntime runs.
+        peer_inputs: what PyTorch and exporters start from, of the operator's inputs: what the forward pass has for
+            them is there before their gradient begins.
         attributes: of the operator.
         more_outputs: names and shapes of the outputs after the first.
     """
@@ -63,7 +64,7 @@ class Work:
     reference: Callable[[Inputs, Any], Tensor]
     part: Any
     plain: str | None = None
-    plain_inputs: Callable[[Inputs], Inputs] = dict
+    peer_inputs: Callable[[Inputs], Inputs] = dict
     attributes: dict[str, Any] = field(default_factory=dict)
     more_outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -184,19 +185,19 @@ def _cross_entropy(size: str, case: str, dtype: str, shape: tuple[int, int]) -> 
         one = torch.ones((), dtype=DTYPES[dtype])
         return {"grad_loss": one, "log_prob": log_prob.to(DTYPES[dtype]), "target": target}
 
-    def total(given: Inputs) -> Tensor:
-        return torch.tensor(float((given["target"] != -100).sum()), dtype=DTYPES[dtype])
+    def with_total(given: Inputs) -> Inputs:
+        return {**given, "total_weight": torch.tensor(float((given["target"] != -100).sum()), dtype=DTYPES[dtype])}
 
     def fresh(given: Inputs) -> Tensor:
-        grad, log_prob, target = given.values()
-        grad = aten.nll_loss_backward(grad, log_prob, target, None, 1, -100, total(given))
+        grad, log_prob, target, total = given.values()
+        grad = aten.nll_loss_backward(grad, log_prob, target, None, 1, -100, total)
         out: Tensor = aten._log_softmax_backward_data(grad, log_prob, 1, log_prob.dtype)
         return out
 
     def preallocated(given: Inputs, out: Tensor) -> None:
-        grad, log_prob, target = given.values()
+        grad, log_prob, target, total = given.values()
         middle = scratch.setdefault("grad", torch.empty_like(out))
-        aten.nll_loss_backward.grad_input(grad, log_prob, target, None, 1, -100, total(given), grad_input=middle)
+        aten.nll_loss_backward.grad_input(grad, log_prob, target, None, 1, -100, total, grad_input=middle)
         aten._log_softmax_backward_data.out(middle, log_prob, 1, log_prob.dtype, out=out)
 
     scratch: dict[str, Tensor] = {}
@@ -231,7 +232,7 @@ def _cross_entropy(size: str, case: str, dtype: str, shape: tuple[int, int]) -> 
     operator = "CrossEntropyLossGrad"
     common = (inputs, shape, fresh, preallocated, reference, _rows(shape), shown)
     work = Work(operator, size, case, dtype, least, 1, True, *common)
-    return replace(work, attributes={"reduction": "mean"})
+    return replace(work, attributes={"reduction": "mean"}, peer_inputs=with_total)
 
 
 def _mse(size: str, case: str, dtype: str, *shapes: tuple[int, ...]) -> Work:
@@ -326,17 +327,16 @@ def _grouped(size: str, case: str, dtype: str, sizes: tuple[int, int, int]) -> W
         ends = given["group_idx"]
         return torch.repeat_interleave(torch.arange(groups), torch.diff(ends, prepend=ends.new_zeros(1)))
 
-    # The index that PyTorch and exporters work with is there before their gradient starts, as the ends are for ours.
-    known: dict[int, Tensor] = {}
-
-    def index_of(given: Inputs) -> Tensor:
-        return known.setdefault(given["group_idx"].data_ptr(), index(given))
+    def with_index(given: Inputs) -> Inputs:
+        return {"grad_y": given["grad_y"], "index": index(given)}
 
     def fresh(given: Inputs) -> Tensor:
-        return given["grad_y"].new_zeros(groups, columns).index_add(0, index_of(given), given["grad_y"])
+        grad, own = given.values()
+        return torch.index_add(grad.new_zeros(groups, columns), 0, own, grad)
 
     def preallocated(given: Inputs, out: Tensor) -> None:
-        out.zero_().index_add_(0, index_of(given), given["grad_y"])
+        grad, own = given.values()
+        torch.index_add(out.zero_(), 0, own, grad, out=out)
 
     def reference(given: Inputs, part: Any) -> Tensor:
         own = given["grad_y"][part].double()
@@ -346,13 +346,15 @@ def _grouped(size: str, case: str, dtype: str, sizes: tuple[int, int, int]) -> W
         shape = Constant<value_ints=[{groups}, {columns}]>()
         zero = Constant<value_float=0.0>()
         zeros = Expand(zero, shape)
-        result = ScatterND<reduction="add">(zeros, index, grad_y)
+        last = Constant<value_ints=[-1]>()
+        place = Unsqueeze(index, last)
+        result = ScatterND<reduction="add">(zeros, place, grad_y)
     """
     least = (rows + groups) * columns * DTYPES[dtype].itemsize
     part = (slice(None), slice(0, max(1, _PART // rows)))
     common = ((groups, columns), fresh, preallocated, reference, part, plain)
     work = Work("GroupedBiasAddGrad", size, case, dtype, least, 1, False, inputs, *common)
-    return replace(work, plain_inputs=lambda given: {"grad_y": given["grad_y"], "index": index(given)[:, None]})
+    return replace(work, peer_inputs=with_index)
 
 
 def _grouped_3d(size: str, dtype: str, shape: tuple[int, int, int]) -> Work:
