@@ -401,13 +401,13 @@ def _ctc_loss(size: str, dtype: str, steps: int, items: int, classes: int, label
     width = DTYPES[dtype].itemsize
     states = 2 * labels + 1
 
-    def forward(given: Inputs) -> Tensor:
-        nll: Tensor = aten._ctc_loss(*given.values(), 0, False)[0]
+    def forward(*given: Tensor) -> Tensor:
+        nll: Tensor = aten._ctc_loss(*given, 0, False)[0]
         return nll
 
     def reference(given: Inputs, part: slice) -> Tensor:
         log_probs, *others = given.values()
-        return forward(dict(enumerate((log_probs[:, part].double(), *(x[part] for x in others)))))  # type: ignore[arg-type]
+        return forward(log_probs[:, part].double(), *(x[part] for x in others))
 
     return Work(
         operator="CtcLoss",
@@ -419,7 +419,7 @@ def _ctc_loss(size: str, dtype: str, steps: int, items: int, classes: int, label
         writes=True,
         inputs=lambda: _ctc_inputs(dtype, steps, items, classes, labels),
         output=(items,),
-        fresh=forward,
+        fresh=lambda given: forward(*given.values()),
         preallocated=None,
         reference=reference,
         part=slice(0, 2),

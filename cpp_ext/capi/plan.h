@@ -46,7 +46,7 @@ class Plan final : public Executor {
   // `set_attributes` gets the arguments to put the attributes in.
   template <class SetAttributes>
   Plan(Operands operands, const SetAttributes& set_attributes, const Device& device)
-      : Executor(Args::kName, InputName) {
+      : Executor(Args::kName, InputName<Args>) {
     InputReader inputs{staging_, operands.begin(), device.is_host()};
     Args::Visit(args_, inputs);
     set_attributes(args_);
@@ -116,26 +116,6 @@ class Plan final : public Executor {
     const Shape* shape;
     std::optional<DType> t;
   };
-
-  struct InputFinder {
-    template <class Value>
-    void Input(const char* input, const Value&, const TypeSet&) {
-      if (--rest == 0) name = input;
-    }
-    template <class Value>
-    void Attribute(const char*, const Value&) {}
-    void Output(const char*, const Tensor&, const TypeSet&) {}
-
-    int32_t rest;
-    const char* name = "an input";
-  };
-
-  static const char* InputName(int32_t place) {
-    InputFinder finder{place};
-    const Args none;
-    Args::Visit(none, finder);
-    return finder.name;
-  }
 
   Args args_;
   Staging staging_;

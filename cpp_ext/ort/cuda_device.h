@@ -32,25 +32,6 @@ class ScratchBuffer {
   void* data_ = nullptr;
 };
 
-// The name of the input at `place` of an op's signature, counted from 1.
-class InputName {
- public:
-  explicit InputName(int32_t place) : rest_(place) {}
-  template <class Value>
-  void Input(const char* name, const Value&, const TypeSet&) {
-    if (--rest_ == 0) name_ = name;
-  }
-  template <class Value>
-  void Attribute(const char*, const Value&) {}
-  void Output(const char*, const Tensor&, const TypeSet&) {}
-
-  const char* name() const { return name_; }
-
- private:
-  int32_t rest_;
-  const char* name_ = "an input";
-};
-
 class CudaDevice {
  public:
   static constexpr const char* kProvider = "CUDAExecutionProvider";
@@ -62,9 +43,7 @@ class CudaDevice {
   Status Run(const Args& args, OrtKernelContext* context, const OrtValue* output) const {
     // What a kernel finds wrong is known when the device gets there. Nothing waits for that, so the next run tells.
     if (const int32_t place = TakeFault(); place != 0) {
-      InputName input(place);
-      Args::Visit(args, input);
-      return Refuse(input.name(), "out of range in an earlier run", "values that the operator takes");
+      return Refuse(InputName<Args>(place), "out of range in an earlier run", "values that the operator takes");
     }
     Queue queue;
     ThrowIfError(api_, api_.KernelContext_GetGPUComputeStream(context, &queue.stream));

@@ -125,7 +125,35 @@ class LayoutCheck {
   DType first_type_ = DType::kFloat32;
 };
 
+class InputFinder {
+ public:
+  explicit InputFinder(int32_t place) : rest_(place) {}
+
+  template <class Value>
+  void Input(const char* name, const Value&, const TypeSet&) {
+    if (--rest_ == 0) name_ = name;
+  }
+  template <class Value>
+  void Attribute(const char*, const Value&) {}
+  void Output(const char*, const Tensor&, const TypeSet&) {}
+
+  const char* name() const { return name_; }
+
+ private:
+  int32_t rest_;
+  const char* name_ = "an input";
+};
+
 }  // namespace internal
+
+// The name of the input at `place` of an op's signature, counted from 1, as a device reports faults.
+template <class Args>
+const char* InputName(int32_t place) {
+  internal::InputFinder finder(place);
+  const Args none;
+  Args::Visit(none, finder);
+  return finder.name();
+}
 
 // What every op asks of every input: an element type that it takes, one type for all that share T, a rank that fits
 // and contiguous elements.
