@@ -1,5 +1,4 @@
-// The C API from many threads at once, and with the argument "fork" from a child of fork. Prints what went wrong. Tests
-// run it with the thread sanitizer, in a library of MseLossBackward alone.
+// The C API from many threads at once, and with the argument "fork" from a child of fork. Prints what went wrong.
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -8,7 +8,7 @@ Variants:
     simt-sanitized    the same as in cuda on that machine, with the address and undefined-behaviour sanitizers
     simt-ort          kernels on the host machine, as custom operators for onnxruntime's CPU provider, and with the
                       execution provider for two virtual GPUs (tests/simt/virtual_gpu.cc)
-    thread-sanitized  the C API on the CPU with the thread sanitizer, with MseLossBackward alone
+    thread-sanitized  the C API on the CPU with the thread sanitizer
 
 Prints the path of the library. What was built is kept under build/device/ until a source or an option changes.
 """
@@ -70,8 +70,7 @@ def _sources(variant: str) -> list[Path]:
     tests = CPP_EXT / "tests"
     checks = _files("kernels/*.cc")
     if variant == "thread-sanitized":
-        others = {path.stem for path in checks} - {"mse_loss_backward", "signature"}
-        return [path for path in [*checks, *_capi()] if path.stem not in others]
+        return [*checks, *_capi()]
     kernels = [*checks, *_files("kernels/cuda/*.cu")]
     adapter = _files("ort/**/*.cc")
     if variant == "cuda":

@@ -221,9 +221,11 @@ def test_the_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: P
         assert output_of(program, device=device, GRADFUSE_NUM_THREADS="3").endswith("\n0 failures\n")
 
 
-def test_the_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
-    program = sanitized("thread-sanitized", "capi_threads.cc", tmp_path)
-    assert output_of(program, GRADFUSE_NUM_THREADS="3") == "0 failures\n"
+@pytest.mark.parametrize("source", ("capi_threads.cc", "capi_check.cc"))
+@pytest.mark.xdist_group("thread_sanitized")
+def test_the_thread_sanitizer_finds_nothing(source: str, tmp_path: Path) -> None:
+    program = sanitized("thread-sanitized", source, tmp_path)
+    assert output_of(program, GRADFUSE_NUM_THREADS="3").endswith("0 failures\n")
 
 
 def test_what_a_call_costs_can_be_measured(tmp_path: Path) -> None:
