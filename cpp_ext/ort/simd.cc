@@ -1,7 +1,8 @@
-// Which instruction set the CPU kernels use, for reports, tests and measurements.
+// Which instruction set the CPU kernels use, and when they write around the caches: for reports, tests and measurements.
 
 #include <string>
 
+#include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
 
 // A JSON list of the instruction sets that this build has and this processor runs, the widest last. Lives forever.
@@ -27,4 +28,10 @@ extern "C" __attribute__((visibility("default"))) const char* gradfuse_simd_targ
     return kTargetNames[target];
   }
   return nullptr;
+}
+
+// From how many bytes on operators write around the caches; `wanted` is taken from now on unless it is negative.
+extern "C" __attribute__((visibility("default"))) int64_t gradfuse_stream_bytes(int64_t wanted) {
+  if (wanted >= 0) gradfuse::cpu::SetStreamBytes(wanted);
+  return gradfuse::cpu::StreamBytes();
 }

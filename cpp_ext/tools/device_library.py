@@ -82,7 +82,8 @@ def _sources(variant: str) -> list[Path]:
     if variant == "simt-ort":
         adapter = [path for path in adapter if path.name not in REPLACED]
         machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
-        return [*kernels, *machine, CPP_EXT / "kernels/cpu/targets.cc", *adapter]
+        settings = [CPP_EXT / "kernels/cpu" / name for name in ("targets.cc", "streaming.cc")]
+        return [*kernels, *machine, *settings, *adapter]
     kernels += [tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
     if variant == "simt":
         return kernels

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/cpu/flush_subnormals.h"
+#include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
@@ -18,24 +19,24 @@ namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
 // grad_input = exp(log_prob) scale - shift, with one shift for all classes.
-template <class T>
+template <class T, bool kStreams>
 void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out) {
   const TagOf<T> d;
   const auto scales = hn::Set(d, scale);
   const auto shifts = hn::Set(d, shift);
-  ForEachVector<Sweep>(d, count, [&](int64_t c, auto at) HWY_ATTR {
-    Store(at, hn::MulSub(Exp(d, Load(at, d, log_prob + c)), scales, shifts), d, out + c);
+  ForEachVectorInto<Sink<kStreams, Sweep>>(out, d, count, [&](int64_t c, auto at) HWY_ATTR {
+    Store(at, hn::MulSub(Exp<T>(d, Load(at, d, log_prob + c)), scales, shifts), d, out + c);
   });
 }
 
 // The same with a weight for each class.
-template <class T>
+template <class T, bool kStreams>
 void WeightedGradRow(const T* log_prob, const float* weight, float scale, float shift, int64_t count, T* out) {
   const TagOf<T> d;
   const auto scales = hn::Set(d, scale);
   const auto shifts = hn::Set(d, shift);
-  ForEachVector<Sweep>(d, count, [&](int64_t c, auto at) HWY_ATTR {
-    const auto scaled = Exp(d, Load(at, d, log_prob + c)) * scales;
+  ForEachVectorInto<Sink<kStreams, Sweep>>(out, d, count, [&](int64_t c, auto at) HWY_ATTR {
+    const auto scaled = Exp<T>(d, Load(at, d, log_prob + c)) * scales;
     Store(at, hn::NegMulAdd(shifts, Load(at, d, weight + c), scaled), d, out + c);
   });
 }
@@ -88,8 +89,11 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   T* out = args.grad_input.MutableData<T>();
   const Coefficients coefficients = CoefficientsOf(args);
   const bool smooths = args.label_smoothing != 0;
-  const auto grad_row = GRADFUSE_DISPATCH(GradRow<T>);
-  const auto weighted_grad_row = GRADFUSE_DISPATCH(WeightedGradRow<T>);
+  const int64_t bytes = 2 * args.log_prob.NumBytes();
+  const bool streams = bytes >= StreamBytes();
+  const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true>) : GRADFUSE_DISPATCH(GradRow<T, false>);
+  const auto weighted_grad_row =
+      streams ? GRADFUSE_DISPATCH(WeightedGradRow<T, true>) : GRADFUSE_DISPATCH(WeightedGradRow<T, false>);
 
   // Classes [begin, end) of one row.
   const auto grad_part = [&](int64_t row, int64_t begin, int64_t end) {
@@ -123,8 +127,9 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   constexpr int64_t kTask = 16384;
   const int64_t rows_per_task = std::max<int64_t>(1, kTask / classes);
   const int64_t parts = CeilDiv(classes, kTask);
-  parallel(CeilDiv(rows, rows_per_task) * parts, 2 * args.log_prob.NumBytes(), [&](int64_t task) {
+  parallel(CeilDiv(rows, rows_per_task) * parts, bytes, [&](int64_t task) {
     const FlushSubnormals flush;
+    const StreamFence fence(streams);
     const int64_t begin = task % parts * kTask;
     const int64_t first = task / parts * rows_per_task;
     for (int64_t row = first; row < std::min(rows, first + rows_per_task); ++row) {

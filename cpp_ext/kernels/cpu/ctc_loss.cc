@@ -22,8 +22,9 @@ namespace {
 template <class T>
 void AlphaStep(const ComputeType<T>* previous, const ComputeType<T>* skip, const ComputeType<T>* emitted,
                int64_t states, ComputeType<T>* alpha, T* out) {
+  using Real = ComputeType<T>;
   const TagOf<T> d;
-  const auto never = hn::Set(d, -std::numeric_limits<ComputeType<T>>::infinity());
+  const auto never = hn::Set(d, -std::numeric_limits<Real>::infinity());
   ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
     const auto stay = Load(at, d, previous + s);
     const auto next = Load(at, d, previous + s - 1);
@@ -31,7 +32,7 @@ void AlphaStep(const ComputeType<T>* previous, const ComputeType<T>* skip, const
     const auto largest = hn::Max(jump, hn::Max(stay, next));
     // Where nothing is possible, differences would be NaN: exp(-inf - 0) is the 0 that is wanted.
     const auto base = hn::IfThenZeroElse(largest == never, largest);
-    const auto sum = Exp(d, stay - base) + Exp(d, next - base) + Exp(d, jump - base);
+    const auto sum = Exp<Real>(d, stay - base) + Exp<Real>(d, next - base) + Exp<Real>(d, jump - base);
     const auto impossible = hn::And(largest == never, sum == hn::Zero(d));
     const auto log_sum = hn::IfThenElse(impossible, never, base + LogUpTo3(d, sum));
     const auto value = log_sum + Load(at, d, emitted + s);

@@ -37,9 +37,9 @@ void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t stat
     const auto c = Load(at, d, alpha + s - 2) + Load(at, d, skip + s);
     const auto largest = hn::Max(c, hn::Max(a, b));
     const auto base = hn::IfThenZeroElse(largest == never, largest);
-    const auto exp_a = Exp(d, a - base);
-    const auto exp_b = Exp(d, b - base);
-    const auto exp_c = Exp(d, c - base);
+    const auto exp_a = Exp<Real>(d, a - base);
+    const auto exp_b = Exp<Real>(d, b - base);
+    const auto exp_c = Exp<Real>(d, c - base);
     // Where nothing flows the division is of no matter, and may be 0 / 0 or NaN.
     const auto given = Load(at, d, gamma + s);
     const auto share = given / (exp_a + exp_b + exp_c);
@@ -65,7 +65,7 @@ void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out
   const TagOf<T> d;
   const auto factor = hn::Set(d, grad_out);
   ForEachVector<Sweep>(d, classes, [&](int64_t c, auto at) HWY_ATTR {
-    Store(at, Exp(d, Load(at, d, log_probs + c)) * factor, d, out + c);
+    Store(at, Exp<T>(d, Load(at, d, log_probs + c)) * factor, d, out + c);
   });
 }
 

@@ -15,7 +15,8 @@ HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
-// sum += the columns of `count` rows that lie `stride` apart, four rows at a time.
+// sum += the columns of `count` rows that lie `stride` apart, four rows at a time, while the next four are on their
+// way: rows are too short for the processor to see by itself where it goes on.
 template <class T>
 void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, float* sum) {
   const TagOf<T> d;
@@ -25,7 +26,9 @@ void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, floa
     const T* r1 = r0 + stride;
     const T* r2 = r1 + stride;
     const T* r3 = r2 + stride;
+    const int64_t ahead = row + 8 <= count ? 4 * stride : 0;
     ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
+      for (const T* r : {r0, r1, r2, r3}) Prefetch(d, r + ahead + c);
       const auto four = (Load(at, d, r0 + c) + Load(at, d, r1 + c)) + (Load(at, d, r2 + c) + Load(at, d, r3 + c));
       Store(at, Load(at, d, sum + c) + four, d, sum + c);
     });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
@@ -31,14 +32,14 @@ class Operand {
   hn::Vec<TagOf<T>> first_;
 };
 
-template <class T, bool kGradVaries, bool kSelfVaries, bool kTargetVaries>
+template <class T, bool kStreams, bool kGradVaries, bool kSelfVaries, bool kTargetVaries>
 void GradRow(const T* grad, const T* self, const T* target, float factor, int64_t count, T* out) {
   const TagOf<T> d;
   const Operand<kGradVaries, T> grads(grad);
   const Operand<kSelfVaries, T> selves(self);
   const Operand<kTargetVaries, T> targets(target);
   const auto factors = hn::Set(d, factor);
-  ForEachVector<Sweep>(d, count, [&](int64_t i, auto at) HWY_ATTR {
+  ForEachVectorInto<Sink<kStreams, Sweep>>(out, d, count, [&](int64_t i, auto at) HWY_ATTR {
     const auto difference = selves.Get(at, i) - targets.Get(at, i);
     Store(at, factors * difference * grads.Get(at, i), d, out + i);
   });
@@ -47,13 +48,13 @@ void GradRow(const T* grad, const T* self, const T* target, float factor, int64_
 template <class T>
 using RowFunction = void (*)(const T*, const T*, const T*, float, int64_t, T*);
 
-template <class T>
+template <class T, bool kStreams>
 RowFunction<T> RowFunctionFor(bool grad_varies, bool self_varies, bool target_varies) {
   static constexpr RowFunction<T> kFunctions[2][2][2] = {
-      {{GradRow<T, false, false, false>, GradRow<T, false, false, true>},
-       {GradRow<T, false, true, false>, GradRow<T, false, true, true>}},
-      {{GradRow<T, true, false, false>, GradRow<T, true, false, true>},
-       {GradRow<T, true, true, false>, GradRow<T, true, true, true>}},
+      {{GradRow<T, kStreams, false, false, false>, GradRow<T, kStreams, false, false, true>},
+       {GradRow<T, kStreams, false, true, false>, GradRow<T, kStreams, false, true, true>}},
+      {{GradRow<T, kStreams, true, false, false>, GradRow<T, kStreams, true, false, true>},
+       {GradRow<T, kStreams, true, true, false>, GradRow<T, kStreams, true, true, true>}},
   };
   return kFunctions[grad_varies][self_varies][target_varies];
 }
@@ -115,13 +116,16 @@ void RunTyped(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
   const int row_axis = loops.rank - 1;
   const int64_t row_size = loops.sizes[row_axis];
   const int64_t* row_strides = loops.strides[row_axis];
-  const auto grad_row =
-      GRADFUSE_DISPATCH(RowFunctionFor<T>)(row_strides[0] != 0, row_strides[1] != 0, row_strides[2] != 0);
-
-  constexpr int64_t kTask = 32768;
   const int64_t cost =
       args.grad_input.NumBytes() + args.grad_output.NumBytes() + args.self.NumBytes() + args.target.NumBytes();
+  const bool streams = cost >= StreamBytes();
+  const auto row_function =
+      streams ? GRADFUSE_DISPATCH(RowFunctionFor<T, true>) : GRADFUSE_DISPATCH(RowFunctionFor<T, false>);
+  const auto grad_row = row_function(row_strides[0] != 0, row_strides[1] != 0, row_strides[2] != 0);
+
+  constexpr int64_t kTask = 32768;
   parallel(CeilDiv(total, kTask), cost, [&](int64_t task) {
+    const StreamFence fence(streams);
     const int64_t begin = task * kTask;
     const int64_t end = std::min(total, begin + kTask);
     int64_t position[kMaxRank];

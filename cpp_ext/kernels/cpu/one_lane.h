@@ -63,6 +63,10 @@ GRADFUSE_INLINE void StoreU(Vec<D> value, D, TFromD<D>* to) {
   *to = value;
 }
 template <class D>
+GRADFUSE_INLINE void Stream(Vec<D> value, D, TFromD<D>* to) {
+  *to = value;
+}
+template <class D>
 GRADFUSE_INLINE Vec<D> LoadN(D, const TFromD<D>* from, size_t lanes) {
   return lanes == 0 ? Vec<D>{} : *from;
 }

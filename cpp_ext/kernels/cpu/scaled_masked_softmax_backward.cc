@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
@@ -46,22 +47,22 @@ float Dot(const T* grad, const T* y, int64_t count) {
 }
 
 // A row is swept twice, the second time out of the cache.
-template <class T>
+template <class T, bool kStreams>
 void GradRow(const T* grad, const T* y, float scale, int64_t count, T* out) {
   const TagOf<T> d;
   const auto r = hn::Set(d, Dot(grad, y, count));
   const auto scales = hn::Set(d, scale);
-  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+  ForEachVectorInto<Sink<kStreams, Whole>>(out, d, count, [&](int64_t i, auto at) HWY_ATTR {
     Store(at, scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r), d, out + i);
   });
 }
 
-template <class T>
+template <class T, bool kStreams>
 void MaskedGradRow(const T* grad, const T* y, const uint8_t* mask, float scale, int64_t count, T* out) {
   const TagOf<T> d;
   const auto r = hn::Set(d, Dot(grad, y, count));
   const auto scales = hn::Set(d, scale);
-  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+  ForEachVectorInto<Sink<kStreams, Whole>>(out, d, count, [&](int64_t i, auto at) HWY_ATTR {
     const auto value = scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r);
     Store(at, hn::IfThenZeroElse(LoadMask(at, d, mask + i), value), d, out + i);
   });
@@ -91,8 +92,11 @@ void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& pa
   const int64_t mask_batch_stride = mask && args.mask->shape[0] != 1 ? args.mask->strides[0] : 0;
   const int64_t mask_head_stride = mask && args.mask->shape[1] != 1 ? args.mask->strides[1] : 0;
 
-  const auto grad_row = GRADFUSE_DISPATCH(GradRow<T>);
-  const auto masked_grad_row = GRADFUSE_DISPATCH(MaskedGradRow<T>);
+  const int64_t bytes = 3 * args.y.NumBytes();
+  const bool streams = bytes >= StreamBytes();
+  const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true>) : GRADFUSE_DISPATCH(GradRow<T, false>);
+  const auto masked_grad_row =
+      streams ? GRADFUSE_DISPATCH(MaskedGradRow<T, true>) : GRADFUSE_DISPATCH(MaskedGradRow<T, false>);
   const auto run_row = [&](int64_t row) {
     const T* grad = grad_output + row * size;
     const T* y_row = y + row * size;
@@ -108,7 +112,8 @@ void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& pa
 
   constexpr int64_t kTask = 16384;
   const int64_t rows_per_task = std::max<int64_t>(1, kTask / size);
-  parallel(CeilDiv(rows, rows_per_task), 3 * args.y.NumBytes(), [&](int64_t task) {
+  parallel(CeilDiv(rows, rows_per_task), bytes, [&](int64_t task) {
+    const StreamFence fence(streams);
     const int64_t first = task * rows_per_task;
     for (int64_t row = first; row < std::min(rows, first + rows_per_task); ++row) run_row(row);
   });

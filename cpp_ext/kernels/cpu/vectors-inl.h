@@ -7,8 +7,10 @@
 #define GRADFUSE_VECTORS_INL_H
 #endif
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "gradfuse/float16.h"
 #include "kernels/cpu/one_lane.h"
@@ -29,8 +31,16 @@ using Tag16 = hn::Rebind<uint16_t, D>;
 template <class D>
 using Mask = decltype(hn::Zero(D()) == hn::Zero(D()));
 
+// Asks for memory that is read soon. The one-lane loops would ask for each number.
+template <class D>
+GRADFUSE_INLINE void Prefetch(D, const void* from) {
+  if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(from);
+}
+
 // How loops reach memory: whole vectors at a time, or the first lanes of one, where no others are there.
 struct Whole {
+  static constexpr bool kStreams = false;
+
   template <class D>
   GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
     return hn::LoadU(d, from);
@@ -43,14 +53,27 @@ struct Whole {
 // The same for sweeps over tensors, which may come from beyond the caches: asks early for what comes later in the
 // sweep, further ahead than the processor does by itself.
 struct Sweep : Whole {
-  static constexpr size_t kAhead = 2048;  // bytes
+  static constexpr size_t kAhead = 4096;  // bytes
 
   template <class D>
   GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
-    if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+    if constexpr (hn::MaxLanes(D()) > 1)
+      __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead, /*rw=*/0, /*locality=*/2);
     return hn::LoadU(d, from);
   }
 };
+// Writes around the caches, to places that are aligned as vectors are: see streaming.h.
+template <class Loads>
+struct Streaming : Loads {
+  static constexpr bool kStreams = true;
+
+  template <class D>
+  GRADFUSE_INLINE void StoreBits(hn::Vec<D> value, D d, hn::TFromD<D>* to) const {
+    hn::Stream(value, d, to);
+  }
+};
+template <bool kStreams, class Loads>
+using Sink = std::conditional_t<kStreams, Streaming<Loads>, Loads>;
 struct Part {
   size_t lanes;
 
@@ -133,6 +156,21 @@ GRADFUSE_INLINE void ForEachVector(D d, int64_t count, const Body& body) {
   if constexpr (hn::MaxLanes(D()) > 1) {
     if (index < count) body(index, Part{static_cast<size_t>(count - index)});
   }
+}
+
+// The same for a loop that writes to[index], ...; before streaming stores its first vector is Part, up to an alignment.
+template <class At, class D, class T, class Body>
+GRADFUSE_INLINE void ForEachVectorInto(T* to, D d, int64_t count, const Body& body) {
+  int64_t head = 0;
+  if constexpr (hn::MaxLanes(D()) > 1 && At::kStreams) {
+    const size_t lanes = hn::Lanes(d);
+    const size_t behind = reinterpret_cast<uintptr_t>(to) / sizeof(T) % lanes;
+    if (behind != 0) {
+      head = std::min(count, static_cast<int64_t>(lanes - behind));
+      body(0, Part{static_cast<size_t>(head)});
+    }
+  }
+  ForEachVector<At>(d, count - head, [&](int64_t index, auto at) HWY_ATTR { body(head + index, at); });
 }
 
 }  // namespace gradfuse::cpu::HWY_NAMESPACE
