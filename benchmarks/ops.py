@@ -1,6 +1,6 @@
 """Measures the operators on the CPU, beside what else computes the same: `make bench`.
 
-    python benchmarks/ops.py [--full] [--only PATTERN] [--threads 1,2] [--no-compile] [--out FOLDER]
+    python benchmarks/ops.py [--full] [--out FOLDER] [--only PATTERN] [--threads 1,2] [--no-compile]
 
 Variants of a work take turns in one process, with threads that wait without spinning, and times are medians. Each is
 compared with float64 first; one that is wrong is named so. Tensors that would fit the last cache, but not the second
@@ -8,7 +8,9 @@ level's, come in several copies. The roof is the time of a copy of as many bytes
 least, with the same number of threads, by ordinary or by streaming stores, whichever is faster; beside it stands
 traffic of the operator's own shape (`traffic.cc`), as a sum reads and hardly writes.
 
-Writes FOLDER/ops.json, ops.md and ops.svg.
+The C API has one pool of threads in a process, of as many as there are cores: it is measured where those are asked for.
+
+Writes FOLDER/ops.json, ops.md and ops.svg; a choice of rows is printed, and written only where --out says so.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +32,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
 import onnxruntime as ort
@@ -38,15 +43,18 @@ from torch import Tensor
 from works import Inputs, Work, fused_model, plain_model, works
 
 import gradfuse
+from cpp_ext import capi
 from gradfuse.testing import assert_gradients_close
 
 ROOT = Path(__file__).resolve().parents[1]
+CORES = len(os.sched_getaffinity(0))
+os.environ["GRADFUSE_NUM_THREADS"] = str(CORES)
 ROUNDS = {"S": 200, "M": 15, "L": 7, "D": 7}
 PATIENCE = 4.0
 """Seconds that a variant may take in all, beyond three rounds."""
 SHORTEST = 2e-4
 """Seconds that are measured at once: shorter calls are repeated."""
-VARIANTS = ("gradfuse", "torch", "torch, new output", "torch.compile", "onnxruntime")
+VARIANTS = ("gradfuse", "C API", "torch", "torch, new output", "torch.compile", "onnxruntime")
 """In the order of the table. "onnxruntime" runs standard operators without gradfuse."""
 
 Call = Callable[[], object]
@@ -90,8 +98,10 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="works, as in 'CrossEntropy*/M/*'")
     parser.add_argument("--threads", help="numbers of threads, by commas; S: 1, others: 2 if not given")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes seconds a work")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, help="where results go; for all rows benchmarks/results if not given")
     options = parser.parse_args()
+    chooses = options.only != "*" or options.threads is not None or options.no_compile
+    out = options.out or (None if chooses else ROOT / "benchmarks" / "results")
     every = options.full or options.only != "*"
     chosen = [w for w in works(full=every) if fnmatch.fnmatch(w.name, options.only)]
     if not chosen:
@@ -106,21 +116,22 @@ def main() -> None:
         for threads in _threads(options, work):
             rows.append(measure(work, threads, traffic, compiled=not options.no_compile))
             print(_line(rows[-1]), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
     document = {**_environment(), "rows": [asdict(row) for row in rows]}
-    (options.out / "ops.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / "ops.md").write_text(page(document, rows))
-    plot(rows, options.out / "ops.svg")
-    print(options.out / "ops.md")
+    (out / "ops.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "ops.md").write_text(page(document, rows))
+    plot(rows, out / "ops.svg")
+    print(out / "ops.md")
 
 
 def _threads(options: argparse.Namespace, work: Work) -> list[int]:
     if options.threads:
         return [int(n) for n in options.threads.split(",")]
-    cores = len(os.sched_getaffinity(0))
     if options.full and work.size != "L":
-        return sorted({1, min(2, cores)})
-    return [1 if work.size == "S" else min(2, cores)]
+        return sorted({1, min(2, CORES)})
+    return [1 if work.size == "S" else min(2, CORES)]
 
 
 def _line(row: Row) -> str:
@@ -194,6 +205,36 @@ def _ort_value(tensor: Tensor) -> Any:
     return ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
 
 
+def by_c_api(work: Work, inputs: Inputs, outputs: dict[str, Tensor]) -> Call:
+    """Both phases of the C API without a stream, on tensors that it has been told of before."""
+    operator = work.operator.split()[0]
+    library = capi.library()
+    arguments: list[Any] = []
+    for index, tensor in enumerate(inputs.values()):
+        if index in capi.LENGTHS.get(operator, ()):
+            array = library.aclCreateIntArray(capi.int64s(tensor.tolist()), ctypes.c_uint64(len(tensor)))
+            arguments.append(ctypes.c_void_p(array))
+        else:
+            arguments.append(capi.create_tensor(tensor))
+    arguments += [None] * (capi.INPUTS[operator] - len(arguments))
+    for name, (kind, default) in capi.ATTRIBUTES[operator].items():
+        value = work.attributes.get(name, default)
+        arguments.append(kind(value.encode() if isinstance(value, str) else value))
+    arguments += [capi.create_tensor(tensor) for tensor in outputs.values()]
+    plan, execute = getattr(library, f"aclnn{operator}GetWorkspaceSize"), getattr(library, f"aclnn{operator}")
+    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+    arguments += [ctypes.byref(size), ctypes.byref(executor)]
+
+    def call() -> None:
+        capi.expect_success(plan(*arguments))
+        capi.expect_success(execute(None, size, executor, None))
+
+    capi.expect_success(plan(*arguments))
+    assert size.value == 0, "contiguous tensors need no workspace"
+    capi.expect_success(execute(None, size, executor, None))
+    return call
+
+
 def variants(
     work: Work, threads: int, inputs: Sequence[Inputs], outputs: Sequence[dict[str, Tensor]], compiled: bool
 ) -> Iterator[tuple[str, list[Call], bool]]:
@@ -202,6 +243,8 @@ def variants(
     peers = [work.peer_inputs(given) for given in inputs]
     fused = InSession(fused_model(work, inputs[0]), threads, library=True)
     yield "gradfuse", [fused.bound(given, out) for given, out in copies], False
+    if threads == CORES:
+        yield "C API", [by_c_api(work, given, out) for given, out in copies], False
     write = work.preallocated
     if write is not None:
         yield "torch", [partial(write, given, out["out"]) for given, out in zip(peers, outputs, strict=True)], False
@@ -317,7 +360,7 @@ def _environment() -> dict[str, Any]:
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
     versions = {"torch": torch.__version__, "onnxruntime": ort.__version__, "gradfuse": gradfuse.__version__}
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), **versions}
+    return {"cpu": cpu, "cores": CORES, "python": platform.python_version(), **versions}
 
 
 def page(document: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -361,7 +404,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.5))
     names = [" ".join(filter(None, (r.operator, r.size, r.case, r.dtype, f"{r.threads} thr."))) for r in rows]
-    for variant, marker in zip(VARIANTS, "o^vsD", strict=True):
+    for variant, marker in zip(VARIANTS, "oP^vsD", strict=True):
         points = [(r.times_the_roof(variant), k) for k, r in enumerate(rows) if variant in r.times]
         axes.plot([x for x, _ in points], [y for _, y in points], marker, label=variant, markersize=5)
     axes.axvline(1.0, color="black", linewidth=0.8)
