@@ -32,7 +32,7 @@ class Mlp(nn.Module):
 
 
 class Whole(nn.Module):
-    """Has everything: batch normalisation, dropout for evaluation to leave out, tied, frozen and unused parameters."""
+    """Has everything: batch normalisation, tied, frozen and unused parameters, a buffer that no file has."""
 
     def __init__(self) -> None:
         super().__init__()
