@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
-    from gradfuse.export import TrainingStep, export_training_step
+    from gradfuse.export import export_training_step
     from gradfuse.fusion import FuseResult, expand, fuse
     from gradfuse.library import (
         get_aclnn_library_path,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         get_library_path,
         register,
     )
+    from gradfuse.training_step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -66,7 +67,7 @@ _MODULE_OF = {
     "FuseResult": "gradfuse.fusion",
     "GradfuseError": "gradfuse.errors",
     "ModelError": "gradfuse.errors",
-    "TrainingStep": "gradfuse.export",
+    "TrainingStep": "gradfuse.training_step",
     "check": "gradfuse.checking",
     "expand": "gradfuse.fusion",
     "explain": "gradfuse.explaining",
