@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         get_library_path,
         register,
     )
+    from gradfuse.training import TrainingSession
     from gradfuse.training_step import TrainingStep
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "FuseResult",
     "GradfuseError",
     "ModelError",
+    "TrainingSession",
     "TrainingStep",
     "__version__",
     "check",
@@ -67,6 +69,7 @@ _MODULE_OF = {
     "FuseResult": "gradfuse.fusion",
     "GradfuseError": "gradfuse.errors",
     "ModelError": "gradfuse.errors",
+    "TrainingSession": "gradfuse.training",
     "TrainingStep": "gradfuse.training_step",
     "check": "gradfuse.checking",
     "expand": "gradfuse.fusion",
