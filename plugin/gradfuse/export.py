@@ -15,6 +15,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -903,14 +904,20 @@ def _compare_update(
             members = []
             for parameter in group["params"]:
                 name = names[id(parameter)]
-                copy = copies[name] = parameter.detach().to(dtype or parameter.dtype, copy=True).cpu()
+                twin_parameter = parameter.detach().to(dtype or parameter.dtype, copy=True).cpu()
                 if name in gradients:
-                    copy.grad = torch.from_numpy(gradients[name] / described.accumulate).to(copy.dtype)
-                members.append(copy)
-            groups.append({**group, "params": members, "foreach": None, "fused": None, "capturable": False})
-        twin: Any = type(optimizer)
-        twin = twin(groups)
-        twin.load_state_dict({**optimizer.state_dict(), "param_groups": twin.state_dict()["param_groups"]})
+                    gradient = torch.from_numpy(gradients[name] / described.accumulate)
+                    twin_parameter.grad = gradient.to(twin_parameter.dtype)
+                copies[name] = twin_parameter
+                members.append(twin_parameter)
+            # The rate as the model has it, and an implementation that runs anywhere.
+            rate = float(np.float32(group["lr"]))
+            chosen = {"lr": rate, "foreach": None, "fused": None, "capturable": False}
+            groups.append({**group, **chosen, "params": members})
+        create: Any = type(optimizer)
+        twin = create(groups)
+        state_dict = deepcopy(optimizer.state_dict())
+        twin.load_state_dict({**state_dict, "param_groups": twin.state_dict()["param_groups"]})
         if described.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(copies.values()), described.max_grad_norm)
         twin.step()
