@@ -894,7 +894,10 @@ def _compare_update(
     results = _run(ir.to_proto(observed), feeds, "updating")
     if results is None:
         return
-    gradients = {name: results[name + GRADIENT_SUFFIX].astype(np.float64) for name in described.parameters}
+    gradients = {
+        name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / described.accumulate
+        for name in described.parameters
+    }
     names = {id(tensor): name for name, tensor in step.state.items()}
 
     def updated(dtype: torch.dtype | None) -> Arrays:
@@ -906,8 +909,7 @@ def _compare_update(
                 name = names[id(parameter)]
                 twin_parameter = parameter.detach().to(dtype or parameter.dtype, copy=True).cpu()
                 if name in gradients:
-                    gradient = torch.from_numpy(gradients[name] / described.accumulate)
-                    twin_parameter.grad = gradient.to(twin_parameter.dtype)
+                    twin_parameter.grad = gradients[name].to(twin_parameter.dtype)
                 copies[name] = twin_parameter
                 members.append(twin_parameter)
             # The rate as the model has it, and an implementation that runs anywhere.
