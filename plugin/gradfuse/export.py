@@ -50,6 +50,8 @@ def export_training_step(
     fuse: bool = True,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     evaluation: bool | None = None,
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, checked against PyTorch.
@@ -75,7 +77,12 @@ def export_training_step(
         max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)` over the
             optimizer's parameters. None: they are not.
         accumulate: of how many calls the gradients are averaged for one update; other calls change buffers only.
-        evaluation: whether to export `TrainingStep.evaluation_model` too; None: if there is an optimizer.
+        autocast: module and loss run under `torch.autocast` with this type, float16 or bfloat16; parameters and update
+            stay as they are. None: in their own types.
+        grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, beginning at the state that it has, and an
+            update whose gradients are not finite is left out. None, or one that is not enabled: it is not scaled.
+        evaluation: whether to export `TrainingStep.evaluation_model`, without autocast; None: if there is an
+            optimizer.
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers (dropout in
@@ -87,15 +94,24 @@ def export_training_step(
         import torch
     except ImportError as error:
         raise ExportError(f"{_WHO}: {error.name} is not installed; expected what gradfuse[torch] installs") from error
-    if optimizer is None and (max_grad_norm is not None or accumulate != 1):
-        raise ExportError(f"{_WHO}: optimizer is None; expected one for max_grad_norm and accumulate to be part of")
+    if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
+        raise ExportError(f"{_WHO}: optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
+    if autocast not in (None, torch.float16, torch.bfloat16):
+        raise ExportError(f"{_WHO}: autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
 
     def describe(names: Mapping[int, str]) -> optimizers.Optimizer | None:
         if optimizer is None:
             return None
-        return optimizers.from_torch(optimizer, names, _WHO, max_grad_norm=max_grad_norm, accumulate=accumulate)
+        return optimizers.from_torch(
+            optimizer,
+            names,
+            _WHO,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            grad_scaler=grad_scaler,
+        )
 
-    step = _Step.of(module, loss, batch, describe)
+    step = _Step.of(module, loss, batch, describe, autocast)
     dims = _dynamic_shapes(dynamic_shapes, step)
     evaluation_model = None
     with torch.random.fork_rng(), _restored(module), _restored(loss), torch.enable_grad():
@@ -183,6 +199,7 @@ class _Step:
     state_dict_names: dict[str, str]
     """Each name of the `state_dict()` of module and loss -> the name in `state`."""
     optimizer: optimizers.Optimizer | None
+    autocast: torch.dtype | None
 
     @classmethod
     def of(
@@ -191,6 +208,7 @@ class _Step:
         loss: Any,
         batch: Any,
         describe: Callable[[Mapping[int, str]], optimizers.Optimizer | None],
+        autocast: torch.dtype | None,
     ) -> _Step:
         """Check the arguments of `export_training_step` and collect what the step consists of."""
         from torch import nn
@@ -259,6 +277,7 @@ class _Step:
             target_names,
             state_dict_names,
             optimizer,
+            autocast,
         )
 
     @property
@@ -270,10 +289,18 @@ class _Step:
         self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss with `state` in place of the module's tensors, and the buffers as the run left them."""
+        import torch
+
         self.place(state)
-        output = self.module(*inputs)
-        value = self.loss(output, *targets)
+        device = next(iter(state.values())).device.type
+        with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
+            output = self.module(*inputs)
+            value = self.loss(output, *targets)
         return value, {name: self.places[name][0].entries[self.places[name][0].key] for name in self.buffers}
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.optimizer is not None and self.optimizer.loss_scaling is not None
 
     def place(self, state: Mapping[str, Tensor]) -> None:
         """Put `state` in the place of the tensors of module and loss."""
@@ -459,7 +486,11 @@ def _dynamic_shapes(given: Any, step: _Step) -> _Dims:
 
 
 def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.ExportedProgram:
-    """Return the program (used parameters, other tensors, inputs, targets) -> (loss, *updated buffers, *gradients)."""
+    """Return the program (used parameters, other tensors, inputs, targets) -> (loss, *updated buffers, *gradients).
+
+    Where the loss is scaled, the scale is one more input, and the scaled loss, divided by how many gradients are added
+    up, is an output ahead of the loss; the gradients are its.
+    """
     import torch
     from torch.export.experimental import _export_forward_backward
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -467,26 +498,31 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
     used = tuple(native.gradients)
     others = tuple(name for name in step.state if name not in native.gradients)
     shared = _with_shared_gradients(native)
+    accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
 
     class Traced(torch.nn.Module):
-        def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any) -> Any:
+        def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
             state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
             # A graph must not write into its inputs: copies take the updates and are returned.
             state |= {name: state[name].clone() for name in step.buffers}
             state |= {name: state[name].unsqueeze(0).squeeze(0) for name in shared}
             value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
-            return (value, *(after[name] for name in native.changed))
+            losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
+            return (*losses, *(after[name] for name in native.changed))
 
     def copies(names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(step.state[name].detach().clone() for name in names)
 
-    arguments = (
+    arguments: tuple[Any, ...] = (
         tuple(tensor.requires_grad_() for tensor in copies(used)),
         copies(others),
         tuple(tensor.detach() for tensor in step.inputs),
         tuple(tensor.detach() for tensor in step.targets),
     )
-    shapes = ((None,) * len(used), (None,) * len(others), dims.inputs, dims.targets)
+    shapes: tuple[Any, ...] = ((None,) * len(used), (None,) * len(others), dims.inputs, dims.targets)
+    if step.scales_loss:
+        arguments += (torch.ones((), device=step.inputs[0].device),)
+        shapes += ((None,),)
     try:
         # The other attention kernels have backward operators that no exporter knows.
         with _quiet(), sdpa_kernel(SDPBackend.MATH):
@@ -676,13 +712,19 @@ def _name_interface(model: ir.Model, step: _Step, native: _Outcome, dims: _Dims)
     graph = model.graph
     changed, used = native.changed, tuple(native.gradients)
     others = [name for name in step.state if name not in used and (name in step.trainable or name in changed)]
-    inputs = dict(zip((*used, *others, *step.batch), graph.inputs, strict=True))
-    results = (LOSS, *(name + UPDATED_SUFFIX for name in changed), *(name + GRADIENT_SUFFIX for name in used))
+    scale = (optimizers.LOSS_SCALE,) if step.scales_loss else ()
+    inputs = dict(zip((*used, *others, *step.batch, *scale), graph.inputs, strict=True))
+    results = (
+        *(f"scaled_{LOSS}" for _ in scale),
+        LOSS,
+        *(name + UPDATED_SUFFIX for name in changed),
+        *(name + GRADIENT_SUFFIX for name in used),
+    )
     produced = dict(zip(results, graph.outputs, strict=True))
     for name in step.trainable:
         if name not in used:
             produced[name + GRADIENT_SUFFIX] = _zeros_like(graph, inputs[name])
-    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *step.batch)]
+    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *scale, *step.batch)]
     wanted = (
         LOSS,
         *(name + GRADIENT_SUFFIX for name in step.trainable),
@@ -838,6 +880,9 @@ def _judge(model: onnx.ModelProto, step: _Step, own: Arrays, reference: Arrays, 
     the terms that cancel in it.
     """
     feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()}
+    if step.optimizer is not None:
+        # At this scale the gradients are those of the loss itself.
+        feeds[optimizers.LOSS_SCALE] = np.array(step.optimizer.accumulate, dtype=np.float32)
     results = _run(model, feeds, which)
     if results is None:
         return
@@ -894,10 +939,11 @@ def _compare_update(
     results = _run(ir.to_proto(observed), feeds, "updating")
     if results is None:
         return
+    scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
     gradients = {
-        name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / described.accumulate
-        for name in described.parameters
+        name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / scale for name in described.parameters
     }
+    skipped = described.loss_scaling is not None and not all(one.isfinite().all() for one in gradients.values())
     names = {id(tensor): name for name, tensor in step.state.items()}
 
     def updated(dtype: torch.dtype | None) -> Arrays:
@@ -922,7 +968,8 @@ def _compare_update(
         twin.load_state_dict({**state_dict, "param_groups": twin.state_dict()["param_groups"]})
         if described.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(copies.values()), described.max_grad_norm)
-        twin.step()
+        if not skipped:
+            twin.step()
         return {name: copies[name].double().numpy() for name in gradients}
 
     own, reference = updated(None), updated(torch.float64)

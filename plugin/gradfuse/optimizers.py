@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MICRO_STEP = "micro_step"
 ACCUMULATED_GRADIENT = "accumulated_grad"
+LOSS_SCALE = "loss_scale"
+GROWTH_TRACKER = "growth_tracker"
 
 
 class _Nodes:
@@ -95,6 +97,9 @@ class _Tensor:
 
     def __neg__(self) -> _Tensor:
         return self.op("Neg")
+
+    def __rtruediv__(self, other: float) -> _Tensor:
+        return self.nodes.constant(other, self.dtype) / self
 
     def __rsub__(self, other: float) -> _Tensor:
         return self.nodes.constant(other, self.dtype) - self
@@ -215,6 +220,18 @@ class ParameterGroup:
 
 
 @dataclasses.dataclass(frozen=True)
+class LossScaling:
+    """Dynamic loss scaling as by `torch.amp.GradScaler`, whose words these are."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    growth_tracker: int = 0
+    """Updates since the scale has changed."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """An optimizer: which algorithm, with which options for which parameters, and from which state on.
 
@@ -225,6 +242,7 @@ class Optimizer:
         state: `<parameter>.<state>` -> array, where it is not zeros.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
+        loss_scaling: how the gradients are scaled; None: they are not.
     """
 
     algorithm: str
@@ -233,6 +251,7 @@ class Optimizer:
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_grad_norm: float | None = None
     accumulate: int = 1
+    loss_scaling: LossScaling | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -280,16 +299,21 @@ class Optimizer:
             for name, states in self.state_names().items()
             for state in states
         }
-        return arrays | {name: np.array(value, dtype=np.int64) for name, value in self.counters().items()}
+        return arrays | self.scalars()
 
-    def counters(self) -> dict[str, int]:
-        """Return name -> value of the counters among the state, which are int64 of shape ()."""
-        return ({STEP: self.steps} if self.counts_steps else {}) | ({MICRO_STEP: 0} if self.accumulate > 1 else {})
+    def scalars(self) -> Arrays:
+        """Return name -> value of the state of shape (): what is counted in int64, and the scale of the loss."""
+        counters = {STEP: self.steps} if self.counts_steps else {}
+        counters |= {MICRO_STEP: 0} if self.accumulate > 1 else {}
+        scaling = self.loss_scaling
+        counters |= {GROWTH_TRACKER: scaling.growth_tracker} if scaling is not None else {}
+        scale = {LOSS_SCALE: np.array(scaling.scale, dtype=np.float32)} if scaling is not None else {}
+        return {name: np.array(value, dtype=np.int64) for name, value in counters.items()} | scale
 
     def input_names(self) -> list[str]:
         """Return the names of all inputs that the optimizer adds to a model."""
         states = (f"{name}.{state}" for name, states in self.state_names().items() for state in states)
-        return [*states, *self.counters(), *self.hyperparameters()]
+        return [*states, *self.scalars(), *self.hyperparameters()]
 
 
 def learning_rate_name(group: int) -> str:
@@ -304,7 +328,8 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str]) -> Non
     changes gets an output `<input>.updated`, in the order of the inputs.
 
     Args:
-        model: has an input `<parameter>` and an output `<parameter>.grad` for each parameter of the optimizer.
+        model: has an input `<parameter>` and an output `<parameter>.grad` for each parameter of the optimizer; and an
+            input `loss_scale` if the gradients are scaled: they are multiplied by it and divided by `accumulate`.
         optimizer: what to put in.
         batch: the names of the inputs that are the batch.
     """
@@ -330,9 +355,6 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str]) -> Non
 
 
 def _new_inputs(optimizer: Optimizer, inputs: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-    def scalar(name: str, dtype: ir.DataType) -> ir.Value:
-        return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(()))
-
     added = {}
     for name, states in optimizer.state_names().items():
         for state in states:
@@ -341,44 +363,91 @@ def _new_inputs(optimizer: Optimizer, inputs: Mapping[str, ir.Value]) -> dict[st
             added[f"{name}.{state}"] = ir.Value(
                 name=f"{name}.{state}", type=ir.TensorType(like.dtype), shape=ir.Shape(like.shape)
             )
-    added |= {name: scalar(name, ir.DataType.INT64) for name in optimizer.counters()}
-    return added | {name: scalar(name, ir.DataType.FLOAT) for name in optimizer.hyperparameters()}
+    for name, array in {**optimizer.scalars(), **optimizer.hyperparameters()}.items():
+        # The scale of the loss is an input already.
+        fresh = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(()))
+        added[name] = inputs.get(name, fresh)
+    return added
 
 
 def _conditional(
     nodes: _Nodes, optimizer: Optimizer, inputs: Mapping[str, ir.Value], gradients: Mapping[str, ir.Value]
 ) -> dict[str, ir.Value]:
-    """Return the new values of parameters and state; with accumulated gradients in every so many calls only."""
-    if optimizer.accumulate == 1:
-        return _updated(nodes, optimizer, inputs, {name: nodes.of(value) for name, value in gradients.items()})
-    micro_step = nodes.of(inputs[MICRO_STEP])
-    due = micro_step.equals(optimizer.accumulate - 1)
-    results = {MICRO_STEP: due.where(nodes.constant(0, micro_step.dtype), micro_step + 1).value}
-    sums = {}
-    for name, gradient in gradients.items():
-        key = f"{name}.{ACCUMULATED_GRADIENT}"
-        sums[name] = nodes.of(inputs[key]) + nodes.of(gradient) / optimizer.accumulate
-        results[key] = due.where(nodes.constant(0, sums[name].dtype), sums[name]).value
+    """Return the new values of parameters and state: changed if enough gradients were added up, and all are finite."""
+    values = {name: nodes.of(value) for name, value in gradients.items()}
+    results: dict[str, ir.Value] = {}
+    due: _Tensor | None = None
+    if optimizer.accumulate > 1:
+        micro_step = nodes.of(inputs[MICRO_STEP])
+        due = micro_step.equals(optimizer.accumulate - 1)
+        results[MICRO_STEP] = due.where(nodes.constant(0, micro_step.dtype), micro_step + 1).value
+        for name, gradient in values.items():
+            key = f"{name}.{ACCUMULATED_GRADIENT}"
+            # The scaled loss is divided before its gradients are taken.
+            part = gradient if optimizer.loss_scaling is not None else gradient / optimizer.accumulate
+            values[name] = nodes.of(inputs[key]) + part
+            results[key] = due.where(nodes.constant(0, gradient.dtype), values[name]).value
+    condition = due
+    if optimizer.loss_scaling is not None:
+        scale = nodes.of(inputs[LOSS_SCALE])
+        finite = _finite(nodes, values)
+        tracker = nodes.of(inputs[GROWTH_TRACKER])
+        new_scale, new_tracker = _rescaled(optimizer.loss_scaling, scale, tracker, finite)
+        if due is not None:
+            new_scale, new_tracker = due.where(new_scale, scale), due.where(new_tracker, tracker)
+        results |= {LOSS_SCALE: new_scale.value, GROWTH_TRACKER: new_tracker.value}
+        # As torch.amp.GradScaler, which multiplies by the reciprocal.
+        factor = (1 / scale.cast(ir.DataType.DOUBLE)).cast(ir.DataType.FLOAT)
+        values = {name: _widened(gradient) for name, gradient in values.items()}
+        values = {name: gradient * factor.cast(gradient.dtype) for name, gradient in values.items()}
+        condition = finite if due is None else due.op("And", finite)
+    if condition is None:
+        return _updated(nodes, optimizer, inputs, values)
 
-    branches = {}
-    for branch, prefix in (("then_branch", "optimizer/update"), ("else_branch", "optimizer/keep")):
-        inner = _Nodes(prefix)
-        if branch == "then_branch":
-            averages = {name: inner.of(value.value) for name, value in sums.items()}
-            values = _updated(inner, optimizer, inputs, averages)
-        else:
-            values = {name: inner.of(inputs[name]).op("Identity").value for name in values}
-        branches[branch] = ir.Graph([], list(values.values()), nodes=inner.tape.nodes, name=prefix)
-    outputs = [ir.Value(name=f"optimizer/{name}", type=value.type, shape=value.shape) for name, value in values.items()]
-    nodes.tape.op_multi_out("If", [due.value], branches, outputs=outputs, name="optimizer/If")
-    return dict(zip(values, outputs, strict=True)) | results
+    update, keep = _Nodes("optimizer/update"), _Nodes("optimizer/keep")
+    updated = _updated(update, optimizer, inputs, {name: update.of(value.value) for name, value in values.items()})
+    kept = {name: keep.of(inputs[name]).op("Identity").value for name in updated}
+    branches = {
+        branch: ir.Graph([], list(outputs.values()), nodes=inner.tape.nodes, name=branch)
+        for branch, inner, outputs in (("then_branch", update, updated), ("else_branch", keep, kept))
+    }
+    outputs = {
+        name: ir.Value(name=f"optimizer/{name}", type=value.type, shape=value.shape) for name, value in updated.items()
+    }
+    nodes.tape.op_multi_out("If", [condition.value], branches, outputs=list(outputs.values()), name="optimizer/If")
+    return outputs | results
+
+
+def _finite(nodes: _Nodes, gradients: Mapping[str, _Tensor]) -> _Tensor:
+    """Return whether no element of any gradient is infinite or NaN: all of them times 0 are 0 then."""
+    sums = [
+        nodes.op("ReduceSum", [(_widened(gradient) * 0).value], _widened(gradient).dtype, (), {"keepdims": 0})
+        for gradient in gradients.values()
+    ]
+    dtype = _widest(sums)
+    total = sums[0].cast(dtype)
+    for term in sums[1:]:
+        total = total + term.cast(dtype)
+    return total.equals(0)
+
+
+def _rescaled(scaling: LossScaling, scale: _Tensor, tracker: _Tensor, finite: _Tensor) -> tuple[_Tensor, _Tensor]:
+    """Return the new scale and growth tracker, by the rule of `torch._amp_update_scale_`."""
+    zero = tracker.nodes.constant(0, tracker.dtype)
+    counted = tracker + 1
+    grows = counted.equals(scaling.growth_interval)
+    larger = scale * scaling.growth_factor
+    # It grows no further than float32 does.
+    larger = (larger * 0).equals(0).where(larger, scale)
+    new_scale = finite.where(grows.where(larger, scale), scale * scaling.backoff_factor)
+    return new_scale, finite.where(grows.where(zero, counted), zero)
 
 
 def _updated(
     nodes: _Nodes, optimizer: Optimizer, inputs: Mapping[str, ir.Value], gradients: Mapping[str, _Tensor]
 ) -> dict[str, ir.Value]:
     """Return the new values of parameters, state and number of steps."""
-    computed = {name: gradient.cast(_computed_in(gradient.dtype)) for name, gradient in gradients.items()}
+    computed = {name: _widened(gradient) for name, gradient in gradients.items()}
     if optimizer.max_grad_norm is not None:
         computed = _clipped(nodes, computed, optimizer.max_grad_norm)
     step = nodes.of(inputs[STEP]) if optimizer.counts_steps else None
@@ -401,8 +470,9 @@ def _updated(
     return results
 
 
-def _computed_in(dtype: ir.DataType) -> ir.DataType:
-    return ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+def _widened(tensor: _Tensor) -> _Tensor:
+    """Return a tensor in the type that is computed in."""
+    return tensor.cast(ir.DataType.DOUBLE if tensor.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
 
 
 def _clipped(nodes: _Nodes, gradients: Mapping[str, _Tensor], max_norm: float) -> dict[str, _Tensor]:
@@ -433,6 +503,7 @@ def from_torch(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Optimizer:
     """Describe a `torch.optim.SGD`, `Adam` or `AdamW`, with the state that it has.
 
@@ -442,6 +513,7 @@ def from_torch(
         who: what to name in messages.
         max_grad_norm: see `Optimizer`.
         accumulate: see `Optimizer`.
+        grad_scaler: how the loss is scaled, and the state to begin at; None, or one that is not enabled: it is not.
 
     Raises:
         ExportError: another optimizer, an option that no graph can have, a parameter that is not among the names, or
@@ -472,7 +544,8 @@ def from_torch(
                     "that is no trainable parameter of the module or the loss"
                 )
         groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
-    described = Optimizer(algorithm, tuple(groups), 0, {}, max_grad_norm, accumulate)
+    scaling = _loss_scaling(grad_scaler, who)
+    described = Optimizer(algorithm, tuple(groups), 0, {}, max_grad_norm, accumulate, scaling)
     state, steps = _torch_state(optimizer, names, described)
     if len(steps) > 1:
         raise ExportError(
@@ -480,6 +553,24 @@ def from_torch(
             "expected one number of steps"
         )
     return dataclasses.replace(described, state=state, steps=steps.pop() if steps else 0)
+
+
+def _loss_scaling(grad_scaler: Any, who: str) -> LossScaling | None:
+    import torch
+
+    if grad_scaler is None:
+        return None
+    if not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise ExportError(f"{who}: grad_scaler is {type(grad_scaler).__name__}; expected torch.amp.GradScaler")
+    if not grad_scaler.is_enabled():
+        return None
+    return LossScaling(
+        grad_scaler.get_scale(),
+        grad_scaler.get_growth_factor(),
+        grad_scaler.get_backoff_factor(),
+        grad_scaler.get_growth_interval(),
+        int(grad_scaler.state_dict()["_growth_tracker"]),
+    )
 
 
 def _torch_state(

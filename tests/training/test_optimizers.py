@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -9,7 +10,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from training.models import SHAPES, Batch, MakeOptimizer, Mlp, Whole, assert_trained, batches, groups, train
 
 from gradfuse import ExportError, TrainingSession, TrainingStep, export_training_step
@@ -154,6 +155,96 @@ def test_parameters_in_float64_are_updated_in_float64() -> None:
         assert abs(session.state_dict()[name] - tensor.numpy()).max() < 10 * 0.01 * 2**-24
 
 
+def scaled(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that overflows float32 under the scale that the test begins at."""
+    return 16 * F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_is_scaled_as_by_grad_scaler(accumulate: int) -> None:
+    """Scale, skipped updates, growth and its counter, at the end of float32, where gradients overflow in earnest."""
+    torch.manual_seed(4)
+    module, data = Mlp(), batches(24, 3, seed=4)
+
+    def new_scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, growth_factor=4.0)
+
+    step = export_training_step(
+        module,
+        scaled,
+        data[0],
+        VARIANTS["adamw"](module),
+        grad_scaler=new_scaler(),
+        max_grad_norm=0.5,
+        accumulate=accumulate,
+        evaluation=False,
+    )
+    onnx.checker.check_model(step.model, full_check=True)
+    session = TrainingSession(step)
+    twins = {}
+    for dtype in (torch.float32, torch.float64):
+        twin = copy.deepcopy(module).to(dtype)
+        twins[dtype] = twin, VARIANTS["adamw"](twin), new_scaler()
+    skipped = 0
+    for index, (x, y) in enumerate(data):
+        assert session.step(x, y) == pytest.approx(scaled(twins[torch.float64][0](x.double()), y).item(), abs=1e-5)
+        before = [parameter.detach().clone() for parameter in twins[torch.float32][0].parameters()]
+        for dtype, (twin, _, scaler) in twins.items():
+            # In float64 no scaled gradient overflows: this one is told the scale.
+            scale = scaler.scale if dtype == torch.float32 else lambda value: value
+            scale(scaled(twin(x.to(dtype)), y) / accumulate).backward()
+        if (index + 1) % accumulate:
+            continue
+        twin, optimizer, scaler = twins[torch.float32]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        done = any(not torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
+        twin, optimizer, _ = twins[torch.float64]
+        if done:
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            optimizer.step()
+        optimizer.zero_grad()
+        skipped += not done
+        values = {name: session.ort_values[name].numpy() for name in ("loss_scale", "growth_tracker", "step")}
+        assert values["loss_scale"] == scaler.get_scale()
+        assert values["growth_tracker"] == scaler.state_dict()["_growth_tracker"]
+        assert values["step"] == (index + 1) // accumulate - skipped
+    assert skipped > 3
+    assert_trained(session.state_dict(), twins[torch.float32][0], twins[torch.float64][0], len(data))
+
+
+def test_autocast_keeps_parameters_in_float32_and_computes_in_float16() -> None:
+    torch.manual_seed(5)
+    module, data = Mlp(), batches(20, 3, seed=5)
+    make, scaler = VARIANTS["sgd_momentum"], torch.amp.GradScaler("cpu")
+    step = export(module, make, data[0], autocast=torch.float16, grad_scaler=scaler)
+    assert {array.dtype.name for array in step.parameters.values()} == {"float32"}
+    types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
+    products = [node for node in step.model.graph.node if node.op_type in ("Gemm", "MatMul")]
+    assert {types[node.output[0]] for node in products} == {onnx.TensorProto.FLOAT16}
+    session = TrainingSession(step)
+    native = copy.deepcopy(module)
+    optimizer = make(native)
+    for x, y in data:
+        session.step(x, y)
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(native(x), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert session.ort_values["loss_scale"].numpy() == scaler.get_scale()
+    assert session.ort_values["growth_tracker"].numpy() == len(data)
+    _, reference = train(module, make, data, torch.float64)
+    for name, wanted in reference.state_dict().items():
+        # Rounding to float16 in every gradient, which the two runtimes do not do at the same places.
+        bound = 4 * (native.state_dict()[name].double() - wanted).abs().max() + 2**-12 * wanted.abs().max()
+        assert abs(session.state_dict()[name] - wanted.numpy()).max() <= bound
+
+
 def refused(make: Callable[[nn.Module], Any], **options: Any) -> str:
     module = Mlp()
     with pytest.raises(ExportError) as error:
@@ -177,7 +268,13 @@ class Own(torch.optim.SGD):
         (lambda m: SGD([nn.Parameter(torch.ones(7))]), {}, "tensor of shape (7,) that is no trainable parameter"),
         (lambda m: SGD(m.parameters()), {"max_grad_norm": -1}, "max_grad_norm is -1; expected a positive number"),
         (lambda m: SGD(m.parameters()), {"accumulate": 0}, "accumulate is 0; expected a positive integer"),
-        (lambda m: None, {"accumulate": 2}, "optimizer is None; expected one for max_grad_norm and accumulate"),
+        (lambda m: None, {"accumulate": 2}, "optimizer is None; expected one with max_grad_norm, accumulate or"),
+        (lambda m: SGD(m.parameters()), {"grad_scaler": 8.0}, "grad_scaler is float; expected torch.amp.GradScaler"),
+        (
+            lambda m: SGD(m.parameters()),
+            {"autocast": torch.float64},
+            "autocast is torch.float64; expected torch.float16",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
