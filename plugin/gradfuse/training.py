@@ -38,7 +38,8 @@ class TrainingSession:
             kernels are registered if there is a compiled library.
 
     Raises:
-        ModelError: the file cannot be read, or onnxruntime cannot load the model.
+        ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
+        ArgumentError: a value of the step has another type or shape than its input.
         GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
     """
 
@@ -89,8 +90,12 @@ class TrainingSession:
                 binding.bind_ortvalue_output(name + GRADIENT_SUFFIX, value)
             self._bindings.append(binding)
         self._has_run = False
-        step = self.training_step
-        self._assign(step.parameters | step.buffers | step.optimizer_state | step.hyperparameters)
+        begin = self.training_step
+        values = begin.parameters | begin.buffers | begin.optimizer_state | begin.hyperparameters
+        missing = next((name for name in kept if name not in values), None)
+        if missing is not None:
+            raise ModelError(f"{_WHO}: the step has no value for the input {missing!r}; expected one")
+        self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Run one step and return the loss.

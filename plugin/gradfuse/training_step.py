@@ -132,7 +132,7 @@ class TrainingStep:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
             values = {field: {name: initializers[name] for name in stored[field]} for field in _TENSORS}
             arrays = {
-                field: {name: np.array(value.const_value) for name, value in found.items()}
+                field: {name: np.array(_tensor(value).numpy()) for name, value in found.items()}
                 for field, found in values.items()
             }
             batch = tuple(stored["inputs"]), tuple(stored["targets"])
@@ -168,6 +168,12 @@ class TrainingStep:
 def _evaluation_path(path: str | os.PathLike[str]) -> str:
     root, extension = os.path.splitext(path)
     return root + _EVALUATION + extension
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    if value.const_value is None:
+        raise ValueError(f"{value.name!r} has no value")
+    return value.const_value
 
 
 def _free_name(graph: ir.Graph, name: str) -> None:
