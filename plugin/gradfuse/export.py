@@ -659,7 +659,8 @@ def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.
     def run(cast: Callable[[Tensor], Tensor]) -> Arrays:
         state = {name: cast(tensor.detach().clone()) for name, tensor in step.state.items()}
         leaves = outputs(state, [cast(tensor.detach()) for tensor in step.inputs])
-        results = (f"output_{index}" if len(leaves) > 1 else "output" for index in range(len(leaves)))
+        results = [f"output_{index}" for index in range(len(leaves))] if len(leaves) > 1 else ["output"]
+        results = [f"{name}_" if name in {*step.state, *step.batch} else name for name in results]
         return {name: leaf.cpu().double().numpy() for name, leaf in zip(results, leaves, strict=True)}
 
     names = tuple(step.state)
@@ -680,7 +681,7 @@ def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.
     graph.outputs.clear()
     interface = dict(inputs)
     for name, value in zip(native, results, strict=True):
-        interface[f"{name}_" if name in inputs else name] = _add_output(graph, value)
+        interface[name] = _add_output(graph, value)
     graph.inputs[:] = [value for name, value in inputs.items() if value.uses() or name in step.input_names]
     _rename(graph, interface)
     _name_dimensions(graph, inputs, dims.names)
@@ -939,6 +940,7 @@ def _compare_update(
     results = _run(ir.to_proto(observed), feeds, "updating")
     if results is None:
         return
+    # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
     gradients = {
         name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / scale for name in described.parameters

@@ -236,7 +236,7 @@ class TrainingSession:
             tensors |= {name: _copied(value) for name, value in self.ort_values.items()}
         # Contiguous, as safetensors takes an array's memory as it lies; and marked as torch's names and layouts.
         content = _safetensors().save(
-            {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()},
+            {name: np.asarray(array, order="C") for name, array in tensors.items()},
             metadata={"format": "pt"},
         )
         model_io.write_file(path, content)
@@ -245,7 +245,8 @@ class TrainingSession:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
         After one with the optimizer's state, training goes on as it would have gone on, bit for bit, with the same
-        model, kernels and number of threads. After one without, the optimizer begins as it was at export.
+        model, kernels and number of threads. After one without, the optimizer begins as it was at export, and so do
+        buffers that no `state_dict()` has.
 
         Raises:
             ModelError: the file cannot be read, or holds not what the step needs (as for `load_state_dict`, or only
@@ -259,15 +260,16 @@ class TrainingSession:
             # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
             raise ModelError(f"{os.fspath(path)}: cannot read the file: {model_io.one_line(error)}") from error
         step = self.training_step
-        own = {**step.optimizer_state, **step.hyperparameters}
+        named = set(step.state_dict_names.values())
+        unnamed = {name: array for name, array in {**step.parameters, **step.buffers}.items() if name not in named}
+        own = {**step.optimizer_state, **step.hyperparameters, **unnamed}
         try:
             stored = {name: tensors.pop(name) for name in own if name in tensors}
             if stored and len(stored) < len(own):
                 missing = next(name for name in own if name not in stored)
                 raise ArgumentError(f"{_WHO}.load: {missing!r} is missing; expected all of the optimizer's state")
-            extra = {name: tensors.pop(name) for name in self._without_module_name() if name in tensors}
             loaded = self._tensors_of(tensors, "load", True)
-            loaded |= {name: self._fitting(name, array, "load") for name, array in {**stored, **extra}.items()}
+            loaded |= {name: self._fitting(name, array, "load") for name, array in stored.items()}
         except ArgumentError as error:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
         self._assign({**own, **loaded})
@@ -286,7 +288,7 @@ class TrainingSession:
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for name, array in arrays.items():
-            self.ort_values[name].update_inplace(np.ascontiguousarray(array).reshape(array.shape))
+            self.ort_values[name].update_inplace(np.asarray(array, order="C"))
 
     def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
         for name, array in feeds.items():
@@ -310,18 +312,13 @@ class TrainingSession:
             values = given if isinstance(given, (tuple, list)) else (given,)
             if len(values) != len(names):
                 raise ArgumentError(f"{_WHO}.{what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
-        return {name: np.ascontiguousarray(_array(value)) for name, value in zip(names, values, strict=True)}
+        return {name: np.asarray(_array(value), order="C") for name, value in zip(names, values, strict=True)}
 
     def _learning_rates(self) -> list[str]:
         names = [n for n in self.training_step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
         if not names:
             raise GradfuseError(f"{_WHO}.learning_rate: the step has no optimizer")
         return names
-
-    def _without_module_name(self) -> list[str]:
-        """Return the buffers and parameters that no `state_dict()` has."""
-        named = set(self.training_step.state_dict_names.values())
-        return [name for name in (*self.training_step.parameters, *self.training_step.buffers) if name not in named]
 
     def _tensors_of(self, state_dict: Mapping[str, Any], method: str, strict: bool) -> Arrays:
         """Return parameters and buffers by their names in the model, all checked."""

@@ -229,10 +229,18 @@ def test_a_fused_file_trains_on(step: TrainingStep, tmp_path: Path) -> None:
     assert session.evaluate(DATA[0][0]).shape == (8, 4)
 
 
-def test_several_outputs_are_a_tuple() -> None:
+def test_several_outputs_are_a_tuple_and_names_do_not_clash() -> None:
     class Two(Mlp):
         def forward(self, x: Tensor) -> Any:
             return {"logits": super().forward(x), "twice": 2 * x}
+
+    class Output(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.output
 
     def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
         return F.cross_entropy(output["logits"], target)
@@ -242,6 +250,10 @@ def test_several_outputs_are_a_tuple() -> None:
     logits, twice = session.evaluate(batch[0])
     assert logits.shape == (8, 3)
     np.testing.assert_array_equal(twice, 2 * batch[0].numpy())
+    step = export_training_step(Output(), F.cross_entropy, batch, fuse=False, evaluation=True)
+    assert step.evaluation_model is not None
+    assert [value.name for value in step.evaluation_model.graph.output] == ["output_"]
+    assert TrainingSession(step).evaluate(batch[0]).shape == (8, 3)
 
 
 def test_parameters_of_a_loss_train_too(tmp_path: Path) -> None:
@@ -250,15 +262,16 @@ def test_parameters_of_a_loss_train_too(tmp_path: Path) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.tensor(2.0))
 
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(output * self.scale, target)
+        def forward(self, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+            return weight * F.cross_entropy(output * self.scale, target)
 
-    module, loss, (batch,) = Mlp(), Scaled(), batches(1, 3)
+    module, loss, ((x, y),) = Mlp(), Scaled(), batches(1, 3)
+    batch = x, (y, torch.tensor(0.5))
     optimizer = torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.1)
     session = TrainingSession(export_training_step(module, loss, batch, optimizer, fuse=False))
     session.step(*batch)
     optimizer.zero_grad()
-    loss(module(batch[0]), batch[1]).backward()
+    loss(module(x), *batch[1]).backward()
     optimizer.step()
     assert session.state_dict()["loss.scale"] == pytest.approx(loss.scale.item(), abs=2**-22)
     session.save(tmp_path / "state.safetensors")
