@@ -64,12 +64,14 @@ Real Collect(const Real* stay, const Real* next, const Real* jump, int64_t state
   return hn::ReduceSum(d, hn::OddEven(hn::Zero(d), sum));
 }
 
-// The gradient where no path goes: of all classes, before those that the item uses are mended.
+// The gradient where no path goes: of all classes, before those that the item uses are mended. Asks for `next`, the row
+// that comes next: it lies where the processor does not expect it.
 template <class T>
-void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out) {
+void ExpRow(const T* log_probs, const T* next, ComputeType<T> grad_out, int64_t classes, T* out) {
   const TagOf<T> d;
   const auto factor = hn::Set(d, grad_out);
-  ForEachVector<Sweep>(d, classes, [&](int64_t c, auto at) HWY_ATTR {
+  ForEachVector(d, classes, [&](int64_t c, auto at) HWY_ATTR {
+    Prefetch(d, next + c);
     Store(at, Exp<T>(d, Load(at, d, log_probs + c)) * factor, d, out + c);
   });
 }
@@ -85,9 +87,12 @@ void Mend(const Real* occupied, Real grad_out, int64_t count, Real* values) {
 }
 
 template <class T>
-void Widen(const T* from, int64_t count, ComputeType<T>* to) {
+void Widen(const T* from, const T* next, int64_t count, ComputeType<T>* to) {
   const TagOf<T> d;
-  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Load(at, d, from + i), d, to + i); });
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+    Prefetch(d, next + i);
+    Store(at, Load(at, d, from + i), d, to + i);
+  });
 }
 
 }  // namespace
@@ -178,6 +183,8 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
     const Real grad_out = ToCompute(args.grad_out.Data<T>()[item]);
     const Real loss = ToCompute(args.neg_log_likelihood.Data<T>()[item]);
     const bool infeasible = loss == std::numeric_limits<Real>::infinity();
+    const auto alpha_row = [&](int64_t t) { return log_alpha + (item * steps + t) * width; };
+    const auto log_probs_row = [&](int64_t t) { return log_probs + (t * items + item) * classes; };
     const auto out_row = [&](int64_t t) { return out + (t * items + item) * classes; };
 
     const bool is_zero = infeasible && args.zero_infinity != 0;
@@ -210,8 +217,8 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
     std::fill_n(jump + states, 2, Real(0));
 
     for (int64_t t = input_length - 1; t >= 0; --t) {
-      const T* alpha_row = log_alpha + (item * steps + t) * width;
-      widen(alpha_row, states, alpha);
+      const int64_t next_t = std::max<int64_t>(t - 1, 0);
+      widen(alpha_row(t), alpha_row(next_t), states, alpha);
       std::fill_n(occupied, used_count, Real(0));
       if (t == input_length - 1) {
         EndPosterior(alpha, states, gamma);
@@ -222,9 +229,9 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
       }
       for (int64_t index = 0; index < length; ++index) occupied[slots[index]] += gamma[2 * index + 1];
 
-      const T* row = log_probs + (t * items + item) * classes;
+      const T* row = log_probs_row(t);
       T* gradient = out_row(t);
-      exp_row(row, grad_out, classes, gradient);
+      exp_row(row, log_probs_row(next_t), grad_out, classes, gradient);
       for (int64_t index = 0; index < used_count; ++index) mended[index] = ToCompute(row[used_classes[index]]);
       mend(occupied, grad_out, used_count, mended);
       for (int64_t index = 0; index < used_count; ++index) {
