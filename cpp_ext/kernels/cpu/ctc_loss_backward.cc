@@ -50,8 +50,8 @@ void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t stat
   });
 }
 
-// gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0. Gives the sum
-// over the blanks, which are the even states.
+// gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0. Gives the
+// sum over the blanks, which are the even states.
 template <class Real>
 Real Collect(const Real* stay, const Real* next, const Real* jump, int64_t states, Real* gamma) {
   const TagOf<Real> d;
