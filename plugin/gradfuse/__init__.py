@@ -7,6 +7,7 @@ onnx, onnxruntime nor torch is imported before it is needed.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ __all__ = [
     "testing",
 ]
 
-_SUBMODULES = frozenset({"custom_ops", "passes", "testing"})
+_SUBMODULES = frozenset({"custom_ops", "passes", "testing", "torch"})
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
@@ -94,3 +95,8 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+# register_autocast is the newest of the functions that the registration needs: older versions of torch stay without.
+if hasattr(getattr(sys.modules.get("torch"), "library", None), "register_autocast"):
+    importlib.import_module("gradfuse.torch")
