@@ -100,8 +100,7 @@ class Kernel:
         self._lengths = [input.type == _LENGTHS for input in operator.inputs]
 
     def __call__(self, *given: Any) -> Tensor | tuple[Tensor, ...]:
-        # The dispatcher leaves out arguments at the end that have their default values.
-        args = (*given, *self._defaults[len(given) :])
+        args = self._complete(given)
         device = args[0].device
         if device.type == "cpu":
             results = self._run(args, device, None)
@@ -109,6 +108,15 @@ class Kernel:
             with torch.cuda.device(device):
                 results = self._run(args, device, torch.cuda.current_stream().cuda_stream)
         return results if len(results) > 1 else results[0]
+
+    def fake(self, *given: Any) -> Tensor | tuple[Tensor, ...]:
+        """The results for fake tensors: shapes and types, and nothing computed."""
+        results = (self._torch_op.fake or self._torch_op.outputs)(*self._complete(given))
+        return results if len(results) > 1 else results[0]
+
+    def _complete(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All arguments: the dispatcher leaves out those at the end that have their default values."""
+        return (*given, *self._defaults[len(given) :])
 
     def _run(self, args: tuple[Any, ...], device: torch.device, stream: int | None) -> tuple[Tensor, ...]:
         if device.type != _device_type():

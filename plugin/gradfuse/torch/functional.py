@@ -26,7 +26,8 @@ def ctc_loss(
     """Connectionist temporal classification loss: `torch.nn.functional.ctc_loss` on our kernels.
 
     Args:
-        log_probs: logarithms of the probabilities, (T, N, C) or (T, C): float32, float64, float16 or bfloat16.
+        log_probs: logarithms of the probabilities, (T, N, C) or (T, C): float32 or float64. What is float16 or bfloat16
+            is widened to float32 first, as under autocast.
         targets: labels, (N, S) or those of all items joined, (sum(target_lengths)).
         input_lengths: steps of each item, (N), at most T; a number for (T, C).
         target_lengths: labels of each item, (N), at most S; a number for (T, C).
@@ -42,6 +43,9 @@ def ctc_loss(
     """
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"ctc_loss: reduction is {reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
+    if log_probs.dtype in (torch.float16, torch.bfloat16):
+        # The roundings of a 16-bit log_alpha would add up in the gradient, step by step.
+        log_probs = log_probs.float()
     batched = log_probs.dim() != 2
     lengths = torch.as_tensor(target_lengths, dtype=torch.int64).reshape(-1)
     losses: Tensor = torch.ops.aclnn.ctc_loss(
@@ -74,7 +78,7 @@ def scaled_masked_softmax(input: Tensor, mask: Tensor | None = None, scale: floa
         scale: the factor.
 
     Returns:
-        The probabilities, (B, H, S1, S2); float32 under autocast, as those of torch.softmax.
+        The probabilities, (B, H, S1, S2), of the type that torch.softmax gives them, also under autocast.
 
     Raises:
         ArgumentError: `input` has not four dimensions.

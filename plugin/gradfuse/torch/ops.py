@@ -26,22 +26,15 @@ def register() -> None:
 def _register(operator: Operator) -> None:
     name, op = f"{DOMAIN}::{operator.stem}", operator.torch_op
     torch.library.define(name, op.schema, tags=_TAGS)
-    torch.library.register_kernel(name, ("cpu", "cuda"), Kernel(operator))
-    torch.library.register_fake(name, _fake(op.fake or op.outputs))
+    kernel = Kernel(operator)
+    torch.library.register_kernel(name, ("cpu", "cuda"), kernel)
+    torch.library.register_fake(name, kernel.fake)
     torch.library.register_autograd(name, op.backward or _no_derivative(name), setup_context=op.setup_context)
     if op.backward is not None:
         # As PyTorch does it: losses are computed in float32, backward passes in the types that they are given.
         for device_type in ("cpu", "cuda"):
             torch.library.register_autocast(name, device_type, torch.float32)
     torch.library.register_vmap(name, _one_by_one(name, getattr(torch.ops.aclnn, operator.stem).default))
-
-
-def _fake(results: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    def fake(*args: Any) -> Tensor | tuple[Tensor, ...]:
-        made = results(*args)
-        return made if len(made) > 1 else made[0]
-
-    return fake
 
 
 def _no_derivative(name: str) -> Callable[..., None]:
