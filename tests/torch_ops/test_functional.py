@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import oracles
 import pytest
 import torch
 from ctc_samples import Sample, sample, samples
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 import gradfuse.torch
 from gradfuse.testing import assert_gradients_close
-from gradfuse.torch import CTCLoss, ctc_loss, grouped_bias_add, scaled_masked_softmax
+from gradfuse.torch import CrossEntropyLoss, CTCLoss, cross_entropy, ctc_loss, grouped_bias_add, scaled_masked_softmax
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = ("none", "mean", "sum")
@@ -67,7 +68,7 @@ def test_ctc_loss_of_one_sequence(reduction: str, lengths: Any) -> None:
     inputs = sample(6, 4, [6], [2])
     log_probs, targets = inputs.log_probs[:, 0], inputs.targets[0]
     steps, labels = map(torch.as_tensor, lengths)  # PyTorch takes no plain numbers
-    ours = ctc_loss(log_probs, targets, *lengths, reduction=reduction)
+    ours = ctc_loss(log_probs, targets, lengths[0], lengths[1], reduction=reduction)
     theirs = F.ctc_loss(log_probs, targets, steps, labels, reduction=reduction)
     exact = F.ctc_loss(log_probs.double(), targets, steps, labels, reduction=reduction)
     assert ours.shape == theirs.shape
@@ -115,6 +116,82 @@ def test_ctc_loss_refuses_what_it_does_not_know() -> None:
         ctc_loss(*inputs.tensors, reduction="average")
     with pytest.raises(gradfuse.ArgumentError, match=r"^aclnn::ctc_loss: target_lengths\[0\] is 3; expected"):
         ctc_loss(inputs.log_probs, inputs.targets, 6, 3)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 6)),
+    dtype=st.sampled_from((torch.float32, torch.float64)),
+    weighted=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "reduction": st.sampled_from(REDUCTIONS),
+            "ignore_index": st.sampled_from((-100, 0)),
+            "label_smoothing": st.sampled_from((0.0, 0.1, 1.0)),
+        }
+    ),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60)
+def test_cross_entropy_is_that_of_torch(
+    shape: tuple[int, int], dtype: torch.dtype, weighted: bool, options: dict[str, Any], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(shape, generator=generator).to(dtype)
+    target = torch.randint(shape[1], shape[:1], generator=generator)
+    weight = (torch.rand(shape[1], generator=generator) + 0.5).to(dtype) if weighted else None
+    assert_like_torch(
+        lambda x: cross_entropy(x, target, None if weight is None else weight.to(x), **options),
+        lambda x: F.cross_entropy(x, target, None if weight is None else weight.to(x), **options),
+        logits,
+        terms=2.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "input, target",
+    [
+        (torch.randn(2, 3, 4), torch.tensor([[0, 1, 2, 0], [1, 1, 1, 1]])),
+        (torch.randn(3), torch.tensor(1)),
+        (torch.randn(2, 3), torch.full((2, 3), 1 / 3)),
+    ],
+)
+def test_cross_entropy_leaves_to_torch_what_the_operator_does_not_take(input: Tensor, target: Tensor) -> None:
+    found, expected = (with_gradients(lambda x, f=f: f(x, target), input) for f in (cross_entropy, F.cross_entropy))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_cross_entropy_module_takes_the_place_of_that_of_torch() -> None:
+    options: dict[str, Any] = {"weight": torch.tensor([1.0, 2.0, 3.0]), "reduction": "sum", "label_smoothing": 0.1}
+    ours, theirs = CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)
+    assert isinstance(ours, torch.nn.CrossEntropyLoss)
+    assert repr(ours) == repr(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    logits, target = torch.tensor([[0.5, -1.0, 2.0], [0.0, 1.0, 0.0]]), torch.tensor([0, 2])
+    found, native = (with_gradients(lambda x, loss=loss: loss(x, target), logits) for loss in (ours, theirs))
+    exact = with_gradients(lambda x: theirs.double()(x, target), logits.double())
+    for actual, other, reference in zip(found, native, exact, strict=True):
+        assert_gradients_close(actual, other, reference, torch.float32, terms=6.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_cross_entropy_of_16_bits_is_the_operator_s_of_the_log_softmax_that_is_saved(
+    dtype: torch.dtype, reduction: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(6, 50, generator=generator)).to(dtype).requires_grad_()
+    target = torch.randint(50, (6,), generator=generator)
+    weight = torch.rand(50, generator=generator).to(dtype)
+    loss = cross_entropy(logits, target, weight, reduction=reduction)
+    assert torch.equal(loss, F.cross_entropy(logits, target, weight, reduction=reduction))
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    native, exact = (
+        oracles.cross_entropy_loss_grad(
+            torch.ones_like(loss), logits.detach().log_softmax(1), target, weight, reduction=reduction, dtype=type_
+        )
+        for type_ in (dtype, torch.float64)
+    )
+    assert_gradients_close(gradient, native, exact, dtype)
 
 
 def plain_softmax(input: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -206,14 +283,15 @@ def test_groups_that_miss_rows_are_refused() -> None:
 
 
 def model(scores: Tensor, bias: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """A loss that goes through all three functions: scores (T, N, C) and a bias (N, C)."""
+    """A loss that goes through all functions: scores (T, N, C) and a bias (N, C)."""
     steps, items, _ = scores.shape
     mask = torch.arange(steps)[:, None] < torch.arange(steps)
     attention = scaled_masked_softmax(torch.einsum("tnc,snc->nts", scores, scores)[None], mask, 0.5)[0]
     mixed = grouped_bias_add(attention @ scores.transpose(0, 1), bias)
     rows = grouped_bias_add(mixed.reshape(items * steps, -1), bias, (torch.arange(items) + 1) * steps)
     log_probs = rows.reshape(items, steps, -1).transpose(0, 1).log_softmax(2)
-    return ctc_loss(log_probs, labels, torch.full((items,), steps), lengths)
+    loss = ctc_loss(log_probs, labels, torch.full((items,), steps), lengths)
+    return loss + cross_entropy(mixed[:, 0], labels[:, 0], label_smoothing=0.1)
 
 
 def batch(steps: int, items: int, classes: int) -> tuple[Tensor, ...]:
@@ -258,7 +336,12 @@ def test_gradients_of_a_batch_by_vmap() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: scaled_masked_softmax(x[None]), lambda x: model(x, *batch(6, 4, 5)[1:])]
+    "function",
+    [
+        lambda x: scaled_masked_softmax(x[None]),
+        lambda x: cross_entropy(x[0], torch.arange(4)),
+        lambda x: model(x, *batch(6, 4, 5)[1:]),
+    ],
 )
 def test_a_second_derivative_is_an_error(function: Callable[[Tensor], Tensor]) -> None:
     scores = batch(6, 4, 5)[0].requires_grad_()

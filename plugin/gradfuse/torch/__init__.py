@@ -3,10 +3,10 @@
 `import gradfuse` imports it too, where torch has been imported before.
 """
 
-from gradfuse.torch.functional import ctc_loss, grouped_bias_add, scaled_masked_softmax
-from gradfuse.torch.modules import CTCLoss
+from gradfuse.torch.functional import cross_entropy, ctc_loss, grouped_bias_add, scaled_masked_softmax
+from gradfuse.torch.modules import CrossEntropyLoss, CTCLoss
 from gradfuse.torch.ops import register
 
-__all__ = ["CTCLoss", "ctc_loss", "grouped_bias_add", "scaled_masked_softmax"]
+__all__ = ["CTCLoss", "CrossEntropyLoss", "cross_entropy", "ctc_loss", "grouped_bias_add", "scaled_masked_softmax"]
 
 register()

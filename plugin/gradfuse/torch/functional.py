@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gradfuse.errors import ArgumentError
 
@@ -63,6 +64,52 @@ def ctc_loss(
     if reduction == "sum":
         return losses.sum()
     return losses if batched else losses.squeeze(0)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits and classes: `torch.nn.functional.cross_entropy`, with a backward pass of one operator.
+
+    Where PyTorch's backward pass writes, and reads again, the gradient of the log-softmax, which is as large as the
+    logits, `torch.ops.aclnn.cross_entropy_loss_grad` reads the log-softmax and writes the gradient of the logits. What
+    it does not take is left to PyTorch: float64, logits of other ranks, probabilities for targets.
+
+    Args:
+        input: logits, (N, C).
+        target: classes, int64 (N).
+        weight: weight of each class, (C).
+        ignore_index: the target of rows that do not count.
+        reduction: 'none', 'mean' (over the weights of the targets) or 'sum'.
+        label_smoothing: the share of the target that is spread over all classes, in [0, 1].
+
+    Returns:
+        The loss: () or, for 'none', (N).
+
+    Raises:
+        ArgumentError: in the backward pass: the target or weight has a type that the operator does not take.
+    """
+    if input.dim() != 2 or input.dtype == torch.float64 or target.is_floating_point():
+        return F.cross_entropy(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.float()
+    loss: Tensor
+    loss, _ = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        input, target, weight, ignore_index, reduction, label_smoothing
+    )
+    return loss
 
 
 def scaled_masked_softmax(input: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -123,6 +170,46 @@ def grouped_bias_add(input: Tensor, bias: Tensor, offs: Tensor | None = None) ->
         return _add_bias(input, bias, offs)
     result: Tensor = _GroupedBiasAdd.apply(input, bias, offs)  # type: ignore[no-untyped-call]
     return result
+
+
+class _CrossEntropy(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        log_prob = torch.log_softmax(input, 1)
+        loss = F.nll_loss(log_prob, target, weight, ignore_index=ignore_index, reduction=reduction)
+        if label_smoothing == 0:
+            return loss, log_prob
+        weights = log_prob.new_ones(log_prob.shape[1]) if weight is None else weight
+        ignored = target == ignore_index
+        smooth = -(log_prob * weights).sum(1).masked_fill(ignored, 0.0)
+        if reduction == "mean":
+            smooth = smooth.sum() / weights[target.masked_fill(ignored, 0)].masked_fill(ignored, 0.0).sum()
+        elif reduction == "sum":
+            smooth = smooth.sum()
+        return (1 - label_smoothing) * loss + label_smoothing / log_prob.shape[1] * smooth, log_prob
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, target, weight, *ctx.options = inputs
+        ctx.save_for_backward(output[1], target, weight)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 6
+        log_prob, target, weight = ctx.saved_tensors
+        weight = None if weight is None else weight.float()
+        ignore_index, reduction, label_smoothing = ctx.options
+        grad = torch.ops.aclnn.cross_entropy_loss_grad(
+            grad_loss, log_prob, target, weight, None, None, reduction, ignore_index, label_smoothing
+        )
+        return (grad, *(None,) * 5)
 
 
 def _softmax(input: Tensor, mask: Tensor | None, scale: float) -> Tensor:

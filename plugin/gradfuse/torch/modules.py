@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradfuse.torch.functional import ctc_loss
+from gradfuse.torch.functional import cross_entropy, ctc_loss
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """Cross entropy: `torch.nn.CrossEntropyLoss` with a backward pass of one operator, see :func:`cross_entropy`."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing)
 
 
 class CTCLoss(torch.nn.CTCLoss):
