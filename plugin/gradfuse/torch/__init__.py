@@ -5,8 +5,8 @@
 
 from gradfuse.torch.functional import cross_entropy, ctc_loss, grouped_bias_add, scaled_masked_softmax
 from gradfuse.torch.modules import CrossEntropyLoss, CTCLoss
-from gradfuse.torch.ops import register
+from gradfuse.torch.ops import register_ops
 
 __all__ = ["CTCLoss", "CrossEntropyLoss", "cross_entropy", "ctc_loss", "grouped_bias_add", "scaled_masked_softmax"]
 
-register()
+register_ops()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -69,16 +69,15 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-@lru_cache(maxsize=4096)
-def _int64s(values: tuple[int, ...]) -> Any:
+def _int64s(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
 
 
 @lru_cache(maxsize=4096)
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """The shape of the memory that a view of these strides reaches, as an array of one number."""
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """Arrays of the shape and the strides of a view, and the shape of the memory that it reaches: one dimension."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return _int64s((0 if 0 in shape else last + 1,))
+    return _int64s(shape), _int64s(strides), _int64s([0 if 0 in shape else last + 1])
 
 
 class Kernel:
@@ -97,7 +96,7 @@ class Kernel:
         self._names = [argument.name for argument in arguments]
         self._defaults = tuple(argument.default_value for argument in arguments)
         self._attribute_types = [_ATTRIBUTE_TYPES[str(argument.type)] for argument in arguments[len(operator.inputs) :]]
-        self._lengths = [input.type == _LENGTHS for input in operator.inputs]
+        self._is_array = [input.type == _LENGTHS for input in operator.inputs]
 
     def __call__(self, *given: Any) -> Tensor | tuple[Tensor, ...]:
         args = self._complete(given)
@@ -123,29 +122,28 @@ class Kernel:
             wanted = f"{_device_type()}, the device of GRADFUSE_DEVICE"
             raise self._error(self._names[0], f"on {device}", wanted)
         library = _library()
-        count = len(self._lengths)
+        first_phase, second_phase = self._phases
+        count = len(self._is_array)
+        attributes = [value.encode() if isinstance(value, str) else value for value in args[count:]]
         tensors: list[int] = []
         arrays: list[int] = []
-        values: list[Any] = []
+        inputs: list[int | None] = []
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
         try:
-            for name, is_array, value in zip(self._names, self._lengths, args[:count], strict=False):
+            for name, is_array, value in zip(self._names, self._is_array, args, strict=False):
                 if value is None:
-                    values.append(None)
+                    inputs.append(None)
                 elif is_array:
-                    arrays.append(self._int_array(name, value))
-                    values.append(arrays[-1])
+                    arrays.append(self._create_int_array(name, value))
+                    inputs.append(arrays[-1])
                 else:
-                    tensors.append(self._tensor(name, value, device))
-                    values.append(tensors[-1])
-            for value in args[count:]:
-                values.append(value.encode() if isinstance(value, str) else value)
+                    tensors.append(self._create_tensor(name, value, device))
+                    inputs.append(tensors[-1])
             outputs = self._torch_op.outputs(*args)
-            for output in outputs:
-                tensors.append(self._tensor("output", output, device))
-                values.append(tensors[-1])
-            first_phase, second_phase = self._phases
-            self._expect_success(first_phase(*values, ctypes.byref(size), ctypes.byref(executor)))
+            results = [self._create_tensor("output", output, device) for output in outputs]
+            tensors += results
+            code = first_phase(*inputs, *attributes, *results, ctypes.byref(size), ctypes.byref(executor))
+            self._expect_success(code)
         finally:
             for tensor in tensors:
                 library.aclDestroyTensor(tensor)
@@ -167,32 +165,24 @@ class Kernel:
         second.argtypes = [pointer, ctypes.c_uint64, pointer, pointer]
         return first, second
 
-    def _tensor(self, name: str, tensor: Tensor, device: torch.device) -> int:
+    def _create_tensor(self, name: str, tensor: Tensor, device: torch.device) -> int:
         """An aclTensor over the memory of a tensor; the caller destroys it."""
         if tensor.device != device:
             raise self._error(name, f"on {tensor.device}", f"{device}, as {self._names[0]}")
         if tensor.dtype not in _DTYPES:
             raise self._error(name, _show(tensor), f"one of {', '.join(map(_type_name, _DTYPES))}")
-        shape, strides = tensor.shape, tensor.stride()
+        shape, strides, extent = _layout(tensor.shape, tensor.stride())
         made: int | None = _library().aclCreateTensor(
-            _int64s(shape),
-            len(shape),
-            _DTYPES[tensor.dtype],
-            _int64s(strides),
-            0,
-            _FORMAT_ND,
-            _extent(shape, strides),
-            1,
-            tensor.data_ptr(),
+            shape, len(shape), _DTYPES[tensor.dtype], strides, 0, _FORMAT_ND, extent, 1, tensor.data_ptr()
         )
         return made or self._fail()
 
-    def _int_array(self, name: str, lengths: Tensor) -> int:
+    def _create_int_array(self, name: str, lengths: Tensor) -> int:
         """An aclIntArray of the values of a tensor, which may be on any device; the caller destroys it."""
         if lengths.dtype != torch.int64 or lengths.dim() != 1:
             raise self._error(name, _show(lengths), "int64 of shape (N)")
         values = lengths.tolist()
-        made: int | None = _library().aclCreateIntArray((ctypes.c_int64 * len(values))(*values), len(values))
+        made: int | None = _library().aclCreateIntArray(_int64s(values), len(values))
         return made or self._fail()
 
     def _error(self, argument: str, got: str, wanted: str) -> ArgumentError:

@@ -16,7 +16,7 @@ from gradfuse.torch.calling import Kernel
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-def register() -> None:
+def register_ops() -> None:
     """Register those operators that are not registered yet; they stay for as long as the process runs."""
     for operator in OPS.values():
         if not hasattr(torch.ops.aclnn, operator.stem):
