@@ -153,6 +153,7 @@ def test_cross_entropy_is_that_of_torch(
         (torch.randn(2, 3, 4), torch.tensor([[0, 1, 2, 0], [1, 1, 1, 1]])),
         (torch.randn(3), torch.tensor(1)),
         (torch.randn(2, 3), torch.full((2, 3), 1 / 3)),
+        (torch.randn(2, 3), torch.tensor([0, 2], dtype=torch.uint8)),
     ],
 )
 def test_cross_entropy_leaves_to_torch_what_the_operator_does_not_take(input: Tensor, target: Tensor) -> None:

@@ -78,7 +78,7 @@ def cross_entropy(
 
     Where PyTorch's backward pass writes, and reads again, the gradient of the log-softmax, which is as large as the
     logits, `torch.ops.aclnn.cross_entropy_loss_grad` reads the log-softmax and writes the gradient of the logits. What
-    it does not take is left to PyTorch: float64, logits of other ranks, probabilities for targets.
+    it does not take is left to PyTorch: float64, logits of other ranks, and targets of other types.
 
     Args:
         input: logits, (N, C).
@@ -92,9 +92,9 @@ def cross_entropy(
         The loss: () or, for 'none', (N).
 
     Raises:
-        ArgumentError: in the backward pass: the target or weight has a type that the operator does not take.
+        RuntimeError, IndexError, ValueError: those of PyTorch.
     """
-    if input.dim() != 2 or input.dtype == torch.float64 or target.is_floating_point():
+    if input.dim() != 2 or input.dtype == torch.float64 or target.dtype != torch.int64:
         return F.cross_entropy(
             input,
             target,
