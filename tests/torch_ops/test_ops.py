@@ -201,6 +201,17 @@ def test_a_missing_derivative_is_an_error(operator: Operator) -> None:
         torch.autograd.grad(out.sum(), leaf)
 
 
+def test_what_torch_library_has_no_derivatives_for_is_an_error() -> None:
+    def gradient(x: Tensor) -> Tensor:
+        result: Tensor = aclnn.mse_loss_backward(torch.ones(()), x, torch.zeros(3))
+        return result
+
+    with pytest.raises(NotImplementedError, match=r"^forward-mode derivative for aclnn::mse_loss_backward is not"):
+        torch.func.jvp(gradient, (torch.ones(3),), (torch.ones(3),))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: gradient(x).sum())(torch.ones(3))
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_vmap_calls_once_for_each_element(name: str) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gradfuse.custom_ops.operator import Operator
 from gradfuse.errors import ArgumentError, GradfuseError
@@ -86,6 +87,7 @@ class Kernel:
     Raises:
         ArgumentError: the library refuses an argument; the text is its own.
         GradfuseError: it has no memory, or the device has failed.
+        NotImplementedError: it is called where forward-mode derivatives are taken.
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -99,6 +101,9 @@ class Kernel:
         self._is_array = [input.type == _LENGTHS for input in operator.inputs]
 
     def __call__(self, *given: Any) -> Tensor | tuple[Tensor, ...]:
+        # torch.library knows no forward-mode derivatives: the tangents of the results would be zero.
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(f"forward-mode derivative for {self._who} is not implemented")
         args = self._complete(given)
         device = args[0].device
         if device.type == "cpu":
