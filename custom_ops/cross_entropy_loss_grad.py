@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Attribute, Call, Input, Operator, Output, Tensor, Variant, show
+from gradfuse.custom_ops.operator import (
+    FLOAT_TYPES,
+    Attribute,
+    Call,
+    Input,
+    Operator,
+    Output,
+    Tensor,
+    TorchOp,
+    Variant,
+    show,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -165,6 +180,10 @@ def _body(variant: Variant) -> str:
     """
 
 
+def _torch_outputs(grad_loss: torch.Tensor, log_prob: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return (log_prob.new_empty(log_prob.shape),)
+
+
 OPERATOR = Operator(
     name="CrossEntropyLossGrad",
     stem="cross_entropy_loss_grad",
@@ -193,5 +212,13 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    torch_op=TorchOp(
+        schema=(
+            "(Tensor grad_loss, Tensor log_prob, Tensor target, Tensor? weight=None, Tensor? grad_zloss=None, "
+            'Tensor? lse_for_zloss=None, str reduction="mean", int ignore_index=-100, float label_smoothing=0.0, '
+            "float lse_square_scale_for_zloss=0.0) -> Tensor"
+        ),
+        outputs=_torch_outputs,
+    ),
     samples=[{"reduction": reduction, "label_smoothing": s} for reduction in _REDUCTIONS for s in (0.0, 0.5)],
 )

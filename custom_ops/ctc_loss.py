@@ -5,11 +5,15 @@ The text that its body shares with that of CtcLossBackward is here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from onnx import TensorProto
 
-from gradfuse.custom_ops.operator import Attribute, Call, Dim, Input, Operator, Output, Tensor, Variant, show
+from gradfuse.custom_ops.operator import Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant, show
+
+if TYPE_CHECKING:
+    import torch
 
 LOG_PROB_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 TARGET_TYPES = ("tensor(int64)", "tensor(int32)", "tensor(bool)", "tensor(float)", "tensor(float16)")
@@ -264,6 +268,41 @@ def _body(variant: Variant) -> str:
     """
 
 
+def _torch_results(log_probs: torch.Tensor, states: int | torch.SymInt) -> tuple[torch.Tensor, ...]:
+    items = log_probs.shape[1:2]
+    return log_probs.new_empty(items), log_probs.new_empty((*items, *log_probs.shape[:1], states))
+
+
+def _torch_outputs(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor, *_: int
+) -> tuple[torch.Tensor, ...]:
+    longest = max(target_lengths.tolist(), default=0)
+    # A length that the kernel refuses, as no dimension of targets is that long, must not ask for much memory before.
+    return _torch_results(log_probs, 2 * min(max(longest, 0), max(targets.shape, default=0)) + 1)
+
+
+def _torch_fake(log_probs: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    return _torch_results(log_probs, torch.library.get_ctx().new_dynamic_size(min=1))
+
+
+def _torch_setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _torch_backward(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+    import torch
+
+    if grad_out is None:
+        return (None,) * 6
+    grad = torch.ops.aclnn.ctc_loss_backward(grad_out, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return (grad, *(None,) * 5)
+
+
 OPERATOR = Operator(
     name="CtcLoss",
     stem="ctc_loss",
@@ -283,4 +322,14 @@ OPERATOR = Operator(
     infer=_infer,
     choices=arithmetic,
     body=_body,
+    torch_op=TorchOp(
+        schema=(
+            "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, "
+            "bool zero_infinity=False) -> (Tensor neg_log_likelihood, Tensor log_alpha)"
+        ),
+        outputs=_torch_outputs,
+        fake=_torch_fake,
+        setup_context=_torch_setup_context,
+        backward=_torch_backward,
+    ),
 )

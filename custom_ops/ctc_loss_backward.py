@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from onnx import TensorProto
 
@@ -17,7 +18,10 @@ from gradfuse.custom_ops.ctc_loss import (
     predecessors,
     sequence_dims,
 )
-from gradfuse.custom_ops.operator import Call, Input, Operator, Output, Tensor, Variant
+from gradfuse.custom_ops.operator import Call, Input, Operator, Output, Tensor, TorchOp, Variant
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -156,6 +160,10 @@ def _body(variant: Variant) -> str:
     """
 
 
+def _torch_outputs(grad_out: torch.Tensor, log_probs: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return (log_probs.new_empty(log_probs.shape),)
+
+
 OPERATOR = Operator(
     name="CtcLossBackward",
     stem="ctc_loss_backward",
@@ -177,5 +185,12 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    torch_op=TorchOp(
+        schema=(
+            "(Tensor grad_out, Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+            "Tensor neg_log_likelihood, Tensor log_alpha, int blank=0, bool zero_infinity=False) -> Tensor"
+        ),
+        outputs=_torch_outputs,
+    ),
     oldest_opset=16,  # ScatterElements with a reduction
 )

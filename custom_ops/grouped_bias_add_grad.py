@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, Variant
+from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_GROUPS = 2048
 
@@ -113,6 +117,11 @@ def _body(variant: Variant) -> str:
     """
 
 
+def _torch_outputs(grad_y: torch.Tensor, group_idx: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    groups = grad_y.shape[:1] if group_idx is None else group_idx.shape
+    return (grad_y.new_empty((*groups, *grad_y.shape[-1:])),)
+
+
 OPERATOR = Operator(
     name="GroupedBiasAddGrad",
     stem="grouped_bias_add_grad",
@@ -132,4 +141,8 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    torch_op=TorchOp(
+        schema="(Tensor grad_y, Tensor? group_idx=None) -> Tensor",
+        outputs=_torch_outputs,
+    ),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from gradfuse.custom_ops.operator import (
     FLOAT_TYPES,
@@ -14,9 +16,13 @@ from gradfuse.custom_ops.operator import (
     Output,
     Shape,
     Tensor,
+    TorchOp,
     Variant,
     show,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_RANK = 8
 
@@ -75,6 +81,19 @@ def _body(variant: Variant) -> str:
     """
 
 
+def _torch_outputs(*args: Any) -> tuple[torch.Tensor, ...]:
+    shapes = [reversed(tensor.shape) for tensor in args[:3]]
+    dims = [next((dim for dim in found if dim != 1), 1) for found in zip_longest(*shapes, fillvalue=1)]
+    return (args[0].new_empty(dims[::-1]),)
+
+
+def _torch_fake(*args: Any) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in args[:3]))  # type: ignore[no-untyped-call]
+    return (args[0].new_empty(shape),)
+
+
 OPERATOR = Operator(
     name="MseLossBackward",
     stem="mse_loss_backward",
@@ -94,4 +113,9 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    torch_op=TorchOp(
+        schema="(Tensor grad_output, Tensor self, Tensor target, int reduction=1) -> Tensor",
+        outputs=_torch_outputs,
+        fake=_torch_fake,
+    ),
 )

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from string import Template
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx
 from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
 
 from gradfuse.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
 
 DOMAIN = "aclnn"
 VERSION = 1
@@ -123,6 +126,27 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class TorchOp:
+    """An operator as ``torch.ops.aclnn.<stem>``, which :mod:`gradfuse.torch` registers.
+
+    The functions get all arguments of the schema in order, as torch tensors, numbers and strings.
+
+    Attributes:
+        schema: arguments and results as torch writes them: inputs, then attributes, in the order of the ONNX operator.
+        outputs: gives new tensors for the kernel to write. For arguments that the operator does not take they may have
+            any shape, as the kernel refuses before it looks at them.
+        fake: gives the results for fake tensors, whose sizes may be symbols; None: ``outputs`` can.
+        setup_context, backward: the derivative, as ``torch.library.register_autograd`` takes it; None: there is none.
+    """
+
+    schema: str
+    outputs: Callable[..., tuple[torch.Tensor, ...]]
+    fake: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    setup_context: Callable[..., None] | None = None
+    backward: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
 class Operator:
     """One operator of the domain ``aclnn``.
 
@@ -136,6 +160,7 @@ class Operator:
         choices: the words which decide the text of the body, besides the inputs that are there.
         body: gives the body as ONNX text; ``$real`` is the number and ``$real_type`` the name of the type that it
             computes in.
+        torch_op: the operator in PyTorch.
         oldest_opset: the oldest version of the default domain that has what the body needs.
         samples: attributes of nodes that between them have every text of the body.
     """
@@ -150,6 +175,7 @@ class Operator:
     infer: Callable[[Call], Sequence[Tensor]]
     choices: Callable[[Call], Iterable[str]]
     body: Callable[[Variant], str]
+    torch_op: TorchOp
     oldest_opset: int = OLDEST_OPSET
     samples: Sequence[Mapping[str, Value]] = ({},)
 

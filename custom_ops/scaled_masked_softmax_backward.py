@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Attribute, Call, Dim, Input, Operator, Output, Tensor, Variant
+from gradfuse.custom_ops.operator import (
+    FLOAT_TYPES,
+    Attribute,
+    Call,
+    Dim,
+    Input,
+    Operator,
+    Output,
+    Tensor,
+    TorchOp,
+    Variant,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 _DIMS = ("B", "H", "S1", "S2")
 
@@ -70,6 +85,10 @@ def _body(variant: Variant) -> str:
     """
 
 
+def _torch_outputs(grad_output: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return (grad_output.new_empty(grad_output.shape),)
+
+
 OPERATOR = Operator(
     name="ScaledMaskedSoftmaxBackward",
     stem="scaled_masked_softmax_backward",
@@ -91,4 +110,10 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
+    torch_op=TorchOp(
+        schema=(
+            "(Tensor grad_output, Tensor y, Tensor? mask=None, float scale=1.0, bool fix_triu_mask=False) -> Tensor"
+        ),
+        outputs=_torch_outputs,
+    ),
 )

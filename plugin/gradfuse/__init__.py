@@ -1,12 +1,13 @@
 """Fuse decomposed training backward subgraphs in ONNX models into single operators.
 
 Importing this package is cheap: names are looked up in their modules on first use (PEP 562), so that neither numpy,
-onnx, onnxruntime nor torch is imported before it is needed.
+onnx, onnxruntime nor torch is imported before it is needed. Where torch is there already, its operators are registered.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ __all__ = [
     "testing",
 ]
 
-_SUBMODULES = frozenset({"custom_ops", "passes", "testing"})
+_SUBMODULES = frozenset({"custom_ops", "passes", "testing", "torch"})
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
@@ -98,3 +99,8 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+# register_autocast is the newest of the functions that the registration needs: older versions of torch stay without.
+if hasattr(getattr(sys.modules.get("torch"), "library", None), "register_autocast"):
+    importlib.import_module("gradfuse.torch")

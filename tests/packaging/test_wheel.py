@@ -55,8 +55,8 @@ def test_every_source_file_of_the_package_is_in_it(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     folders = {"plugin/gradfuse": "gradfuse", "custom_ops": "gradfuse/custom_ops", "passes": "gradfuse/passes"}
     for folder, target in folders.items():
-        for path in (ROOT / folder).glob("*.py"):
-            assert f"{target}/{path.name}" in names
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{target}/{path.relative_to(ROOT / folder)}" in names
     assert "gradfuse/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in names)
 
@@ -111,7 +111,7 @@ def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
     (source,) = tmp_path.glob("gradfuse-*")
     for name in ("CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md", "cpp_ext/tools/fetch_headers.py"):
         assert (source / name).is_file()
-    for folder in ("", "passes", "custom_ops"):
+    for folder in ("", "passes", "custom_ops", "torch"):
         for path in (ROOT / "plugin" / "gradfuse" / folder).glob("*.py"):
             assert (source / "plugin" / "gradfuse" / folder / path.name).is_file()
     assert any(name.startswith("cpp_ext/kernels/") for name in names)

@@ -91,8 +91,14 @@ void RunTyped(const CtcLossArgs& args, const ParallelFor& parallel) {
 
     for (int64_t t = 0; t < input_length; ++t) {
       const T* row = log_probs + (t * items + item) * classes;
+      // Asks for what the next step picks, from places that the processor does not expect.
+      const T* next = t + 1 < input_length ? row + items * classes : row;
       std::fill_n(emitted, states, ToCompute(row[args.blank]));
-      for (int64_t index = 0; index < length; ++index) emitted[2 * index + 1] = ToCompute(row[item_labels[index]]);
+      __builtin_prefetch(next + args.blank);
+      for (int64_t index = 0; index < length; ++index) {
+        emitted[2 * index + 1] = ToCompute(row[item_labels[index]]);
+        __builtin_prefetch(next + item_labels[index]);
+      }
       T* out = item_alpha + t * width;
       alpha_step(previous, skip, emitted, states, alpha, out);
       std::fill_n(out + states, width - states, FromCompute<T>(kNever));

@@ -50,29 +50,49 @@ void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t stat
   });
 }
 
-// gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0.
+// gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0. Gives the
+// sum over the blanks, which are the even states.
 template <class Real>
-void Collect(const Real* stay, const Real* next, const Real* jump, int64_t states, Real* gamma) {
+Real Collect(const Real* stay, const Real* next, const Real* jump, int64_t states, Real* gamma) {
   const TagOf<Real> d;
+  auto sum = hn::Zero(d);
   ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
-    Store(at, Load(at, d, stay + s) + Load(at, d, next + s + 1) + Load(at, d, jump + s + 2), d, gamma + s);
+    const auto value = Load(at, d, stay + s) + Load(at, d, next + s + 1) + Load(at, d, jump + s + 2);
+    Store(at, value, d, gamma + s);
+    if (hn::MaxLanes(d) > 1 || s % 2 == 0) sum = sum + value;
   });
+  return hn::ReduceSum(d, hn::OddEven(hn::Zero(d), sum));
 }
 
-// The gradient where no path goes: of all classes, before those that the item uses are mended.
+// The gradient where no path goes: of all classes, before those that the item uses are mended. Asks for `next`, the row
+// that comes next: it lies where the processor does not expect it.
 template <class T>
-void ExpRow(const T* log_probs, ComputeType<T> grad_out, int64_t classes, T* out) {
+void ExpRow(const T* log_probs, const T* next, ComputeType<T> grad_out, int64_t classes, T* out) {
   const TagOf<T> d;
   const auto factor = hn::Set(d, grad_out);
-  ForEachVector<Sweep>(d, classes, [&](int64_t c, auto at) HWY_ATTR {
+  ForEachVector(d, classes, [&](int64_t c, auto at) HWY_ATTR {
+    Prefetch(d, next + c);
     Store(at, Exp<T>(d, Load(at, d, log_probs + c)) * factor, d, out + c);
   });
 }
 
+// The gradient of the classes that the item uses, from their log-probabilities; in place.
+template <class Real>
+void Mend(const Real* occupied, Real grad_out, int64_t count, Real* values) {
+  const TagOf<Real> d;
+  const auto factor = hn::Set(d, grad_out);
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+    Store(at, (Exp<Real>(d, Load(at, d, values + i)) - Load(at, d, occupied + i)) * factor, d, values + i);
+  });
+}
+
 template <class T>
-void Widen(const T* from, int64_t count, ComputeType<T>* to) {
+void Widen(const T* from, const T* next, int64_t count, ComputeType<T>* to) {
   const TagOf<T> d;
-  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Load(at, d, from + i), d, to + i); });
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR {
+    Prefetch(d, next + i);
+    Store(at, Load(at, d, from + i), d, to + i);
+  });
 }
 
 }  // namespace
@@ -148,11 +168,12 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
   const auto divide = GRADFUSE_DISPATCH(Divide<Real>);
   const auto collect = GRADFUSE_DISPATCH(Collect<Real>);
   const auto exp_row = GRADFUSE_DISPATCH(ExpRow<T>);
+  const auto mend = GRADFUSE_DISPATCH(Mend<Real>);
   const auto widen = GRADFUSE_DISPATCH(Widen<T>);
   const CtcLabels labels(args.targets, args.target_lengths);
   const UsedClasses used(labels, items, args.blank);
-  // Seven rows of states an item, where log_alpha has one a step.
-  Scratch<Real> scratch(items, /*arrays=*/7, 2 * labels.longest() + 3);
+  // Eight rows of states an item, where log_alpha has one a step.
+  Scratch<Real> scratch(items, /*arrays=*/8, 2 * labels.longest() + 3);
 
   constexpr int64_t kCostOfState = 64;  // about what a state's three exponentials take, in bytes moved
   const int64_t cost = 2 * args.grad_input.NumBytes() + items * steps * (2 * labels.longest() + 1) * kCostOfState;
@@ -162,6 +183,8 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
     const Real grad_out = ToCompute(args.grad_out.Data<T>()[item]);
     const Real loss = ToCompute(args.neg_log_likelihood.Data<T>()[item]);
     const bool infeasible = loss == std::numeric_limits<Real>::infinity();
+    const auto alpha_row = [&](int64_t t) { return log_alpha + (item * steps + t) * width; };
+    const auto log_probs_row = [&](int64_t t) { return log_probs + (t * items + item) * classes; };
     const auto out_row = [&](int64_t t) { return out + (t * items + item) * classes; };
 
     const bool is_zero = infeasible && args.zero_infinity != 0;
@@ -187,30 +210,32 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
     Real* next = scratch.Array(item, 4);
     Real* jump = scratch.Array(item, 5);
     Real* occupied = scratch.Array(item, 6);  // the posterior of each used class
+    Real* mended = scratch.Array(item, 7);    // the gradient of each used class
     FillSkip(labels.labels(item), length, skip);
     std::fill_n(alpha - 2, 2, kNever);
     std::fill_n(next + states, 1, Real(0));
     std::fill_n(jump + states, 2, Real(0));
 
     for (int64_t t = input_length - 1; t >= 0; --t) {
-      const T* alpha_row = log_alpha + (item * steps + t) * width;
-      widen(alpha_row, states, alpha);
+      const int64_t next_t = std::max<int64_t>(t - 1, 0);
+      widen(alpha_row(t), alpha_row(next_t), states, alpha);
+      std::fill_n(occupied, used_count, Real(0));
       if (t == input_length - 1) {
         EndPosterior(alpha, states, gamma);
+        occupied[0] = gamma[states - 1];
       } else {
         divide(gamma, alpha, skip, states, stay, next, jump);
-        collect(stay, next, jump, states, gamma);
+        occupied[0] = collect(stay, next, jump, states, gamma);
       }
-
-      std::fill_n(occupied, used_count, Real(0));
       for (int64_t index = 0; index < length; ++index) occupied[slots[index]] += gamma[2 * index + 1];
-      for (int64_t s = 0; s < states; s += 2) occupied[0] += gamma[s];
 
-      const T* row = log_probs + (t * items + item) * classes;
-      exp_row(row, grad_out, classes, out_row(t));
+      const T* row = log_probs_row(t);
+      T* gradient = out_row(t);
+      exp_row(row, log_probs_row(next_t), grad_out, classes, gradient);
+      for (int64_t index = 0; index < used_count; ++index) mended[index] = ToCompute(row[used_classes[index]]);
+      mend(occupied, grad_out, used_count, mended);
       for (int64_t index = 0; index < used_count; ++index) {
-        const int64_t c = used_classes[index];
-        out_row(t)[c] = FromCompute<T>((std::exp(ToCompute(row[c])) - occupied[index]) * grad_out);
+        gradient[used_classes[index]] = FromCompute<T>(mended[index]);
       }
     }
   });

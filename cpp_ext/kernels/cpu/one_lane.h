@@ -141,6 +141,10 @@ template <class D>
 GRADFUSE_INLINE bool RebindMask(D, bool mask) {
   return mask;
 }
+template <class V>
+GRADFUSE_INLINE V OddEven(V, V even) {
+  return even;
+}
 template <class D, class V>
 GRADFUSE_INLINE V ReduceSum(D, V value) {
   return value;

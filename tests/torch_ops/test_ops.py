@@ -1,0 +1,324 @@
+"""torch.ops.aclnn: the operators in PyTorch, against PyTorch's own in float64."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strided_samples import SAMPLES
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+
+import gradfuse.torch
+from gradfuse.custom_ops import OPS, Operator
+from gradfuse.testing import assert_gradients_close
+
+aclnn = torch.ops.aclnn
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = [(name, dtype) for name in OPS for dtype in (*FLOATS, *([torch.float64] if name.startswith("Ctc") else []))]
+each_operator = pytest.mark.parametrize("operator", OPS.values(), ids=lambda operator: operator.stem)
+
+
+def op_of(name: str) -> Any:
+    return getattr(aclnn, OPS[name].stem)
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+@each_operator
+def test_the_schema_is_that_of_the_table(operator: Operator) -> None:
+    schema = op_of(operator.name).default._schema
+    found = [(a.name, str(a.type), a.default_value if a.has_default_value() else "required") for a in schema.arguments]
+    inputs = [
+        (i.name, "Optional[Tensor]", None) if i.optional else (i.name, "Tensor", "required") for i in operator.inputs
+    ]
+    assert found[: len(inputs)] == inputs
+    for attribute, (name, kind, default) in zip(operator.attributes, found[len(inputs) :], strict=True):
+        kinds = {int: ("int", "bool"), float: ("float",), str: ("str",)}[type(attribute.default)]
+        assert (name, default) == (attribute.name, attribute.default)
+        assert kind in kinds
+    assert [str(result.type) for result in schema.returns] == ["Tensor"] * len(operator.outputs)
+
+
+@pytest.mark.parametrize("name, dtype", DTYPES, ids=str)
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    """Schema, fake kernel and autograd registration, and the same from AOTAutograd with dynamic shapes."""
+    torch.manual_seed(0)
+    inputs, attributes, _, _ = SAMPLES[name](random.Random(0), dtype)
+    if name == "CtcLoss":
+        inputs[0] = inputs[0].requires_grad_() if inputs[0] is not None else None
+    torch.library.opcheck(op_of(name).default, tuple(inputs), attributes)
+
+
+@pytest.mark.parametrize("name", OPS)
+@given(seed=st.integers(0, 2**31), data=st.data())
+@settings(max_examples=20)
+def test_values_for_any_strides(name: str, seed: int, data: st.DataObject) -> None:
+    # Gradients of 16-bit CTC losses are as good as their log_alpha: tests/cpp_ext has its own measure for them.
+    dtype = torch.float32 if name == "CtcLossBackward" else data.draw(st.sampled_from(FLOATS))
+    torch.manual_seed(seed)
+    inputs, attributes, oracle, terms = SAMPLES[name](random.Random(seed), dtype)
+    outputs = as_tuple(op_of(name)(*inputs, **attributes))
+    for output, native, reference in zip(outputs, oracle(dtype), oracle(torch.float64), strict=True):
+        assert output.is_contiguous()
+        assert_gradients_close(output, native, reference, dtype, terms=terms.numpy())
+
+
+LENGTHS = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "name, inputs, shapes",
+    [
+        ("MseLossBackward", [torch.zeros(()), torch.zeros(0, 3), torch.zeros(1, 3)], [(0, 3)]),
+        ("CrossEntropyLossGrad", [torch.zeros(()), torch.zeros(0, 3), LENGTHS], [(0, 3)]),
+        ("ScaledMaskedSoftmaxBackward", [torch.zeros(2, 0, 1, 3), torch.zeros(2, 0, 1, 3)], [(2, 0, 1, 3)]),
+        ("GroupedBiasAddGrad", [torch.ones(0, 3), torch.tensor([0, 0])], [(2, 3)]),
+        ("GroupedBiasAddGrad", [torch.ones(2, 0, 3)], [(2, 3)]),
+        ("CtcLoss", [torch.zeros(4, 0, 3), torch.zeros(0, 2).long(), LENGTHS, LENGTHS], [(0,), (0, 4, 1)]),
+        (
+            "CtcLossBackward",
+            [torch.zeros(0), torch.zeros(4, 0, 3), LENGTHS, LENGTHS, LENGTHS, torch.zeros(0), torch.zeros(0, 4, 1)],
+            [(4, 0, 3)],
+        ),
+    ],
+)
+def test_empty_tensors(name: str, inputs: list[Tensor], shapes: list[tuple[int, ...]]) -> None:
+    outputs = as_tuple(op_of(name)(*inputs))
+    assert [tuple(output.shape) for output in outputs] == shapes
+    assert all(not output.any() for output in outputs)
+
+
+def test_attributes_reach_the_kernel() -> None:
+    """Each attribute that is accepted with more than one value, against PyTorch."""
+    torch.manual_seed(0)
+    one, x, y = torch.ones(()), torch.randn(5), torch.randn(5)
+    for reduction in range(3):
+        native, exact = (
+            oracles.mse_loss_backward(one, x, y, reduction=reduction, dtype=dtype) for dtype in (x.dtype, torch.float64)
+        )
+        assert_gradients_close(aclnn.mse_loss_backward(one, x, y, reduction), native, exact, x.dtype)
+    log_prob, target = torch.randn(5, 4).log_softmax(1), torch.tensor([0, 1, 2, 3, 2])
+    options: dict[str, Any] = {"reduction": "sum", "ignore_index": 2, "label_smoothing": 0.25}
+    native, exact = (
+        oracles.cross_entropy_loss_grad(one, log_prob, target, **options, dtype=dtype)
+        for dtype in (x.dtype, torch.float64)
+    )
+    assert_gradients_close(aclnn.cross_entropy_loss_grad(one, log_prob, target, **options), native, exact, x.dtype)
+    log_probs, labels = torch.randn(2, 1, 4).log_softmax(2), torch.tensor([[1, 0, 2]])
+    lengths = (torch.tensor([2]), torch.tensor([3]))  # more labels than steps: no alignment
+    for zero_infinity in (False, True):
+        loss, alpha = aclnn.ctc_loss(log_probs, labels, *lengths, blank=3, zero_infinity=zero_infinity)
+        assert loss.item() == torch.inf
+        grad = aclnn.ctc_loss_backward(torch.ones(1), log_probs, labels, *lengths, loss, alpha, 3, zero_infinity)
+        assert bool((grad == 0).all() if zero_infinity else grad.isnan().all())
+
+
+PROBS, ROWS = torch.zeros(4, 2, 3), torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: aclnn.mse_loss_backward(ROWS, ROWS.half(), ROWS),
+            "mse_loss_backward: self is float16; expected float32",
+        ),
+        (lambda: aclnn.mse_loss_backward(ROWS, ROWS, torch.zeros(3)), "mse_loss_backward: grad_output is float32(4,2)"),
+        (lambda: aclnn.mse_loss_backward(ROWS, ROWS, ROWS, 3), "mse_loss_backward: reduction is 3; expected "),
+        (
+            lambda: aclnn.mse_loss_backward(ROWS, ROWS.to(torch.complex64), ROWS),
+            "mse_loss_backward: self is complex64(4,2); expected one of float32, ",
+        ),
+        (
+            lambda: aclnn.cross_entropy_loss_grad(torch.ones(()), ROWS, torch.tensor([0, 1, 2, 0])),
+            "cross_entropy_loss_grad: target[2] is 2; expected ",
+        ),
+        (
+            lambda: aclnn.cross_entropy_loss_grad(torch.ones(()), ROWS, torch.zeros(4).long(), reduction="median"),
+            "cross_entropy_loss_grad: reduction is 'median'; expected ",
+        ),
+        (lambda: aclnn.scaled_masked_softmax_backward(ROWS, ROWS), "scaled_masked_softmax_backward: grad_output is "),
+        (lambda: aclnn.grouped_bias_add_grad(ROWS[0]), "grouped_bias_add_grad: grad_y is float32(2); expected "),
+        (
+            lambda: aclnn.grouped_bias_add_grad(ROWS, torch.tensor([3, 2, 4])),
+            "grouped_bias_add_grad: group_idx[1] is 2",
+        ),
+        (
+            lambda: aclnn.ctc_loss(PROBS, torch.ones(2, 1).long(), torch.tensor([4, 4]), torch.tensor([1, 2**60])),
+            f"ctc_loss: target_lengths[1] is {2**60}; expected a length in [0, 1]",
+        ),
+        (
+            lambda: aclnn.ctc_loss(PROBS, torch.ones(2, 1).long(), torch.tensor([4.0, 4.0]), torch.tensor([1, 1])),
+            "ctc_loss: input_lengths is float32(2); expected int64 of shape (N)",
+        ),
+        (
+            lambda: aclnn.ctc_loss(ROWS, torch.ones(2, 1).long(), torch.tensor([4, 4]), torch.tensor([1, 1])),
+            "ctc_loss: log_probs is float32(4,2); expected 3 dimensions",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_by_the_library(call: Any, message: str) -> None:
+    with pytest.raises(gradfuse.ArgumentError) as caught:
+        call()
+    assert str(caught.value).startswith(f"aclnn::{message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_threads_have_their_own_results_and_errors() -> None:
+    def work(seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        x, y = torch.randn(2, 50, generator=generator)
+        expected = aclnn.mse_loss_backward(torch.ones(()), x.double().float(), y)
+        for _ in range(40):
+            assert torch.equal(aclnn.mse_loss_backward(torch.ones(()), x, y), expected)
+            with pytest.raises(gradfuse.ArgumentError, match=rf"self float32\({seed + 51}\)"):
+                aclnn.mse_loss_backward(x, torch.zeros(seed + 51), y)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
+
+
+@each_operator
+def test_a_missing_derivative_is_an_error(operator: Operator) -> None:
+    torch.manual_seed(0)
+    inputs, attributes, _, _ = SAMPLES[operator.name](random.Random(0), torch.float32)
+    assert inputs[0] is not None
+    leaf = inputs[0].clone().requires_grad_()
+    (out, *_) = as_tuple(op_of(operator.name)(leaf, *inputs[1:], **attributes))
+    if operator.name == "CtcLoss":
+        (out,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^derivative for aclnn::\w+ is not implemented$"):
+        torch.autograd.grad(out.sum(), leaf)
+
+
+def test_what_torch_library_has_no_derivatives_for_is_an_error() -> None:
+    def gradient(x: Tensor) -> Tensor:
+        result: Tensor = aclnn.mse_loss_backward(torch.ones(()), x, torch.zeros(3))
+        return result
+
+    with pytest.raises(NotImplementedError, match=r"^forward-mode derivative for aclnn::mse_loss_backward is not"):
+        torch.func.jvp(gradient, (torch.ones(3),), (torch.ones(3),))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: gradient(x).sum())(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_vmap_calls_once_for_each_element(name: str) -> None:
+    torch.manual_seed(0)
+    inputs, attributes, _, _ = SAMPLES[name](random.Random(0), torch.float32)
+    # The first two inputs of float type vary, in their last dimension; the others are the same for all.
+    varied = [i for i, value in enumerate(inputs) if value is not None and value.is_floating_point()][:2]
+    elements = [[v * (k + 1) if v is not None and i in varied else v for i, v in enumerate(inputs)] for k in range(3)]
+    batched: Any = [torch.stack(v, -1) if i in varied else v[0] for i, v in enumerate(zip(*elements, strict=True))]
+    dims = tuple(-1 if i in varied else None for i in range(len(inputs)))
+
+    def call(*args: Tensor | None) -> tuple[Tensor, ...]:
+        return as_tuple(op_of(name)(*args, **attributes))
+
+    outputs = torch.vmap(call, dims)(*batched)
+    for output, *expected in zip(outputs, *(call(*element) for element in elements), strict=True):
+        assert torch.equal(output, torch.stack(expected))
+
+
+def test_vmap_over_items_of_different_lengths() -> None:
+    torch.manual_seed(0)
+    log_probs, targets = torch.randn(6, 3, 4).log_softmax(2), torch.randint(1, 4, (3, 2))
+    input_lengths, target_lengths = torch.tensor([6, 5, 4]), torch.tensor([1, 2, 0])
+    loss, alpha = aclnn.ctc_loss(log_probs, targets, input_lengths, target_lengths)
+    each = torch.vmap(
+        lambda lp, *rest: aclnn.ctc_loss(lp.unsqueeze(1), *(value.unsqueeze(0) for value in rest)), (1, 0, 0, 0)
+    )
+    losses, alphas = each(log_probs, targets, input_lengths, target_lengths)
+    assert torch.equal(losses[:, 0], loss)
+    assert torch.equal(alphas[:, 0], alpha)
+
+
+def test_vmap_over_nothing_is_refused() -> None:
+    with pytest.raises(gradfuse.ArgumentError, match="of size 0; expected 1 or more"):
+        torch.vmap(aclnn.mse_loss_backward)(*[torch.zeros(0, 2)] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_computes_the_loss_in_float32_as_pytorch_does(dtype: torch.dtype) -> None:
+    log_probs = torch.randn(6, 2, 4).log_softmax(2).to(dtype)
+    rest = (torch.randint(1, 4, (2, 2)), torch.tensor([6, 6]), torch.tensor([2, 2]))
+    assert aclnn.ctc_loss(log_probs, *rest)[0].dtype == dtype
+    with torch.autocast("cpu", dtype):
+        assert aclnn.ctc_loss(log_probs, *rest)[0].dtype == torch.float32
+        assert aclnn.mse_loss_backward(*[log_probs] * 3).dtype == dtype
+
+
+def every_operator(scores: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """All operators on scores (T, N, C), labels (N, S) and the labels' lengths (N)."""
+    steps, items, classes = scores.shape
+    one = scores.new_ones(())
+    log_probs = scores.log_softmax(2)
+    input_lengths = lengths.new_full((items,), steps)
+    loss, alpha = aclnn.ctc_loss(log_probs, labels, input_lengths, lengths)
+    ends = torch.arange(1, items + 1) * steps
+    return (
+        loss,
+        alpha,
+        aclnn.ctc_loss_backward(one.expand(items), log_probs, labels, input_lengths, lengths, loss, alpha),
+        aclnn.mse_loss_backward(one, scores, scores[:1]),
+        aclnn.cross_entropy_loss_grad(one, log_probs[0], labels[:, 0]),
+        aclnn.scaled_masked_softmax_backward(scores[None], scores.softmax(2)[None], scale=0.5),
+        aclnn.grouped_bias_add_grad(scores.transpose(0, 1)),
+        aclnn.grouped_bias_add_grad(scores.transpose(0, 1).reshape(-1, classes), ends),
+    )
+
+
+def batch(steps: int, items: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(steps)
+    labels = torch.randint(1, classes, (items, 2), generator=generator)
+    return torch.randn(steps, items, classes, generator=generator), labels, torch.arange(items) % 2 + 1
+
+
+SIZES = [(5, 3, 4), (7, 6, 9), (9, 4, 5)]
+
+
+def test_compiled_once_for_all_sizes() -> None:
+    """One graph, without a break, and not compiled again for other sizes or lengths."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(every_operator, fullgraph=True, dynamic=True, backend=backend)
+    for size in SIZES:
+        for output, expected in zip(compiled(*batch(*size)), every_operator(*batch(*size)), strict=True):
+            assert torch.equal(output, expected)
+    assert len(graphs) == 1
+
+
+def test_compiled_with_graph_breaks() -> None:
+    """Without fullgraph, torch.compile leaves ctc_loss to Python; it must not trace into our calls of C."""
+    torch._dynamo.reset()
+    compiled = torch.compile(every_operator, backend="eager")
+    for output, expected in zip(compiled(*batch(5, 3, 4)), every_operator(*batch(5, 3, 4)), strict=True):
+        assert torch.equal(output, expected)
+
+
+def test_exported() -> None:
+    class Module(torch.nn.Module):
+        forward = staticmethod(every_operator)
+
+    steps, items, classes = torch.export.Dim("T"), torch.export.Dim("N"), torch.export.Dim("C")
+    shapes = ({0: steps, 1: items, 2: classes}, {0: items}, {0: items})
+    program = torch.export.export(Module(), batch(5, 3, 4), dynamic_shapes=shapes)
+    found = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("aclnn.")}
+    assert found == {f"aclnn.{operator.stem}.default" for operator in OPS.values()}
+    for size in SIZES:
+        for output, expected in zip(program.module()(*batch(*size)), every_operator(*batch(*size)), strict=True):
+            assert torch.equal(output, expected)
