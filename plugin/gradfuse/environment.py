@@ -21,6 +21,7 @@ _PACKAGES = (
     "onnxruntime-gpu",
     "onnxruntime-training",
     "onnxruntime-training-cpu",
+    "safetensors",
     "torch",
 )
 _CPU_FLAGS = (

@@ -41,6 +41,9 @@ class TrainingSession:
         ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
         ArgumentError: a value of the step has another type or shape than its input.
         GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
+
+    Attributes:
+        training_step: the step, with the values that training began at.
     """
 
     def __init__(
@@ -77,18 +80,9 @@ class TrainingSession:
             for name, tensor in outputs.items()
             if name.endswith(GRADIENT_SUFFIX)
         }
+        self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
         self._turn = 0
-        self._bindings = []
-        for turn in (0, 1):
-            binding = self._session.io_binding()
-            for name, value in self._values[turn].items():
-                binding.bind_ortvalue_input(name, value)
-            for name in changed:
-                binding.bind_ortvalue_output(name + UPDATED_SUFFIX, self._values[1 - turn][name])
-            binding.bind_ortvalue_output(LOSS, self._loss)
-            for name, value in self._gradients.items():
-                binding.bind_ortvalue_output(name + GRADIENT_SUFFIX, value)
-            self._bindings.append(binding)
+        """Which of the two sets of values and bindings is next."""
         self._has_run = False
         begin = self.training_step
         values = begin.parameters | begin.buffers | begin.optimizer_state | begin.hyperparameters
@@ -282,6 +276,18 @@ class TrainingSession:
                     "expected parameters and batch in other types"
                 )
         return inference_session(ir.from_proto(model), _WHO, self._options, self._providers)
+
+    def _binding(self, read: Mapping[str, Any], written: Mapping[str, Any], changed: Iterable[str]) -> Any:
+        """Return a binding of a step that reads some values and writes what changes into others."""
+        binding = self._session.io_binding()
+        for name, value in read.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in changed:
+            binding.bind_ortvalue_output(name + UPDATED_SUFFIX, written[name])
+        for name, value in self._gradients.items():
+            binding.bind_ortvalue_output(name + GRADIENT_SUFFIX, value)
+        binding.bind_ortvalue_output(LOSS, self._loss)
+        return binding
 
     def _allocate(self, tensor: _Tensor, device: tuple[str, int]) -> Any:
         return self._new_value(list(tensor.shape), tensor.dtype, *device)

@@ -346,3 +346,12 @@ def test_bfloat16_is_refused() -> None:
     step = export_training_step(module, F.cross_entropy, (x.bfloat16(), y), fuse=False)
     with pytest.raises(GradfuseError, match="is bfloat16, which numpy does not have; expected parameters and batch"):
         TrainingSession(step)
+
+
+def test_steps_without_all_values_are_refused(step: TrainingStep) -> None:
+    state = {name: array for name, array in step.optimizer_state.items() if name != "step"}
+    with pytest.raises(ModelError, match="the step has no value for the input 'step'; expected one"):
+        TrainingSession(dataclasses.replace(step, optimizer_state=state))
+    parameters = {**step.parameters, "embed.weight": step.parameters["embed.weight"].astype(np.float64)}
+    with pytest.raises(ArgumentError, match=r"'embed\.weight' is float64 of shape \(6, 4\); expected float32"):
+        TrainingSession(dataclasses.replace(step, parameters=parameters))
