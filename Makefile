@@ -14,7 +14,7 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench bench-aclnn bench-payoff bench-scale gpu-test gpu-bench lint format wheel clean
+.PHONY: help demo test test-slow bench bench-aclnn bench-payoff bench-scale bench-training gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
+	@echo "make bench-training   measure TrainingSession beside steps that pass numpy arrays"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
 	@echo "make gpu-bench   measure them, against PyTorch where there is one with CUDA"
 	@echo "make lint    check style and types of Python, and the format of C++"
@@ -69,6 +70,9 @@ bench-payoff: $(INSTALLED)
 
 bench-scale: $(INSTALLED)
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md
+
+bench-training: $(INSTALLED)
+	$(BIN)/python benchmarks/training_session.py --out benchmarks/results/training_session.md
 
 # A GPU machine may have no way to install anything: these take whatever Python has numpy, and torch if it is there.
 gpu-test:

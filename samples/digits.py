@@ -6,7 +6,7 @@ that scikit-learn ships, so nothing is downloaded. For each model the sample
 1. exports loss and gradients from PyTorch as one ONNX model,
 2. fuses it and checks the fused model against the plain one,
 3. compares the gradients of both with PyTorch's,
-4. trains with the fused model in onnxruntime; the optimizer is the few lines of numpy in `Adam`,
+4. exports the whole step, with Adam in it, and trains with that in a `gradfuse.TrainingSession`,
 5. times a step of both.
 
 The exit status is 1 if a model stays below the wanted test accuracy.
@@ -102,30 +102,18 @@ class Digits:
         return cls(parts[0], parts[2], parts[1], parts[3])
 
 
-class Adam:
-    """Adam (Kingma and Ba, 2015) with its usual constants, in place."""
-
-    def __init__(self, parameters: Arrays, rate: float) -> None:
-        self.parameters, self.rate, self.steps = parameters, rate, 0
-        self.means = {name: np.zeros_like(array) for name, array in parameters.items()}
-        self.squares = {name: np.zeros_like(array) for name, array in parameters.items()}
-
-    def step(self, gradients: Arrays) -> None:
-        self.steps += 1
-        for name, parameter in self.parameters.items():
-            mean, square, gradient = self.means[name], self.squares[name], gradients[name]
-            mean += 0.1 * (gradient - mean)
-            square += 0.001 * (gradient * gradient - square)
-            unbiased = np.sqrt(square / (1 - 0.999**self.steps)) + 1e-8
-            parameter -= self.rate / (1 - 0.9**self.steps) * mean / unbiased
-
-
-def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+def session_options() -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     # Idle threads of one session must not take the cores from the other while the two are timed in turn.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     gradfuse.register(options)
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return options
+
+
+def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
 
 
 def run(step: onnxruntime.InferenceSession, feeds: Arrays) -> Arrays:
@@ -144,32 +132,17 @@ def largest_difference(one: Arrays, other: Arrays) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one if name.endswith(".grad"))
 
 
-def train(
-    step: onnxruntime.InferenceSession, parameters: Arrays, data: Digits, progress: Progress, **options: Any
-) -> float:
-    """Train the parameters in place; return the mean loss of the last epoch."""
-    epochs, batch_size, seed = options["epochs"], options["batch_size"], options["seed"]
-    optimizer, generator = Adam(parameters, options["rate"]), np.random.default_rng(seed)
+def train(trainer: gradfuse.TrainingSession, data: Digits, progress: Progress, **options: Any) -> float:
+    """Train for some epochs; return the mean loss of the last."""
+    epochs, batch_size, generator = options["epochs"], options["batch_size"], np.random.default_rng(options["seed"])
     task = progress.add_task("training", total=epochs, loss="")
     mean_loss = float("nan")
     for _ in range(epochs):
         order = generator.permutation(len(data.train_labels))
-        losses = []
-        for rows in np.split(order, range(batch_size, len(order), batch_size)):
-            results = run(step, parameters | {"image": data.train_images[rows], "target": data.train_labels[rows]})
-            losses.append(float(results["loss"]))
-            optimizer.step({name: results[f"{name}.grad"] for name in parameters})
-        mean_loss = statistics.fmean(losses)
+        batches = np.split(order, range(batch_size, len(order), batch_size))
+        mean_loss = statistics.fmean(trainer.step(data.train_images[rows], data.train_labels[rows]) for rows in batches)
         progress.update(task, advance=1, loss=f"loss {mean_loss:.4f}")
     return mean_loss
-
-
-def accuracy(module: nn.Module, parameters: Arrays, data: Digits) -> float:
-    """The share of test digits that the module gets right with the trained parameters."""
-    module.load_state_dict({name: torch.from_numpy(array) for name, array in parameters.items()}, strict=False)
-    with torch.no_grad():
-        predicted = module(torch.from_numpy(data.test_images)).argmax(1).numpy()
-    return float((predicted == data.test_labels).mean())
 
 
 def median_times(
@@ -214,14 +187,9 @@ def demonstrate(
     console.print(f"[bold]{name}[/]\n")
     size = options["batch_size"]
     images, labels = data.train_images[:size], data.train_labels[:size]
+    batch, shapes = (torch.from_numpy(images), torch.from_numpy(labels)), ({0: "batch"}, {0: "batch"})
     start = time.perf_counter()
-    step = gradfuse.export_training_step(
-        module,
-        F.cross_entropy,
-        (torch.from_numpy(images), torch.from_numpy(labels)),
-        dynamic_shapes=({0: "batch"}, {0: "batch"}),
-        fuse=False,
-    )
+    step = gradfuse.export_training_step(module, F.cross_entropy, batch, dynamic_shapes=shapes, fuse=False)
     exported = time.perf_counter()
     fused = gradfuse.fuse(step.model)
     console.print(
@@ -251,15 +219,18 @@ def demonstrate(
     table.add_row("fused and plain", f"{largest_difference(plain_results, fused_results):.1e}")
     console.print(table)
 
-    parameters = {key: array.copy() for key, array in step.parameters.items()}
+    optimizer = torch.optim.Adam(module.parameters(), lr=options["rate"])
+    whole = gradfuse.export_training_step(module, F.cross_entropy, batch, optimizer, dynamic_shapes=shapes)
+    whole.save(f"{stem}_adam.onnx")
+    trainer = gradfuse.TrainingSession(whole, session_options=session_options())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
         *columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal
     ) as progress:
         start = time.perf_counter()
-        loss = train(fused_session, parameters, data, progress, **options)
+        loss = train(trainer, data, progress, **options)
         taken = time.perf_counter() - start
-    reached = accuracy(module, parameters, data)
+    reached = float((trainer.evaluate(data.test_images).argmax(1) == data.test_labels).mean())
     console.print(
         f"trained {options['epochs']} epochs in {taken:.1f} s, loss {loss:.4f}, "
         f"test accuracy [bold]{reached:.2%}[/] of {len(data.test_labels)} digits"

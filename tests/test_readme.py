@@ -25,6 +25,7 @@ def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 22
     output = run("-c", example, folder=tmp_path)
     assert "CrossEntropyLossGrad" in output
+    assert (tmp_path / "trained.safetensors").is_file()
     # Random labels of 32 points: guessing has loss log 5 = 1.61, and the module has parameters enough to learn them.
     loss = re.search(r"^loss (\d+\.\d+)$", output, re.MULTILINE)
     assert loss is not None
@@ -35,7 +36,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     commands = re.findall(r"^    gradfuse (.+)$", README, re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["explain", "fuse", "check", "expand", "ops", "info"]
     (example,) = EXAMPLES
-    exporting = example[: example.index("options =")].replace(
+    exporting = example[: example.index("session =")].replace(
         "dynamic_shapes=shapes", "dynamic_shapes=shapes, fuse=False"
     )
     run("-c", exporting + 'step.save("step.onnx")', folder=tmp_path)

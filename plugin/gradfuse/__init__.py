@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
-    from gradfuse.export import TrainingStep, export_training_step
+    from gradfuse.export import export_training_step
     from gradfuse.fusion import FuseResult, expand, fuse
     from gradfuse.library import (
         get_aclnn_library_path,
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         get_library_path,
         register,
     )
+    from gradfuse.training import TrainingSession
+    from gradfuse.training_step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -38,6 +40,7 @@ __all__ = [
     "FuseResult",
     "GradfuseError",
     "ModelError",
+    "TrainingSession",
     "TrainingStep",
     "__version__",
     "check",
@@ -67,7 +70,8 @@ _MODULE_OF = {
     "FuseResult": "gradfuse.fusion",
     "GradfuseError": "gradfuse.errors",
     "ModelError": "gradfuse.errors",
-    "TrainingStep": "gradfuse.export",
+    "TrainingSession": "gradfuse.training",
+    "TrainingStep": "gradfuse.training_step",
     "check": "gradfuse.checking",
     "expand": "gradfuse.fusion",
     "explain": "gradfuse.explaining",

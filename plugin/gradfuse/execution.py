@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -38,10 +38,7 @@ class Session:
     """
 
     def __init__(self, model: ir.Model, source: str, *, kernels: bool = True) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise GradfuseError("running a model needs onnxruntime: pip install onnxruntime") from error
+        onnxruntime = import_onnxruntime()
         self._source = source
         self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         options = onnxruntime.SessionOptions()
@@ -49,19 +46,7 @@ class Session:
         options.log_severity_level = _SILENT
         if kernels and library.find_library() is not None:
             library.register(options)
-        model = _with_float32_borders(model)
-        fits = model_io.fits_one_message(model)
-        with tempfile.TemporaryDirectory(prefix="gradfuse-") as folder:
-            if fits:
-                content: bytes | str = model_io.to_proto(model).SerializeToString()
-            else:
-                content = os.path.join(folder, "model.onnx")
-                model_io.save(model, content)
-            try:
-                self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-            except Exception as error:
-                # onnxruntime's exception classes share no public base.
-                raise ModelError(f"{source}: onnxruntime cannot load the model: {_reason(error)}") from error
+        self._session = inference_session(_with_float32_borders(model), source, options, ["CPUExecutionProvider"])
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Return every output for the given inputs, by name and in order.
@@ -77,11 +62,49 @@ class Session:
         try:
             outputs = self._session.run(names, wide)
         except Exception as error:
-            raise ModelError(f"{self._source}: onnxruntime cannot run the model: {_reason(error)}") from error
+            raise ModelError(f"{self._source}: onnxruntime cannot run the model: {reason(error)}") from error
         return {
             name: np.asarray(output).astype(self._dtypes[name] or np.asarray(output).dtype, copy=False)
             for name, output in zip(names, outputs, strict=True)
         }
+
+
+def import_onnxruntime() -> Any:
+    """Return the module.
+
+    Raises:
+        GradfuseError: it is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise GradfuseError("running a model needs onnxruntime: pip install onnxruntime") from error
+    return onnxruntime
+
+
+def inference_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
+    """Return an onnxruntime session of a model of any size.
+
+    Args:
+        model: the model; it is not changed.
+        source: what to call it in messages.
+        options: the `onnxruntime.SessionOptions`.
+        providers: execution providers, as for `onnxruntime.InferenceSession`.
+
+    Raises:
+        ModelError: onnxruntime cannot load the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradfuse-") as folder:
+        if model_io.fits_one_message(model):
+            content: bytes | str = model_io.to_proto(model).SerializeToString()
+        else:
+            content = os.path.join(folder, "model.onnx")
+            model_io.save(model, content)
+        try:
+            return import_onnxruntime().InferenceSession(content, options, providers=providers)
+        except Exception as error:
+            # onnxruntime's exception classes share no public base.
+            raise ModelError(f"{source}: onnxruntime cannot load the model: {reason(error)}") from error
 
 
 def float_types(model: ir.Model) -> set[ir.DataType]:
@@ -166,5 +189,6 @@ def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
     return None if value.dtype is None or value.dtype == ir.DataType.STRING else value.dtype.numpy()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return the text of an exception of onnxruntime in one line."""
     return re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", model_io.one_line(error))

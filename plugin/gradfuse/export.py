@@ -1,8 +1,9 @@
-"""A PyTorch training step as one ONNX model: parameters and a batch in, the loss and every gradient out.
+"""A PyTorch training step as one ONNX model: parameters and a batch in, the loss and every gradient or update out.
 
 The way of a step: trace module and loss with `torch.export`, derive the joint forward and backward program, decompose
 what has no ONNX translation, translate with `torch.onnx.export`, make parameters inputs, fuse, and compare loss and
-gradients with PyTorch's own on the batch. torch is imported only when a step is exported.
+gradients with PyTorch's own on the batch. Then the optimizer's update is put in, and compared with PyTorch's as well.
+torch is imported only when a step is exported.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 import logging
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,112 +23,43 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from gradfuse import model_io
+from gradfuse import optimizers
 from gradfuse.errors import ExportError, ModelError
 from gradfuse.model_io import one_line
+from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-    from gradfuse.passes.report import Report
 
     TensorOrTensors = Tensor | Sequence[Tensor]
 
 OPSET = 20
 """Default-domain opset of exported steps: the newest that onnxruntime 1.18 runs whole."""
 
-LOSS = "loss"
-GRADIENT_SUFFIX = ".grad"
-UPDATED_SUFFIX = ".updated"
-METADATA_KEY = "gradfuse.training_step"
-
 _WHO = "export_training_step"
-_Arrays = dict[str, npt.NDArray[Any]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TrainingStep:
-    """One training step, without the optimizer, as an ONNX model.
-
-    Inputs of the model, by name: every trainable parameter (as in `module.named_parameters()`; those of a loss module
-    begin with `loss.`), every buffer that the step changes (as in `module.named_buffers()`), and the tensors of the
-    batch. Outputs: `loss`, a scalar; `<parameter>.grad` for each trainable parameter, in its shape and type, zeros
-    where the loss does not depend on it; `<buffer>.updated` for each buffer that the step changes. Frozen parameters
-    and the other buffers are constants of the model.
-
-    Attributes:
-        model: the model; fused, if it was exported so.
-        parameters: name -> value of the trainable parameters at export; what to feed in the first step.
-        buffers: name -> value of the buffers that the step changes; empty in most models without batch normalisation.
-        input_names: the names of the batch's inputs: those of the arguments of `module.forward`.
-        target_names: the names of the batch's targets: those of the arguments of the loss after its first.
-        report: the report of `gradfuse.fuse`; None for a step that was exported with `fuse=False` or loaded.
-    """
-
-    model: onnx.ModelProto
-    parameters: _Arrays
-    buffers: _Arrays
-    input_names: tuple[str, ...]
-    target_names: tuple[str, ...]
-    report: Report | None = None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write model, parameters and buffers as one ONNX file, whole or not at all.
-
-        Parameters and buffers are stored as default values of the inputs of their names: an onnxruntime session of the
-        file uses them wherever they are not fed. Beyond 2 GB the tensors are in `<path>.data`.
-
-        Raises:
-            ModelError: the file cannot be written.
-        """
-        model = ir.from_proto(self.model)
-        defaults = {**self.parameters, **self.buffers}
-        for value in model.graph.inputs:
-            if value.name in defaults:
-                value.const_value = ir.tensor(defaults[value.name], name=value.name)
-                model.graph.register_initializer(value)
-        model_io.save(model, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
-        """Read a step that `save` wrote.
-
-        Raises:
-            ModelError: the file cannot be read, or is an ONNX model but no saved training step.
-        """
-        model = model_io.with_tensors_in_memory(model_io.load(path).ir)
-        try:
-            stored = json.loads(model.metadata_props[METADATA_KEY])
-            names = {key: tuple(stored[key]) for key in ("parameters", "buffers", "inputs", "targets")}
-            values = {name: model.graph.initializers.pop(name) for name in names["parameters"] + names["buffers"]}
-            arrays = {name: np.array(value.const_value) for name, value in values.items()}
-        except (KeyError, ValueError, TypeError) as error:
-            raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {error!r}") from error
-        for value in values.values():
-            value.const_value = None
-        return cls(
-            ir.to_proto(model),
-            {name: arrays[name] for name in names["parameters"]},
-            {name: arrays[name] for name in names["buffers"]},
-            names["inputs"],
-            names["targets"],
-        )
 
 
 def export_training_step(
     module: nn.Module,
     loss: Callable[..., Tensor],
     batch: tuple[TensorOrTensors, TensorOrTensors],
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     dynamic_shapes: Any = None,
     fuse: bool = True,
+    max_grad_norm: float | None = None,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    evaluation: bool | None = None,
 ) -> TrainingStep:
-    """Export loss and gradients of a module on a batch as one ONNX model, checked against PyTorch.
+    """Export a training step of a module on a batch as one ONNX model, checked against PyTorch.
 
     The module is traced in the mode it is in, train or eval, and is left as it was: parameters, buffers, `.grad`, mode
-    and random state. If onnxruntime is installed, the model (and the fused one) runs on the batch; loss, gradients and
-    updated buffers must then be as near to a float64 run of the module as PyTorch's own, but for a few roundings.
+    and random state; so is the optimizer. If onnxruntime is installed, the model (and the fused one) runs on the batch;
+    loss, gradients, updated buffers and the optimizer's update must then be as near to a float64 run as PyTorch's own,
+    but for a few roundings.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
@@ -136,10 +67,22 @@ def export_training_step(
         loss: a module or function; `loss(output, *targets)` is a scalar (shape ()).
         batch: `(inputs, targets)`, each a tensor or a tuple of tensors; `inputs` are the positional arguments of the
             module. Values matter only for the comparison, shapes are fixed unless `dynamic_shapes` says otherwise.
+        optimizer: `torch.optim.SGD`, `Adam` or `AdamW` over trainable parameters of the module or the loss. Its update
+            becomes part of the model, beginning at the state that it has. As in PyTorch, parameters that it does not
+            have, or that the loss does not depend on, stay as they are. None: the model ends at the gradients.
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
             tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
         fuse: whether `TrainingStep.model` is fused.
+        max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)` over the
+            optimizer's parameters. None: they are not.
+        accumulate: of how many calls the gradients are averaged for one update; other calls change buffers only.
+        autocast: module and loss run under `torch.autocast` with this type, float16 or bfloat16; parameters and update
+            stay as they are. None: in their own types.
+        grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, beginning at the state that it has, and an
+            update whose gradients are not finite is left out. None, or one that is not enabled: it is not scaled.
+        evaluation: whether to export `TrainingStep.evaluation_model`, without autocast; None: if there is an
+            optimizer.
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers (dropout in
@@ -151,14 +94,36 @@ def export_training_step(
         import torch
     except ImportError as error:
         raise ExportError(f"{_WHO}: {error.name} is not installed; expected what gradfuse[torch] installs") from error
-    step = _Step.of(module, loss, batch)
+    if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
+        raise ExportError(f"{_WHO}: optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
+    if autocast not in (None, torch.float16, torch.bfloat16):
+        raise ExportError(f"{_WHO}: autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
+
+    def describe(names: Mapping[int, str]) -> optimizers.Optimizer | None:
+        if optimizer is None:
+            return None
+        return optimizers.from_torch(
+            optimizer,
+            names,
+            _WHO,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            grad_scaler=grad_scaler,
+        )
+
+    step = _Step.of(module, loss, batch, describe, autocast)
     dims = _dynamic_shapes(dynamic_shapes, step)
+    evaluation_model = None
     with torch.random.fork_rng(), _restored(module), _restored(loss), torch.enable_grad():
         native = step.run()
         program = _joint_program(step, native, dims)
-        model = _to_onnx(program, step, native)
+        order = (*native.gradients, *(name for name in step.state if name not in native.gradients))
+        free = {*step.trainable, *native.changed}
+        model = _to_onnx(program, step, order, free)
         _name_interface(model, step, native, dims)
         reference = _float64_run(step)
+        if evaluation or (evaluation is None and optimizer is not None):
+            evaluation_model = _evaluation_model(step, dims, native.changed)
     plain = ir.to_proto(model)
     _compare(plain, step, native, reference, "exported")
     report = None
@@ -168,14 +133,30 @@ def export_training_step(
         result = fuse_model(plain)
         plain, report = result.model, result.report
         _compare(plain, step, native, reference, "fused")
+    parameters = {name: to_numpy(step.state[name]) for name in step.trainable}
+    state: Arrays = {}
+    hyperparameters: Arrays = {}
+    if step.optimizer is not None and optimizer is not None:
+        described = step.optimizer.restricted(native.gradients)
+        state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
+        model = ir.from_proto(plain)
+        optimizers.append(model, described, step.batch)
+        _remove_unused_nodes(model)
+        plain = ir.to_proto(model)
+        _compare_update(plain, step, described, optimizer, state | hyperparameters)
     changed = native.changed
     return TrainingStep(
         plain,
-        {name: to_numpy(step.state[name]) for name in step.trainable},
+        parameters,
         {name: to_numpy(step.state[name]) for name in changed},
         step.input_names,
         step.target_names,
         report,
+        state,
+        hyperparameters,
+        {name: to_numpy(step.state[name]) for name in step.state if name not in (*step.trainable, *changed)},
+        step.state_dict_names,
+        evaluation_model,
     )
 
 
@@ -215,9 +196,20 @@ class _Step:
     buffers: tuple[str, ...]
     input_names: tuple[str, ...]
     target_names: tuple[str, ...]
+    state_dict_names: dict[str, str]
+    """Each name of the `state_dict()` of module and loss -> the name in `state`."""
+    optimizer: optimizers.Optimizer | None
+    autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, module: Any, loss: Any, batch: Any) -> _Step:
+    def of(
+        cls,
+        module: Any,
+        loss: Any,
+        batch: Any,
+        describe: Callable[[Mapping[int, str]], optimizers.Optimizer | None],
+        autocast: torch.dtype | None,
+    ) -> _Step:
         """Check the arguments of `export_training_step` and collect what the step consists of."""
         from torch import nn
 
@@ -254,14 +246,39 @@ class _Step:
         if not trainable:
             raise ExportError(f"{_WHO}: module has no parameter that requires a gradient; expected at least one")
 
-        taken = {LOSS, *state, *(name + GRADIENT_SUFFIX for name in trainable), *(b + UPDATED_SUFFIX for b in buffers)}
-        expected = len(state) + len(trainable) + len(buffers) + 1
-        if len(taken) != expected:
-            raise ExportError(f"{_WHO}: a parameter or buffer has the name of an output, such as {LOSS!r}; rename it")
+        optimizer = describe({key: name for key, name in names.items() if name in trainable})
+        added = [] if optimizer is None else optimizer.input_names()
+        reserved = [LOSS, *(name + GRADIENT_SUFFIX for name in trainable)]
+        reserved += [name + UPDATED_SUFFIX for name in (*(trainable if optimizer else ()), *buffers)]
+        reserved += [*added, *(name + UPDATED_SUFFIX for name in added)]
+        clash = next((name for name in state if name in reserved), None)
+        if clash is not None:
+            raise ExportError(f"{_WHO}: the parameter or buffer {clash!r} has the name of an output; rename it")
+        taken = {*state, *reserved}
         input_names = _argument_names(module.forward, 0, len(inputs), "input", taken)
         called = loss.forward if isinstance(loss, nn.Module) else loss
         target_names = _argument_names(called, 1, len(targets), "target", taken)
-        return cls(module, loss, inputs, targets, state, places, trainable, tuple(buffers), input_names, target_names)
+        state_dict_names = {
+            prefix + name: names[id(tensor)]
+            for prefix, owner in owners
+            for name, tensor in owner.state_dict(keep_vars=True).items()
+            if id(tensor) in names
+        }
+        return cls(
+            module,
+            loss,
+            inputs,
+            targets,
+            state,
+            places,
+            trainable,
+            tuple(buffers),
+            input_names,
+            target_names,
+            state_dict_names,
+            optimizer,
+            autocast,
+        )
 
     @property
     def batch(self) -> dict[str, Tensor]:
@@ -272,12 +289,24 @@ class _Step:
         self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss with `state` in place of the module's tensors, and the buffers as the run left them."""
+        import torch
+
+        self.place(state)
+        device = next(iter(state.values())).device.type
+        with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
+            output = self.module(*inputs)
+            value = self.loss(output, *targets)
+        return value, {name: self.places[name][0].entries[self.places[name][0].key] for name in self.buffers}
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.optimizer is not None and self.optimizer.loss_scaling is not None
+
+    def place(self, state: Mapping[str, Tensor]) -> None:
+        """Put `state` in the place of the tensors of module and loss."""
         for name, tensor in state.items():
             for place in self.places[name]:
                 place.entries[place.key] = tensor
-        output = self.module(*inputs)
-        value = self.loss(output, *targets)
-        return value, {name: self.places[name][0].entries[self.places[name][0].key] for name in self.buffers}
 
     def run(self, cast: Callable[[Tensor], Tensor] | None = None) -> _Outcome:
         """Run forward and backward eagerly on copies of all tensors, changed by `cast` first."""
@@ -457,7 +486,11 @@ def _dynamic_shapes(given: Any, step: _Step) -> _Dims:
 
 
 def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.ExportedProgram:
-    """Return the program (used parameters, other tensors, inputs, targets) -> (loss, *updated buffers, *gradients)."""
+    """Return the program (used parameters, other tensors, inputs, targets) -> (loss, *updated buffers, *gradients).
+
+    Where the loss is scaled, the scale is one more input, and the scaled loss, divided by how many gradients are added
+    up, is an output ahead of the loss; the gradients are its.
+    """
     import torch
     from torch.export.experimental import _export_forward_backward
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -465,26 +498,31 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
     used = tuple(native.gradients)
     others = tuple(name for name in step.state if name not in native.gradients)
     shared = _with_shared_gradients(native)
+    accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
 
     class Traced(torch.nn.Module):
-        def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any) -> Any:
+        def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
             state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
             # A graph must not write into its inputs: copies take the updates and are returned.
             state |= {name: state[name].clone() for name in step.buffers}
             state |= {name: state[name].unsqueeze(0).squeeze(0) for name in shared}
             value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
-            return (value, *(after[name] for name in native.changed))
+            losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
+            return (*losses, *(after[name] for name in native.changed))
 
     def copies(names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(step.state[name].detach().clone() for name in names)
 
-    arguments = (
+    arguments: tuple[Any, ...] = (
         tuple(tensor.requires_grad_() for tensor in copies(used)),
         copies(others),
         tuple(tensor.detach() for tensor in step.inputs),
         tuple(tensor.detach() for tensor in step.targets),
     )
-    shapes = ((None,) * len(used), (None,) * len(others), dims.inputs, dims.targets)
+    shapes: tuple[Any, ...] = ((None,) * len(used), (None,) * len(others), dims.inputs, dims.targets)
+    if step.scales_loss:
+        arguments += (torch.ones((), device=step.inputs[0].device),)
+        shapes += ((None,),)
     try:
         # The other attention kernels have backward operators that no exporter knows.
         with _quiet(), sdpa_kernel(SDPBackend.MATH):
@@ -558,8 +596,13 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     return decomposed
 
 
-def _to_onnx(program: torch.export.ExportedProgram, step: _Step, native: _Outcome) -> ir.Model:
-    """Translate a joint program; frozen parameters and unchanged buffers become initializers, and it is optimized."""
+def _to_onnx(
+    program: torch.export.ExportedProgram, step: _Step, order: Sequence[str], free: Collection[str]
+) -> ir.Model:
+    """Translate a program whose first inputs are the tensors `order` of a step, and optimize it.
+
+    Those that are not among `free`, frozen parameters and unchanged buffers, become initializers.
+    """
     import torch
     from onnxscript import optimizer
 
@@ -574,10 +617,8 @@ def _to_onnx(program: torch.export.ExportedProgram, step: _Step, native: _Outcom
     if exported is None:
         raise ExportError(f"{_WHO}: torch.onnx.export gives no model")
     model = exported.model
-    others = [name for name in step.state if name not in native.gradients]
-    values = list(model.graph.inputs)[len(native.gradients) : len(native.gradients) + len(others)]
-    for name, value in zip(others, values, strict=True):
-        if name not in step.trainable and name not in native.changed:
+    for name, value in zip(order, list(model.graph.inputs), strict=False):
+        if name not in free:
             model.graph.inputs.remove(value)
             value.name = name
             value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)
@@ -586,6 +627,73 @@ def _to_onnx(program: torch.export.ExportedProgram, step: _Step, native: _Outcom
     with _quiet():
         optimizer.optimize(model)
     return model
+
+
+def _remove_unused_nodes(model: ir.Model) -> None:
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    RemoveUnusedNodesPass()(model)
+
+
+def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.ModelProto:
+    """Return the module alone, as a model of the parameters and buffers that it uses, and leave it in eval mode."""
+    import torch
+    from torch.utils import _pytree
+
+    def outputs(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        step.place(state)
+        leaves = _pytree.tree_leaves(step.module(*(one.clone() for one in inputs)))
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(f"it returns {_kind(leaf)}; expected tensors")
+        return tuple(leaves)
+
+    class Traced(torch.nn.Module):
+        def forward(self, values: Any, inputs: Any) -> Any:
+            # A graph must not write into its inputs.
+            copies = (
+                value.clone() if name in step.buffers else value for name, value in zip(names, values, strict=True)
+            )
+            return outputs(dict(zip(names, copies, strict=True)), inputs)
+
+    def run(cast: Callable[[Tensor], Tensor]) -> Arrays:
+        state = {name: cast(tensor.detach().clone()) for name, tensor in step.state.items()}
+        leaves = outputs(state, [cast(tensor.detach()) for tensor in step.inputs])
+        results = (f"output_{index}" if len(leaves) > 1 else "output" for index in range(len(leaves)))
+        return {name: leaf.cpu().double().numpy() for name, leaf in zip(results, leaves, strict=True)}
+
+    names = tuple(step.state)
+    arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
+    step.module.eval()
+    try:
+        with _quiet(), torch.no_grad():
+            native = run(lambda tensor: tensor)
+            program = torch.export.export(Traced(), arguments, dynamic_shapes=((None,) * len(names), dims.inputs))
+    except Exception as error:
+        # A user's module may raise anything, and torch.export has no common base class for what it refuses.
+        raise ExportError(f"{_WHO}: torch.export cannot trace the module in eval mode: {one_line(error)}") from error
+    free = [name for name in names if name in step.trainable or name in changed]
+    model = _to_onnx(program, step, names, free)
+    graph = model.graph
+    inputs = dict(zip((*free, *step.input_names), graph.inputs, strict=True))
+    results = list(graph.outputs)
+    graph.outputs.clear()
+    interface = dict(inputs)
+    for name, value in zip(native, results, strict=True):
+        interface[f"{name}_" if name in inputs else name] = _add_output(graph, value)
+    graph.inputs[:] = [value for name, value in inputs.items() if value.uses() or name in step.input_names]
+    _rename(graph, interface)
+    _name_dimensions(graph, inputs, dims.names)
+    _drop_notes(model, type(step.module).__name__)
+    proto = ir.to_proto(model)
+    with torch.no_grad():
+        try:
+            exact = run(_widen)
+        except Exception:
+            # The module insists on another type.
+            exact = native
+    _judge(proto, step, native, exact, "evaluation")
+    return proto
 
 
 def _untranslated(error: BaseException) -> str:
@@ -604,13 +712,19 @@ def _name_interface(model: ir.Model, step: _Step, native: _Outcome, dims: _Dims)
     graph = model.graph
     changed, used = native.changed, tuple(native.gradients)
     others = [name for name in step.state if name not in used and (name in step.trainable or name in changed)]
-    inputs = dict(zip((*used, *others, *step.batch), graph.inputs, strict=True))
-    results = (LOSS, *(name + UPDATED_SUFFIX for name in changed), *(name + GRADIENT_SUFFIX for name in used))
+    scale = (optimizers.LOSS_SCALE,) if step.scales_loss else ()
+    inputs = dict(zip((*used, *others, *step.batch, *scale), graph.inputs, strict=True))
+    results = (
+        *(f"scaled_{LOSS}" for _ in scale),
+        LOSS,
+        *(name + UPDATED_SUFFIX for name in changed),
+        *(name + GRADIENT_SUFFIX for name in used),
+    )
     produced = dict(zip(results, graph.outputs, strict=True))
     for name in step.trainable:
         if name not in used:
             produced[name + GRADIENT_SUFFIX] = _zeros_like(graph, inputs[name])
-    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *step.batch)]
+    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *scale, *step.batch)]
     wanted = (
         LOSS,
         *(name + GRADIENT_SUFFIX for name in step.trainable),
@@ -618,23 +732,26 @@ def _name_interface(model: ir.Model, step: _Step, native: _Outcome, dims: _Dims)
     )
     graph.outputs.clear()
     for name in wanted:
-        value = produced[name]
-        if value.is_graph_input() or value.is_initializer() or value.is_graph_output():
-            # A value can have one name only, and inputs, parameters and the outputs before this one keep theirs.
-            copy = ir.node("Identity", [value])
-            copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
-            graph.append(copy)
-            value = copy.outputs[0]
-        produced[name] = value
-        graph.outputs.append(value)
+        produced[name] = _add_output(graph, produced[name])
 
-    final = {id(value): name for name, value in (inputs | {name: produced[name] for name in wanted}).items()}
-    for value in _values(graph):
-        if id(value) not in final and value.name in final.values():
-            value.name = f"{value.name}_inner"
-    for name, value in (inputs | {name: produced[name] for name in wanted}).items():
-        value.name = name
+    _rename(graph, inputs | {name: produced[name] for name in wanted})
     _name_dimensions(graph, inputs, dims.names)
+    _drop_notes(model, type(step.module).__name__)
+
+
+def _rename(graph: ir.Graph, names: Mapping[str, ir.Value]) -> None:
+    """Give values the names of the interface; others that have one of them get another."""
+    chosen = {id(value) for value in names.values()}
+    for value in _values(graph):
+        if id(value) not in chosen and value.name in names:
+            value.name = f"{value.name}_inner"
+    for name, value in names.items():
+        value.name = name
+
+
+def _drop_notes(model: ir.Model, name: str) -> None:
+    """Name the graph, and drop what the exporter notes about its source."""
+    graph = model.graph
     for value in _values(graph):
         value.metadata_props.clear()
     for node in graph.all_nodes():
@@ -643,15 +760,20 @@ def _name_interface(model: ir.Model, step: _Step, native: _Outcome, dims: _Dims)
         node.doc_string = None
     model.metadata_props.clear()
     graph.metadata_props.clear()
-    graph.name = type(step.module).__name__
+    graph.name = name
     graph.doc_string = None
-    stored = {
-        "parameters": step.trainable,
-        "buffers": changed,
-        "inputs": step.input_names,
-        "targets": step.target_names,
-    }
-    model.metadata_props[METADATA_KEY] = json.dumps(stored)
+
+
+def _add_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Make a value an output of the graph and return it, or a copy where it cannot be one under a name of its own."""
+    if value.is_graph_input() or value.is_initializer() or value.is_graph_output():
+        # A value can have one name only, and inputs, parameters and the outputs before this one keep theirs.
+        copy = ir.node("Identity", [value])
+        copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+        graph.append(copy)
+        value = copy.outputs[0]
+    graph.outputs.append(value)
+    return value
 
 
 def _zeros_like(graph: ir.Graph, value: ir.Value) -> ir.Value:
@@ -676,7 +798,7 @@ def _name_dimensions(graph: ir.Graph, inputs: Mapping[str, ir.Value], names: _Ax
     """Replace the tracer's symbols in all shapes by the names that the user gave to the axes of the batch."""
     symbols: dict[str, str] = {}
     for name, axes in names.items():
-        for axis, label in axes.items():
+        for axis, label in axes.items() if name in inputs else ():
             shape = inputs[name].shape
             dim = shape[axis] if shape is not None else None
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
@@ -726,16 +848,17 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 def _float64_run(step: _Step) -> _Outcome | None:
     """Run the step in float64, or return None where the module insists on another type."""
 
-    def widen(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
     try:
-        return step.run(widen)
+        return step.run(_widen)
     except ExportError:
         return None
 
 
-def _named(outcome: _Outcome, changed: Sequence[str]) -> _Arrays:
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _named(outcome: _Outcome, changed: Sequence[str]) -> Arrays:
     """Return the outputs of a step by their names in the model, as float64."""
     tensors = {LOSS: outcome.loss}
     tensors |= {name + GRADIENT_SUFFIX: tensor for name, tensor in outcome.gradients.items()}
@@ -744,18 +867,25 @@ def _named(outcome: _Outcome, changed: Sequence[str]) -> _Arrays:
 
 
 def _compare(model: onnx.ModelProto, step: _Step, native: _Outcome, exact: _Outcome | None, which: str) -> None:
-    """Run a model on the batch in stock onnxruntime and compare every output with PyTorch.
+    """Run a model on the batch in stock onnxruntime and compare loss, gradients and buffers with PyTorch."""
+    own = _named(native, native.changed)
+    _judge(model, step, own, _named(exact, native.changed) if exact is not None else own, which)
+
+
+def _judge(model: onnx.ModelProto, step: _Step, own: Arrays, reference: Arrays, which: str) -> None:
+    """Run a model on the batch in stock onnxruntime and compare every output, by its name, with PyTorch.
 
     An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
     spacing of the parameters' type at 1 and G the largest output of the step: what should be 0 can be no better than
     the terms that cancel in it.
     """
     feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()}
+    if step.optimizer is not None:
+        # At this scale the gradients are those of the loss itself.
+        feeds[optimizers.LOSS_SCALE] = np.array(step.optimizer.accumulate, dtype=np.float32)
     results = _run(model, feeds, which)
     if results is None:
         return
-    own = _named(native, native.changed)
-    reference = _named(exact, native.changed) if exact is not None else own
     import torch
 
     types = [step.state[name].dtype for name in step.trainable]
@@ -770,11 +900,87 @@ def _compare(model: onnx.ModelProto, step: _Step, native: _Outcome, exact: _Outc
             )
         error = _difference(array.astype(np.float64), wanted)
         bound = 16 * _difference(own.get(name, zeros), wanted) + 64 * eps * _magnitude(wanted) + 8 * eps * scale
-        if not error <= bound:
-            raise ExportError(
-                f"{_WHO}: output {name!r} of the {which} model differs from PyTorch by {error:.3g}; "
-                f"expected at most {bound:.3g}"
-            )
+        _require(error <= bound, name, which, error, bound)
+
+
+def _require(within: bool, name: str, which: str, error: float, bound: float) -> None:
+    if not within:
+        raise ExportError(
+            f"{_WHO}: output {name!r} of the {which} model differs from PyTorch by {error:.3g}; "
+            f"expected at most {bound:.3g}"
+        )
+
+
+def _compare_update(
+    model: onnx.ModelProto,
+    step: _Step,
+    described: optimizers.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    state: Arrays,
+) -> None:
+    """Compare the update that a model makes of its gradients with the one that the optimizer itself makes of them.
+
+    A parameter passes if max|actual - exact| <= 16 max|native - exact| + 16 eps (max|exact| + max|change|), where the
+    exact one is a float64 run of the optimizer. The gradients are those of the model, as Adam makes a change of full
+    size from a gradient that is nothing but rounding.
+    """
+    import torch
+
+    # A copy of the model in which the gradients are outputs too.
+    observed = ir.from_proto(model)
+    values = {str(value.name): value for value in _values(observed.graph)}
+    watched = {name: values[name + GRADIENT_SUFFIX] for name in described.parameters}
+    for value in watched.values():
+        _add_output(observed.graph, value)
+    feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()} | state
+    if optimizers.MICRO_STEP in feeds:
+        # The call that makes the update.
+        feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
+    results = _run(ir.to_proto(observed), feeds, "updating")
+    if results is None:
+        return
+    scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
+    gradients = {
+        name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / scale for name in described.parameters
+    }
+    skipped = described.loss_scaling is not None and not all(one.isfinite().all() for one in gradients.values())
+    names = {id(tensor): name for name, tensor in step.state.items()}
+
+    def updated(dtype: torch.dtype | None) -> Arrays:
+        groups = []
+        copies = {}
+        for group in optimizer.param_groups:
+            members = []
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                twin_parameter = parameter.detach().to(dtype or parameter.dtype, copy=True).cpu()
+                if name in gradients:
+                    twin_parameter.grad = gradients[name].to(twin_parameter.dtype)
+                copies[name] = twin_parameter
+                members.append(twin_parameter)
+            # The rate as the model has it, and an implementation that runs anywhere.
+            rate = float(np.float32(group["lr"]))
+            chosen = {"lr": rate, "foreach": None, "fused": None, "capturable": False}
+            groups.append({**group, **chosen, "params": members})
+        create: Any = type(optimizer)
+        twin = create(groups)
+        state_dict = deepcopy(optimizer.state_dict())
+        twin.load_state_dict({**state_dict, "param_groups": twin.state_dict()["param_groups"]})
+        if described.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(copies.values()), described.max_grad_norm)
+        if not skipped:
+            twin.step()
+        return {name: copies[name].double().numpy() for name in gradients}
+
+    own, reference = updated(None), updated(torch.float64)
+    for name, wanted in reference.items():
+        before = to_numpy(step.state[name]).astype(np.float64)
+        output = name + UPDATED_SUFFIX
+        eps = torch.finfo(step.state[name].dtype).eps
+        error = _difference(results[output].astype(np.float64), wanted)
+        size = _magnitude(wanted) + _magnitude(wanted - before)
+        bound = 16 * _difference(own[name], wanted) + 16 * eps * size
+        _require(error <= bound, output, "updating", error, bound)
 
 
 def _magnitude(array: npt.NDArray[Any]) -> float:
@@ -791,7 +997,7 @@ def _difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
     return float(np.where(np.isnan(differences), np.inf, differences).max())
 
 
-def _run(model: onnx.ModelProto, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> _Arrays | None:
+def _run(model: onnx.ModelProto, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> Arrays | None:
     """Run a model in onnxruntime, in float32 where that lacks its 16-bit kernels; None without onnxruntime."""
     try:
         import onnxruntime  # noqa: F401

@@ -1,0 +1,412 @@
+"""`TrainingSession`: training steps in stock onnxruntime, whose parameters never leave the device.
+
+Neither torch nor what exports a step is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from gradfuse import library, model_io
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError
+from gradfuse.execution import import_onnxruntime, inference_session, reason
+from gradfuse.training_step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+
+_WHO = "TrainingSession"
+_DEVICES = {"CUDAExecutionProvider": "cuda"}
+"""Where the tensors of a session live, by its first execution provider; else on the CPU."""
+
+
+class TrainingSession:
+    """Trains a step in stock onnxruntime, 1.18 or newer.
+
+    Parameters, buffers and optimizer state are bound to the session on its device. Each step reads one set of tensors
+    and writes another, and the next step takes them the other way round, so that nothing is copied between steps.
+
+    Args:
+        step: a step, or the path of one that `TrainingStep.save` wrote.
+        providers: onnxruntime's execution providers, as for `onnxruntime.InferenceSession`; None: the CPU.
+        session_options: an `onnxruntime.SessionOptions`, used as it is; None: the usual ones, in which gradfuse's
+            kernels are registered if there is a compiled library.
+
+    Raises:
+        ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
+        ArgumentError: a value of the step has another type or shape than its input.
+        GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep | str | os.PathLike[str],
+        providers: Sequence[Any] | None = None,
+        *,
+        session_options: Any = None,
+    ) -> None:
+        onnxruntime = import_onnxruntime()
+        self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
+        self._providers = list(providers or ["CPUExecutionProvider"])
+        if session_options is None:
+            session_options = onnxruntime.SessionOptions()
+            if library.find_library() is not None:
+                library.register(session_options)
+        self._options = session_options
+        self.training_step = step if isinstance(step, TrainingStep) else TrainingStep.load(step)
+        self._session = self._inference_session(self.training_step.model)
+        self._evaluation: Any = None
+        graph = self.training_step.model.graph
+        self._inputs = {value.name: _Tensor.of(value) for value in graph.input}
+        outputs = {value.name: _Tensor.of(value) for value in graph.output}
+        self._device = _device(self._providers[0])
+
+        batch = {*self.training_step.input_names, *self.training_step.target_names}
+        kept = {name: self._allocate(self._inputs[name], self._device) for name in self._inputs if name not in batch}
+        changed = [name for name in kept if name + UPDATED_SUFFIX in outputs]
+        other = {name: self._allocate(self._inputs[name], self._device) for name in changed}
+        self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
+        self._loss = self._allocate(outputs[LOSS], ("cpu", 0))
+        self._gradients = {
+            name.removesuffix(GRADIENT_SUFFIX): self._allocate(tensor, self._device)
+            for name, tensor in outputs.items()
+            if name.endswith(GRADIENT_SUFFIX)
+        }
+        self._turn = 0
+        self._bindings = []
+        for turn in (0, 1):
+            binding = self._session.io_binding()
+            for name, value in self._values[turn].items():
+                binding.bind_ortvalue_input(name, value)
+            for name in changed:
+                binding.bind_ortvalue_output(name + UPDATED_SUFFIX, self._values[1 - turn][name])
+            binding.bind_ortvalue_output(LOSS, self._loss)
+            for name, value in self._gradients.items():
+                binding.bind_ortvalue_output(name + GRADIENT_SUFFIX, value)
+            self._bindings.append(binding)
+        self._has_run = False
+        begin = self.training_step
+        values = begin.parameters | begin.buffers | begin.optimizer_state | begin.hyperparameters
+        missing = next((name for name in kept if name not in values), None)
+        if missing is not None:
+            raise ModelError(f"{_WHO}: the step has no value for the input {missing!r}; expected one")
+        self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
+
+    def step(self, inputs: Any, targets: Any) -> float:
+        """Run one step and return the loss.
+
+        Args:
+            inputs: the batch's inputs: an array or torch tensor, a tuple of them, or a dictionary from the names
+                `training_step.input_names`; in the types and shapes of the model.
+            targets: the batch's targets, likewise by `training_step.target_names`.
+
+        Raises:
+            ArgumentError: a tensor is missing, or has another type or shape.
+            ModelError: onnxruntime fails to run the step; nothing is changed then.
+        """
+        feeds = self._batch_of(inputs, self.training_step.input_names, "step: inputs")
+        feeds |= self._batch_of(targets, self.training_step.target_names, "step: targets")
+        _require_shapes(f"{_WHO}.step", feeds, self._inputs)
+        binding = self._bindings[self._turn]
+        self._run(self._session, binding, feeds, "step")
+        self._turn = 1 - self._turn
+        self._has_run = True
+        return float(self._loss.numpy())
+
+    def evaluate(self, inputs: Any) -> Any:
+        """Return what the module gives in eval mode, with the parameters and buffers as they are now.
+
+        Args:
+            inputs: as for `step`.
+
+        Returns:
+            An array; where the module returns several tensors a tuple of them.
+
+        Raises:
+            ArgumentError: a tensor is missing, or has another type or shape.
+            GradfuseError: the step was exported without an evaluation model, or its file is missing.
+            ModelError: onnxruntime cannot load or run it.
+        """
+        model = self.training_step.evaluation_model
+        if model is None:
+            raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
+        feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate: inputs")
+        known = {value.name: _Tensor.of(value) for value in model.graph.input}
+        _require_shapes(f"{_WHO}.evaluate", feeds, known)
+        if self._evaluation is None:
+            self._evaluation = self._inference_session(model)
+        binding = self._evaluation.io_binding()
+        for name in known:
+            if name not in feeds:
+                binding.bind_ortvalue_input(name, self.ort_values[name])
+        for value in model.graph.output:
+            binding.bind_output(value.name)
+        self._run(self._evaluation, binding, feeds, "evaluate")
+        results = binding.copy_outputs_to_cpu()
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @property
+    def gradients(self) -> Arrays:
+        """The gradients of the last step, by parameter: there are some where the step has no optimizer.
+
+        Raises:
+            GradfuseError: the step has an optimizer, or none was run yet.
+        """
+        if not self._gradients or not self._has_run:
+            why = "no step was run" if self._gradients else "the step has an optimizer, and gives no gradients"
+            raise GradfuseError(f"{_WHO}.gradients: {why}")
+        return {name: _copied(value) for name, value in self._gradients.items()}
+
+    @property
+    def learning_rate(self) -> float | tuple[float, ...]:
+        """The learning rate; of a step with several parameter groups a tuple of theirs.
+
+        A number sets that of all groups, a sequence one each.
+
+        Raises:
+            GradfuseError: the step has no optimizer.
+            ArgumentError: another number of them is set.
+        """
+        rates = tuple(float(self.ort_values[name].numpy()) for name in self._learning_rates())
+        return rates[0] if len(rates) == 1 else rates
+
+    @learning_rate.setter
+    def learning_rate(self, value: float | Sequence[float]) -> None:
+        names = self._learning_rates()
+        rates = list(value) if isinstance(value, Sequence) else [value] * len(names)
+        if len(rates) != len(names):
+            raise ArgumentError(f"{_WHO}: learning_rate is {value!r}; expected a number or one each of {len(names)}")
+        self._assign({name: np.array(rate, dtype=np.float32) for name, rate in zip(names, rates, strict=True)})
+
+    @property
+    def ort_values(self) -> dict[str, Any]:
+        """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
+
+        They are the session's own, not copies: the step after the next one writes into them.
+        """
+        return self._values[self._turn]
+
+    def state_dict(self) -> Arrays:
+        """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
+
+        Tied names, frozen parameters and constant buffers are among them, and those of a loss module, which begin
+        with `loss.`.
+        """
+        step, values = self.training_step, self.ort_values
+        return {
+            name: step.constants[source] if source in step.constants else _copied(values[source])
+            for name, source in step.state_dict_names.items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Set parameters and buffers; the optimizer's state stays as it is.
+
+        Args:
+            state_dict: arrays or torch tensors, as `state_dict` or the torch module's `state_dict()` gives them.
+            strict: whether every tensor must be there, under one of its names.
+
+        Raises:
+            ArgumentError: a name is unknown or missing, a type or shape is another, two tied names have different
+                values, or a constant of the model has another value. Nothing is changed then.
+        """
+        self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
+
+    def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Write a safetensors file, whole or not at all.
+
+        It holds `state_dict()` and, under the names of the model's inputs, what the optimizer needs to go on as if it
+        had not stopped: its state, the number of steps, and the learning rates.
+
+        Args:
+            path: the file.
+            optimizer: False leaves out all but `state_dict()`.
+
+        Raises:
+            ModelError: the file cannot be written.
+            GradfuseError: safetensors is not installed.
+        """
+        tensors = self.state_dict()
+        if optimizer:
+            # Buffers too: some are not part of the module's state_dict.
+            tensors |= {name: _copied(value) for name, value in self.ort_values.items()}
+        # Contiguous, as safetensors takes an array's memory as it lies; and marked as torch's names and layouts.
+        content = _safetensors().save(
+            {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()},
+            metadata={"format": "pt"},
+        )
+        model_io.write_file(path, content)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
+
+        After one with the optimizer's state, training goes on as it would have gone on, bit for bit, with the same
+        model, kernels and number of threads. After one without, the optimizer begins as it was at export.
+
+        Raises:
+            ModelError: the file cannot be read, or holds not what the step needs (as for `load_state_dict`, or only
+                a part of the optimizer's state). Nothing is changed then.
+            GradfuseError: safetensors is not installed.
+        """
+        safetensors = _safetensors()
+        try:
+            tensors = safetensors.load_file(path)
+        except Exception as error:
+            # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
+            raise ModelError(f"{os.fspath(path)}: cannot read the file: {model_io.one_line(error)}") from error
+        step = self.training_step
+        own = {**step.optimizer_state, **step.hyperparameters}
+        try:
+            stored = {name: tensors.pop(name) for name in own if name in tensors}
+            if stored and len(stored) < len(own):
+                missing = next(name for name in own if name not in stored)
+                raise ArgumentError(f"{_WHO}.load: {missing!r} is missing; expected all of the optimizer's state")
+            extra = {name: tensors.pop(name) for name in self._without_module_name() if name in tensors}
+            loaded = self._tensors_of(tensors, "load", True)
+            loaded |= {name: self._fitting(name, array, "load") for name, array in {**stored, **extra}.items()}
+        except ArgumentError as error:
+            raise ModelError(f"{os.fspath(path)}: {error}") from error
+        self._assign({**own, **loaded})
+
+    def _inference_session(self, model: onnx.ModelProto) -> Any:
+        for value in (*model.graph.input, *model.graph.output):
+            if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+                raise GradfuseError(
+                    f"{_WHO}: {value.name!r} is bfloat16, which numpy does not have; "
+                    "expected parameters and batch in other types"
+                )
+        return inference_session(ir.from_proto(model), _WHO, self._options, self._providers)
+
+    def _allocate(self, tensor: _Tensor, device: tuple[str, int]) -> Any:
+        return self._new_value(list(tensor.shape), tensor.dtype, *device)
+
+    def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for name, array in arrays.items():
+            self.ort_values[name].update_inplace(np.ascontiguousarray(array).reshape(array.shape))
+
+    def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as error:
+            # onnxruntime's exception classes share no public base.
+            raise ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}") from error
+
+    def _batch_of(self, given: Any, names: Sequence[str], what: str) -> Arrays:
+        """Return a part of the batch by names."""
+        if isinstance(given, Mapping):
+            missing = [name for name in names if name not in given]
+            unknown = [name for name in given if name not in names]
+            if missing or unknown:
+                fault = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}"
+                raise ArgumentError(f"{_WHO}.{what} {fault}; expected {', '.join(names)}")
+            values: Iterable[Any] = [given[name] for name in names]
+        else:
+            values = given if isinstance(given, (tuple, list)) else (given,)
+            if len(values) != len(names):
+                raise ArgumentError(f"{_WHO}.{what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
+        return {name: np.ascontiguousarray(_array(value)) for name, value in zip(names, values, strict=True)}
+
+    def _learning_rates(self) -> list[str]:
+        names = [n for n in self.training_step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
+        if not names:
+            raise GradfuseError(f"{_WHO}.learning_rate: the step has no optimizer")
+        return names
+
+    def _without_module_name(self) -> list[str]:
+        """Return the buffers and parameters that no `state_dict()` has."""
+        named = set(self.training_step.state_dict_names.values())
+        return [name for name in (*self.training_step.parameters, *self.training_step.buffers) if name not in named]
+
+    def _tensors_of(self, state_dict: Mapping[str, Any], method: str, strict: bool) -> Arrays:
+        """Return parameters and buffers by their names in the model, all checked."""
+        step = self.training_step
+        unknown = next((name for name in state_dict if name not in step.state_dict_names), None)
+        if unknown is not None:
+            raise ArgumentError(f"{_WHO}.{method}: {unknown!r} is unknown; expected the names of state_dict()")
+        found = {step.state_dict_names[name] for name in state_dict}
+        missing = next((name for name, source in step.state_dict_names.items() if source not in found), None)
+        if strict and missing is not None:
+            raise ArgumentError(f"{_WHO}.{method}: {missing!r} is missing; expected all names of state_dict()")
+        arrays: Arrays = {}
+        for name, source in step.state_dict_names.items():
+            if name not in state_dict:
+                continue
+            array = _array(state_dict[name])
+            known = step.constants.get(source)
+            if known is not None:
+                if not (array.dtype == known.dtype and np.array_equal(array, known)):
+                    raise ArgumentError(f"{_WHO}.{method}: {name!r} is a constant of the model; expected its value")
+                continue
+            array = self._fitting(source, array, method, name)
+            if source in arrays and not np.array_equal(arrays[source], array, equal_nan=array.dtype.kind == "f"):
+                raise ArgumentError(
+                    f"{_WHO}.{method}: {name!r} differs from {source!r}; expected equal values, as tied"
+                )
+            arrays[source] = array
+        return arrays
+
+    def _fitting(self, name: str, array: npt.NDArray[Any], method: str, shown: str | None = None) -> npt.NDArray[Any]:
+        _require_shapes(f"{_WHO}.{method}", {shown or name: array}, {shown or name: self._inputs[name]})
+        return array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """Type and shape of an input or output; dimensions that vary are names or None."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int | str | None, ...]
+
+    @classmethod
+    def of(cls, value: onnx.ValueInfoProto) -> _Tensor:
+        tensor = value.type.tensor_type
+        shape = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
+        return cls(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), tuple(shape))
+
+    def __str__(self) -> str:
+        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype} of shape ({sizes}{',' if len(self.shape) == 1 else ''})"
+
+
+def _require_shapes(where: str, feeds: Arrays, known: Mapping[str, _Tensor]) -> None:
+    """Refuse an array of another type or shape; dimensions of one name have one size."""
+    sizes: dict[str, int] = {}
+    for name, array in feeds.items():
+        wanted = known[name]
+        fits = array.dtype == wanted.dtype and len(array.shape) == len(wanted.shape)
+        for size, dim in zip(array.shape, wanted.shape, strict=False):
+            fits = fits and (dim is None or size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim))
+        if not fits:
+            bound = "".join(f", {dim} = {sizes[dim]}" for dim in wanted.shape if isinstance(dim, str) and dim in sizes)
+            raise ArgumentError(f"{where}: {name!r} is {_Tensor(array.dtype, array.shape)}; expected {wanted}{bound}")
+
+
+def _device(provider: Any) -> tuple[str, int]:
+    name, options = provider if isinstance(provider, (tuple, list)) else (provider, {})
+    return _DEVICES.get(name, "cpu"), int(options.get("device_id", 0)) if name in _DEVICES else 0
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """Return a numpy array of what may be a torch tensor, without importing torch."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def _copied(value: Any) -> npt.NDArray[Any]:
+    # On the CPU newer versions of onnxruntime give a view of the memory that a later step writes into.
+    return np.array(value.numpy())
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise GradfuseError(f"{_WHO}: safetensors is not installed; expected what gradfuse[train] installs") from error
+    return safetensors.numpy

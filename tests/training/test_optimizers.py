@@ -1,0 +1,313 @@
+"""The update inside an exported step is that of torch.optim, in many steps and for all options."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training.models import SHAPES, Batch, MakeOptimizer, Mlp, Whole, assert_trained, batches, groups, train
+
+from gradfuse import ExportError, TrainingSession, TrainingStep, export_training_step
+
+STEPS = 100
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+VARIANTS: dict[str, MakeOptimizer] = {
+    "sgd": lambda m: SGD(m.parameters(), lr=0.1, weight_decay=0.01),
+    "sgd_momentum": lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "sgd_nesterov": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.8, nesterov=True),
+    "sgd_maximize": lambda m: SGD(m.parameters(), lr=0.001, momentum=0.9, maximize=True),
+    "adam": lambda m: ADAM(m.parameters(), lr=0.01),
+    "adam_decay": lambda m: ADAM(m.parameters(), lr=0.01, weight_decay=0.1, betas=(0.4, 0.9), eps=1e-3),
+    "adam_amsgrad": lambda m: ADAM(m.parameters(), lr=0.01, amsgrad=True, betas=(0.9, 0.6)),
+    "adamw": lambda m: ADAMW(m.parameters(), lr=0.01, weight_decay=0.2),
+    "adamw_maximize": lambda m: ADAMW(m.parameters(), lr=0.001, amsgrad=True, maximize=True),
+    "adamw_groups": lambda m: ADAMW(groups(m), lr=0.01),
+}
+
+
+class Options(TypedDict):
+    accumulate: int
+    max_grad_norm: float
+
+
+def export(module: nn.Module, make_optimizer: MakeOptimizer, batch: Batch, **options: Any) -> TrainingStep:
+    return export_training_step(
+        module, F.cross_entropy, batch, make_optimizer(module), fuse=False, evaluation=False, **options
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_hundred_steps_are_those_of_torch(name: str) -> None:
+    torch.manual_seed(0)
+    module, data = Mlp(), batches(STEPS, 3)
+    step = export(module, VARIANTS[name], data[0])
+    onnx.checker.check_model(step.model, full_check=True)
+    session = TrainingSession(step)
+    losses = [session.step(*batch) for batch in data]
+    native, trained = train(module, VARIANTS[name], data, torch.float32)
+    exact, reference = train(module, VARIANTS[name], data, torch.float64)
+    assert_trained(session.state_dict(), trained, reference, STEPS)
+    worst = max(abs(a - b) for a, b in zip(native, exact, strict=True))
+    assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 4 * worst
+    assert losses[0] != losses[-1]
+
+
+def test_clipping_groups_and_a_schedule_of_rates() -> None:
+    """All at once, and with a gradient norm that is clipped in some steps and not in others."""
+    torch.manual_seed(1)
+    module, data = Mlp(), batches(60, 3, seed=1)
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        return SGD(groups(module), lr=0.1, momentum=0.5)
+
+    rates = [0.2 * 0.97**index for index in range(60)]
+    session = TrainingSession(export(module, make, data[0], max_grad_norm=0.35))
+    for rate, batch in zip(rates, data, strict=True):
+        session.learning_rate = rate
+        session.step(*batch)
+    _, trained = train(module, make, data, torch.float32, rates=rates, max_grad_norm=0.35)
+    _, reference = train(module, make, data, torch.float64, rates=rates, max_grad_norm=0.35)
+    assert_trained(session.state_dict(), trained, reference, len(data))
+    _, unclipped = train(module, make, data, torch.float32, rates=rates)
+    assert any(not torch.allclose(a, b) for a, b in zip(trained.parameters(), unclipped.parameters(), strict=True))
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    torch.manual_seed(2)
+    module, data = Mlp(), batches(30, 3, seed=2)
+    make, options = VARIANTS["adamw"], Options(accumulate=3, max_grad_norm=0.3)
+    step = export(module, make, data[0], **options)
+    onnx.checker.check_model(step.model, full_check=True)
+    session = TrainingSession(step)
+    before = session.state_dict()
+    changed = []
+    for batch in data:
+        session.step(*batch)
+        after = session.state_dict()
+        changed.append(bool((after["first.weight"] != before["first.weight"]).any()))
+        before = after
+    assert changed == [False, False, True] * 10
+    _, trained = train(module, make, data, torch.float32, **options)
+    _, reference = train(module, make, data, torch.float64, **options)
+    assert_trained(session.state_dict(), trained, reference, len(data))
+
+
+def test_what_the_optimizer_or_the_loss_leaves_alone_stays() -> None:
+    """As in PyTorch, where such a parameter has no gradient: even weight decay does not touch it."""
+    torch.manual_seed(0)
+    module, data = Whole(), batches(3, 4)
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        return ADAMW([module.get_parameter(name) for name in ("embed.weight", "spare.weight")], lr=0.1)
+
+    session = TrainingSession(export(module, make, data[0]))
+    assert [value.name for value in session.training_step.model.graph.output] == [
+        "loss",
+        "embed.weight.updated",
+        *(f"norm.{name}.updated" for name in ("running_mean", "running_var", "num_batches_tracked")),
+        "embed.weight.exp_avg.updated",
+        "embed.weight.exp_avg_sq.updated",
+        "step.updated",
+    ]
+    for batch in data:
+        session.step(*batch)
+    _, trained = train(module, make, data, torch.float32)
+    _, reference = train(module, make, data, torch.float64)
+    assert_trained(session.state_dict(), trained, reference, len(data))
+    assert (session.state_dict()["spare.weight"] == module.spare.weight.detach().numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adam_amsgrad"])
+def test_a_step_goes_on_from_the_state_that_the_optimizer_has(name: str) -> None:
+    torch.manual_seed(3)
+    module, data = Mlp(), batches(20, 3, seed=3)
+    exact = train(module, VARIANTS[name], data, torch.float64)[1]
+    native = train(module, VARIANTS[name], data, torch.float32)[1]
+    optimizer = VARIANTS[name](module)
+    for x, y in data[:5]:
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    kept = [tensor.clone() for entries in optimizer.state.values() for tensor in entries.values() if tensor is not None]
+    session = TrainingSession(export(module, lambda _: optimizer, data[0]))
+    now = [tensor for entries in optimizer.state.values() for tensor in entries.values() if tensor is not None]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    for batch in data[5:]:
+        session.step(*batch)
+    assert_trained(session.state_dict(), native, exact, len(data))
+
+
+def test_parameters_in_float64_are_updated_in_float64() -> None:
+    torch.manual_seed(0)
+    module, data = Mlp().double(), [(x.double(), y) for x, y in batches(10, 3)]
+    session = TrainingSession(export(module, VARIANTS["adamw"], data[0], max_grad_norm=0.5))
+    for batch in data:
+        session.step(*batch)
+    _, reference = train(module, VARIANTS["adamw"], data, torch.float64, max_grad_norm=0.5)
+    for name, tensor in reference.state_dict().items():
+        # The learning rate is an input in float32, which 0.01 is no number of.
+        assert abs(session.state_dict()[name] - tensor.numpy()).max() < 10 * 0.01 * 2**-24
+
+
+def scaled(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that overflows float32 under the scale that the test begins at."""
+    return 16 * F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_is_scaled_as_by_grad_scaler(accumulate: int) -> None:
+    """Scale, skipped updates, growth and its counter, at the end of float32, where gradients overflow in earnest."""
+    torch.manual_seed(4)
+    module, data = Mlp(), batches(24, 3, seed=4)
+
+    def new_scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, growth_factor=4.0)
+
+    step = export_training_step(
+        module,
+        scaled,
+        data[0],
+        VARIANTS["adamw"](module),
+        grad_scaler=new_scaler(),
+        max_grad_norm=0.5,
+        accumulate=accumulate,
+        evaluation=False,
+    )
+    onnx.checker.check_model(step.model, full_check=True)
+    session = TrainingSession(step)
+    twins = {}
+    for dtype in (torch.float32, torch.float64):
+        twin = copy.deepcopy(module).to(dtype)
+        twins[dtype] = twin, VARIANTS["adamw"](twin), new_scaler()
+    skipped = 0
+    for index, (x, y) in enumerate(data):
+        assert session.step(x, y) == pytest.approx(scaled(twins[torch.float64][0](x.double()), y).item(), abs=1e-5)
+        before = [parameter.detach().clone() for parameter in twins[torch.float32][0].parameters()]
+        for dtype, (twin, _, scaler) in twins.items():
+            # In float64 no scaled gradient overflows: this one is told the scale.
+            scale = scaler.scale if dtype == torch.float32 else lambda value: value
+            scale(scaled(twin(x.to(dtype)), y) / accumulate).backward()
+        if (index + 1) % accumulate:
+            continue
+        twin, optimizer, scaler = twins[torch.float32]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        done = any(not torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
+        twin, optimizer, _ = twins[torch.float64]
+        if done:
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            optimizer.step()
+        optimizer.zero_grad()
+        skipped += not done
+        values = {name: session.ort_values[name].numpy() for name in ("loss_scale", "growth_tracker", "step")}
+        assert values["loss_scale"] == scaler.get_scale()
+        assert values["growth_tracker"] == scaler.state_dict()["_growth_tracker"]
+        assert values["step"] == (index + 1) // accumulate - skipped
+    assert skipped > 3
+    assert_trained(session.state_dict(), twins[torch.float32][0], twins[torch.float64][0], len(data))
+
+
+def test_autocast_keeps_parameters_in_float32_and_computes_in_float16() -> None:
+    torch.manual_seed(5)
+    module, data = Mlp(), batches(20, 3, seed=5)
+    make, scaler = VARIANTS["sgd_momentum"], torch.amp.GradScaler("cpu")
+    step = export(module, make, data[0], autocast=torch.float16, grad_scaler=scaler)
+    assert {array.dtype.name for array in step.parameters.values()} == {"float32"}
+    types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
+    products = [node for node in step.model.graph.node if node.op_type in ("Gemm", "MatMul")]
+    assert {types[node.output[0]] for node in products} == {onnx.TensorProto.FLOAT16}
+    session = TrainingSession(step)
+    native = copy.deepcopy(module)
+    optimizer = make(native)
+    for x, y in data:
+        session.step(x, y)
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(native(x), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert session.ort_values["loss_scale"].numpy() == scaler.get_scale()
+    assert session.ort_values["growth_tracker"].numpy() == len(data)
+    _, reference = train(module, make, data, torch.float64)
+    for name, wanted in reference.state_dict().items():
+        # Rounding to float16 in every gradient, which the two runtimes do not do at the same places.
+        bound = 4 * (native.state_dict()[name].double() - wanted).abs().max() + 2**-12 * wanted.abs().max()
+        assert abs(session.state_dict()[name] - wanted.numpy()).max() <= bound
+
+
+def refused(make: Callable[[nn.Module], Any], **options: Any) -> str:
+    module = Mlp()
+    with pytest.raises(ExportError) as error:
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], make(module), fuse=False, **options)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (lambda m: torch.optim.RMSprop(m.parameters()), {}, "is RMSprop; expected torch.optim.SGD, Adam or AdamW"),
+        (lambda m: Own(m.parameters()), {}, "is Own; expected torch.optim.SGD, Adam or AdamW, no subclass"),
+        (lambda m: 3, {}, "optimizer is int; expected torch.optim.SGD"),
+        (lambda m: ADAM(m.parameters(), differentiable=True), {}, "differentiable is True in parameter group 0"),
+        (lambda m: SGD([nn.Parameter(torch.ones(7))]), {}, "tensor of shape (7,) that is no trainable parameter"),
+        (lambda m: SGD(m.parameters()), {"max_grad_norm": -1}, "max_grad_norm is -1; expected a positive number"),
+        (lambda m: SGD(m.parameters()), {"accumulate": 0}, "accumulate is 0; expected a positive integer"),
+        (lambda m: None, {"accumulate": 2}, "optimizer is None; expected one with max_grad_norm, accumulate or"),
+        (lambda m: SGD(m.parameters()), {"grad_scaler": 8.0}, "grad_scaler is float; expected torch.amp.GradScaler"),
+        (
+            lambda m: SGD(m.parameters()),
+            {"autocast": torch.float64},
+            "autocast is torch.float64; expected torch.float16",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    assert message in refused(make, **options)
+
+
+def test_options_that_only_choose_an_implementation_are_accepted() -> None:
+    module, (batch,) = Mlp(), batches(1, 3)
+    optimizer = ADAM(module.parameters(), foreach=True)
+    step = export(module, lambda _: optimizer, batch)
+    assert "first.weight.exp_avg" in step.optimizer_state
+
+
+def test_names_that_the_optimizer_needs_are_refused_for_parameters_and_changed_for_arguments() -> None:
+    class Named(Mlp):
+        def forward(self, step: torch.Tensor) -> torch.Tensor:
+            return super().forward(step)
+
+    module = Named()
+    assert export(module, VARIANTS["adam"], batches(1, 3)[0], dynamic_shapes=SHAPES).input_names == ("input_step",)
+    module.learning_rate = nn.Parameter(torch.ones(()))
+    with pytest.raises(ExportError, match="'learning_rate' has the name of an output"):
+        export(module, VARIANTS["adam"], batches(1, 3)[0])
+
+
+def test_a_wrong_update_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradfuse import optimizers
+
+    def plain(self: optimizers.Optimizer, names: Any) -> optimizers.Optimizer:
+        for group in self.groups:
+            group.options["weight_decay"] = 0.5  # type: ignore[index]
+        return self
+
+    monkeypatch.setattr(optimizers.Optimizer, "restricted", plain)
+    with pytest.raises(ExportError, match=r"output 'first\.weight\.updated' of the updating model differs"):
+        export(Mlp(), VARIANTS["sgd"], batches(1, 3)[0])

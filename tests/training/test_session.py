@@ -1,0 +1,335 @@
+"""`TrainingSession`: trains as PyTorch does, without copies between steps, and stops and goes on without a trace."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training.models import SHAPES, Mlp, Whole, assert_trained, batches, groups, train
+
+import gradfuse
+from gradfuse import ArgumentError, GradfuseError, ModelError, TrainingSession, TrainingStep, export_training_step
+
+DATA = batches(40, 4)
+CLIPPED = 0.5
+
+
+def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(module), lr=0.01, amsgrad=True)
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return Whole()
+
+
+@pytest.fixture(scope="module")
+def step(module: nn.Module) -> TrainingStep:
+    return export_training_step(
+        module, F.cross_entropy, DATA[0], make_optimizer(module), dynamic_shapes=SHAPES, max_grad_norm=CLIPPED
+    )
+
+
+@pytest.fixture(scope="module")
+def gradient_step() -> TrainingStep:
+    torch.manual_seed(0)
+    return export_training_step(Mlp(), F.cross_entropy, batches(1, 3)[0], fuse=False)
+
+
+def test_it_trains_as_torch_does(module: nn.Module, step: TrainingStep) -> None:
+    session = TrainingSession(step)
+    losses = [session.step(x, y.numpy()) for x, y in DATA]
+    native, trained = train(module, make_optimizer, DATA, torch.float32, max_grad_norm=CLIPPED)
+    exact, reference = train(module, make_optimizer, DATA, torch.float64, max_grad_norm=CLIPPED)
+    assert_trained(session.state_dict(), trained, reference, len(DATA))
+    worst = max(abs(a - b) for a, b in zip(native, exact, strict=True))
+    assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 4 * worst
+
+
+def test_evaluation_is_the_module_in_eval_mode(module: nn.Module, step: TrainingStep) -> None:
+    session = TrainingSession(step)
+    for batch in DATA[:5]:
+        session.step(*batch)
+    # Of another size than the batch.
+    x = batches(1, 4, size=13, seed=9)[0][0]
+    native = copy.deepcopy(module).eval()
+    native.load_state_dict({name: torch.from_numpy(array) for name, array in session.state_dict().items()})
+    exact = copy.deepcopy(native).double()
+    with torch.no_grad():
+        wanted = exact(x.double())
+        gradfuse.testing.assert_gradients_close(session.evaluate(x), native(x), wanted, np.float32, terms=wanted.max())
+    loss = session.step(*DATA[5])
+    other = TrainingSession(step)
+    assert [other.step(*batch) for batch in DATA[:6]][-1] == loss
+
+
+def test_steps_write_where_the_step_before_read(step: TrainingStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buffers a tensor in turn; and no array passes between numpy and onnxruntime but the batch and the loss."""
+    session = TrainingSession(step)
+    changing = [name for name in session.ort_values if not name.startswith(("learning_rate", "spare"))]
+    addresses = [{name: session.ort_values[name].data_ptr() for name in changing}]
+    read = []
+    numpy = onnxruntime.OrtValue.numpy
+
+    def reading(value: Any) -> Any:
+        read.append(value)
+        return numpy(value)
+
+    monkeypatch.setattr(onnxruntime.OrtValue, "numpy", reading)
+    for method in ("update_inplace", "ortvalue_from_numpy", "ortvalue_from_shape_and_type"):
+        monkeypatch.setattr(onnxruntime.OrtValue, method, None)
+    losses = []
+    for batch in DATA[:4]:
+        losses.append(session.step(*batch))
+        addresses.append({name: session.ort_values[name].data_ptr() for name in changing})
+    assert [tuple(value.shape()) for value in read] == [()] * 4
+    monkeypatch.undo()
+    assert addresses[0] == addresses[2] == addresses[4]
+    assert addresses[1] == addresses[3]
+    assert len({*addresses[0].values(), *addresses[1].values()}) == 2 * len(changing)
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_resumed_run_is_the_same_bit_for_bit(step: TrainingStep, tmp_path: Path, stop: int) -> None:
+    session = TrainingSession(step)
+    session.learning_rate = (0.03, 0.01)
+    for batch in DATA[:stop]:
+        session.step(*batch)
+    session.save(tmp_path / "state.safetensors")
+    resumed = TrainingSession(step)
+    resumed.step(*DATA[-1])
+    resumed.load(tmp_path / "state.safetensors")
+    assert resumed.learning_rate == session.learning_rate
+    for batch in DATA[stop:12]:
+        assert session.step(*batch) == resumed.step(*batch)
+    for name, array in session.state_dict().items():
+        np.testing.assert_array_equal(array, resumed.state_dict()[name], strict=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_files_of_torch_and_of_the_session_are_read_by_each_other(
+    module: nn.Module, step: TrainingStep, tmp_path: Path
+) -> None:
+    session = TrainingSession(step)
+    for batch in DATA[:3]:
+        session.step(*batch)
+    session.save(tmp_path / "ours.safetensors", optimizer=False)
+    other = copy.deepcopy(module)
+    other.load_state_dict(safetensors.torch.load_file(tmp_path / "ours.safetensors"))
+    for name, tensor in other.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), session.state_dict()[name], strict=True)
+    # torch's writer keeps one name only of what is tied.
+    safetensors.torch.save_model(module, str(tmp_path / "torch.safetensors"))
+    session.load(tmp_path / "torch.safetensors")
+    fresh = TrainingSession(step)
+    assert [session.step(*batch) for batch in DATA[:5]] == [fresh.step(*batch) for batch in DATA[:5]]
+    session.load_state_dict(other.state_dict())
+    np.testing.assert_array_equal(session.state_dict()["again.weight"], other.state_dict()["embed.weight"].numpy())
+
+
+def test_a_file_holds_the_optimizer_state_under_the_names_of_torch(step: TrainingStep, tmp_path: Path) -> None:
+    session = TrainingSession(step)
+    session.step(*DATA[0])
+    session.save(tmp_path / "state.safetensors")
+    stored = safetensors.numpy.load_file(tmp_path / "state.safetensors")
+    states = {f"out.weight.{state}" for state in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    assert set(stored) >= states | {"step", "learning_rate", "learning_rate.1", "again.weight", "embed.weight"}
+    assert stored["step"] == 1
+
+
+def test_a_saved_step_trains_without_torch(step: TrainingStep, tmp_path: Path) -> None:
+    session = TrainingSession(step)
+    expected = [session.step(*batch) for batch in DATA[:3]]
+    step.save(tmp_path / "step.onnx")
+    arrays = {f"{key}{index}": batch[at].numpy() for index, batch in enumerate(DATA[:3]) for at, key in enumerate("xy")}
+    np.savez(tmp_path / "data.npz", **arrays)  # type: ignore[arg-type]
+    code = (
+        "import sys, numpy; sys.modules['torch'] = None; from gradfuse import TrainingSession\n"
+        "session, data = TrainingSession('step.onnx'), numpy.load('data.npz')\n"
+        "for i in range(3): print(repr(session.step(data[f'x{i}'], data[f'y{i}'])))\n"
+        "session.save('state.safetensors'); session.load('state.safetensors')\n"
+        "print(*session.evaluate(data['x0']).shape)\n"
+        "assert 'onnxscript' not in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [float(line) for line in lines[:3]] == expected
+    assert lines[3] == "8 4"
+
+
+def test_steps_without_an_optimizer_give_gradients(gradient_step: TrainingStep) -> None:
+    session = TrainingSession(gradient_step)
+    with pytest.raises(GradfuseError, match="gradients: no step was run"):
+        _ = session.gradients
+    (batch,) = batches(1, 3)
+    losses = []
+    for _ in range(5):
+        losses.append(session.step(*batch))
+        gradients = session.gradients
+        session.load_state_dict({name: array - gradients[name] for name, array in session.state_dict().items()})
+    assert losses == sorted(losses, reverse=True)
+    module = Mlp()
+    module.load_state_dict({name: torch.from_numpy(array) for name, array in gradient_step.parameters.items()})
+    native, _ = train(module, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), [batch] * 5, torch.float64)
+    assert losses == pytest.approx(native, abs=5 * 2**-20)
+    with pytest.raises(GradfuseError, match="learning_rate: the step has no optimizer"):
+        session.learning_rate = 0.1
+    with pytest.raises(GradfuseError, match="evaluate: the step has no evaluation model; expected one"):
+        session.evaluate(batch[0])
+
+
+def test_batches_are_tensors_arrays_tuples_or_dictionaries(step: TrainingStep) -> None:
+    x, y = DATA[0]
+    forms: list[tuple[Any, Any]] = [(x, y), (x.numpy(), y.numpy()), ((x,), [y]), ({"x": x}, {"target": y.numpy()})]
+    forms.append((np.asfortranarray(x.numpy()), y.requires_grad_(False)))
+    assert len({TrainingSession(step).step(*form) for form in forms}) == 1
+
+
+def test_the_evaluation_model_is_saved_beside_the_step(step: TrainingStep, tmp_path: Path) -> None:
+    step.save(tmp_path / "step.onnx")
+    assert {path.name for path in tmp_path.iterdir()} == {"step.onnx", "step.eval.onnx"}
+    loaded = TrainingStep.load(tmp_path / "step.onnx")
+    for field in ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants"):
+        mine, other = getattr(loaded, field), getattr(step, field)
+        assert list(mine) == list(other)
+        for name, array in mine.items():
+            np.testing.assert_array_equal(array, other[name], strict=True)
+    assert loaded.state_dict_names == step.state_dict_names
+    (tmp_path / "step.eval.onnx").unlink()
+    session = TrainingSession(tmp_path / "step.onnx")
+    assert session.step(*DATA[0]) == TrainingSession(step).step(*DATA[0])
+    with pytest.raises(GradfuseError, match="no evaluation model"):
+        session.evaluate(DATA[0][0])
+
+
+def test_a_fused_file_trains_on(step: TrainingStep, tmp_path: Path) -> None:
+    plain = dataclasses.replace(step, model=gradfuse.expand(step.model))
+    plain.save(tmp_path / "step.onnx")
+    result = gradfuse.fuse(str(tmp_path / "step.onnx"))
+    assert "CrossEntropyLossGrad" in {fusion.op for fusion in result.report.fusions}
+    (tmp_path / "fused.onnx").write_bytes(result.model.SerializeToString())
+    session, other = TrainingSession(tmp_path / "fused.onnx"), TrainingSession(step)
+    assert [session.step(*batch) for batch in DATA[:3]] == pytest.approx([other.step(*batch) for batch in DATA[:3]])
+    assert session.evaluate(DATA[0][0]).shape == (8, 4)
+
+
+def test_several_outputs_are_a_tuple() -> None:
+    class Two(Mlp):
+        def forward(self, x: Tensor) -> Any:
+            return {"logits": super().forward(x), "twice": 2 * x}
+
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(output["logits"], target)
+
+    (batch,) = batches(1, 3)
+    session = TrainingSession(export_training_step(Two(), loss, batch, fuse=False, evaluation=True))
+    logits, twice = session.evaluate(batch[0])
+    assert logits.shape == (8, 3)
+    np.testing.assert_array_equal(twice, 2 * batch[0].numpy())
+
+
+def test_parameters_of_a_loss_train_too(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(output * self.scale, target)
+
+    module, loss, (batch,) = Mlp(), Scaled(), batches(1, 3)
+    optimizer = torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.1)
+    session = TrainingSession(export_training_step(module, loss, batch, optimizer, fuse=False))
+    session.step(*batch)
+    optimizer.zero_grad()
+    loss(module(batch[0]), batch[1]).backward()
+    optimizer.step()
+    assert session.state_dict()["loss.scale"] == pytest.approx(loss.scale.item(), abs=2**-22)
+    session.save(tmp_path / "state.safetensors")
+    session.load(tmp_path / "state.safetensors")
+
+
+X, Y = DATA[0]
+LOADING = "TrainingSession.load_state_dict: "
+MISUSES: list[tuple[Callable[[TrainingSession], Any], str]] = [
+    (
+        lambda s: s.step(X.double(), Y),
+        "TrainingSession.step: 'x' is float64 of shape (8, 4); expected float32 of shape (batch, 4)",
+    ),
+    (lambda s: s.step(X[:, :3], Y), "'x' is float32 of shape (8, 3); expected float32 of shape (batch, 4)"),
+    (lambda s: s.step(X, Y[:3]), "'target' is int64 of shape (3,); expected int64 of shape (batch,), batch = 8"),
+    (lambda s: s.step((X, X), Y), "TrainingSession.step: inputs are 2; expected 1: x"),
+    (lambda s: s.step({"y": X}, Y), "TrainingSession.step: inputs lack 'x'; expected x"),
+    (lambda s: s.evaluate({"x": X, "y": 1}), "TrainingSession.evaluate: inputs have 'y'; expected x"),
+    (lambda s: s.evaluate(X[0]), "TrainingSession.evaluate: 'x' is float32 of shape (4,)"),
+    (lambda s: s.load_state_dict({"w": X}), LOADING + "'w' is unknown; expected the names of state_dict()"),
+    (lambda s: s.load_state_dict({}), LOADING + "'embed.weight' is missing; expected all names of state_dict()"),
+    (
+        lambda s: s.load_state_dict({"norm.bias": np.ones(5, np.float32)}, strict=False),
+        LOADING + "'norm.bias' is float32 of shape (5,); expected float32 of shape (6,)",
+    ),
+    (
+        lambda s: s.load_state_dict({**s.state_dict(), "frozen.bias": np.ones(6, np.float32)}),
+        LOADING + "'frozen.bias' is a constant of the model; expected its value",
+    ),
+    (
+        lambda s: s.load_state_dict({**s.state_dict(), "again.weight": np.ones((6, 4), np.float32)}),
+        LOADING + "'again.weight' differs from 'embed.weight'; expected equal values, as tied",
+    ),
+    (lambda s: setattr(s, "learning_rate", [1.0]), "learning_rate is [1.0]; expected a number or one each of 2"),
+]
+
+
+@pytest.mark.parametrize("misuse, message", MISUSES)
+def test_misuse_is_one_clear_line(step: TrainingStep, misuse: Callable[[TrainingSession], Any], message: str) -> None:
+    session = TrainingSession(step)
+    before = session.state_dict()
+    with pytest.raises(ArgumentError) as error:
+        misuse(session)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    for name, array in session.state_dict().items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_files_that_do_not_fit_are_refused(step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, path = TrainingSession(step), tmp_path / "state.safetensors"
+    with pytest.raises(ModelError, match=r"state\.safetensors: cannot read the file"):
+        session.load(path)
+    path.write_bytes(b"no such format")
+    with pytest.raises(ModelError, match=r"state\.safetensors: cannot read the file"):
+        session.load(path)
+    safetensors.numpy.save_file({"other": np.ones(3)}, path)
+    with pytest.raises(ModelError, match=r"state\.safetensors: .*'other' is unknown"):
+        session.load(path)
+    safetensors.numpy.save_file({**session.state_dict(), "step": np.array(3)}, path)
+    with pytest.raises(ModelError, match=r"is missing; expected all of the optimizer's state"):
+        session.load(path)
+    with pytest.raises(ModelError, match="cannot write"):
+        session.save(tmp_path / "missing" / "state.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(GradfuseError, match=r"safetensors is not installed; expected what gradfuse\[train\] installs"):
+        session.save(path)
+
+
+def test_bfloat16_is_refused() -> None:
+    module, (x, y) = Mlp().bfloat16(), batches(1, 3)[0]
+    step = export_training_step(module, F.cross_entropy, (x.bfloat16(), y), fuse=False)
+    with pytest.raises(GradfuseError, match="is bfloat16, which numpy does not have; expected parameters and batch"):
+        TrainingSession(step)
