@@ -1,0 +1,303 @@
+"""`to_stock`: the artifacts of onnxruntime-training as a training step for stock onnxruntime.
+
+The way of the artifacts: the training model loses what adds up gradients between calls, and its operators of the
+training build make place for standard ones; it is fused; the optimizer's update goes into it; values come from the
+checkpoint; and the evaluation model is what the eval model computes ahead of the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from gradfuse import model_io, optimizers
+from gradfuse.errors import ModelError
+from gradfuse.ort_training import operators
+from gradfuse.ort_training.operators import DOMAIN
+from gradfuse.passes.report import Report
+from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+
+_BUFFER_SUFFIX = "_grad.accumulation.buffer"
+_ACCUMULATOR = "InPlaceAccumulatorV2"
+_LOSS_NODE = re.compile(r"onnx::\w+::\d+")
+"""How onnxblock names the nodes of the losses that it adds, and the gradient builder the nodes of their gradients."""
+
+_LEARNING_RATE = 0.001
+"""That of an optimizer of onnxruntime-training before anybody sets another."""
+
+_STATES = {"momentum0": "exp_avg", "momentum1": "exp_avg_sq"}
+
+
+def to_stock(
+    artifacts_dir: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    fuse: bool = True,
+) -> TrainingStep:
+    """Turn what `onnxruntime.training.artifacts.generate_artifacts` wrote into a training step.
+
+    The step runs in stock onnxruntime, begins where the checkpoint ends, and computes the losses and updates that
+    onnxruntime-training 1.19.2 would have, but for rounding. One step is what `module(...)`, `optimizer.step()` and
+    `module.lazy_reset_grad()` did: gradients are not accumulated. onnxruntime-training is not needed.
+
+    Args:
+        artifacts_dir: the folder with `training_model.onnx` and `checkpoint`, and, where they were written,
+            `optimizer_model.onnx` and `eval_model.onnx`. All may have a common prefix. Without the optimizer's model
+            the step ends at the gradients; without the eval model `TrainingStep.evaluation_model` is None.
+        checkpoint: the checkpoint file to begin at, such as one that training wrote; None: the folder's own.
+        fuse: whether the step is fused, as by `gradfuse.fuse`.
+
+    Returns:
+        The step. Inputs that only the loss reads are its targets, the others its inputs. The outputs of its evaluation
+        model are the additional outputs of the eval model, or where it has none, what the loss was put on.
+
+    Raises:
+        ModelError: a file is missing or cannot be read, the checkpoint is of another model, or an operator of
+            onnxruntime-training has no replacement; it is named. The text is one line.
+    """
+    from gradfuse.ort_training.checkpoint import load as load_checkpoint
+
+    files = _Files.of(artifacts_dir, checkpoint)
+    saved = load_checkpoint(files.checkpoint)
+    model = _load(files.training)
+    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved)
+
+    gradients = _without_accumulation(model.graph, files.training)
+    buffers = _running_statistics(model.graph)
+    values = saved.trainable | saved.frozen
+    missing = [name for name in (*gradients, *buffers) if name not in values]
+    if missing or set(gradients) != set(saved.trainable):
+        name = missing[0] if missing else sorted(set(gradients) ^ set(saved.trainable))[0]
+        raise ModelError(f"{files.checkpoint}: does not fit {files.training}: only one has the parameter {name!r}")
+    batch = [str(value.name) for value in model.graph.inputs if value.name not in values]
+    targets = [str(value.name) for value in model.graph.inputs if value.name in batch and _is_target(value)]
+    constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
+    order = [*gradients, *buffers, *batch]
+
+    _embed(model.graph, constants)
+    _set_interface(model.graph, order, gradients, buffers, files.training, optimizer)
+    operators.replace(model.graph, files.training)
+    _tidy(model)
+    report: Report | None = None
+    if fuse:
+        from gradfuse.fusion import fuse as fuse_model
+
+        model, report = (result := fuse_model(model)).model, result.report
+    parameters = {name: saved.trainable[name] for name in gradients}
+    state: Arrays = {}
+    if optimizer is not None:
+        optimizer = dataclasses.replace(
+            optimizer, groups=(dataclasses.replace(optimizer.groups[0], parameters=tuple(parameters)),)
+        )
+        state = optimizer.initial_state(parameters)
+        optimizers.append(model, optimizer, batch)
+    evaluation = None if files.eval is None else _evaluation_model(files.eval, constants, set(values), targets)
+    return TrainingStep(
+        ir.to_proto(model),
+        parameters,
+        {name: values[name] for name in buffers},
+        tuple(name for name in batch if name not in targets),
+        tuple(targets),
+        report,
+        state,
+        {} if optimizer is None else optimizer.hyperparameters(),
+        constants,
+        {name: name for name in values},
+        None if evaluation is None else ir.to_proto(evaluation),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The paths of the artifacts; None for those that are not there."""
+
+    training: str
+    checkpoint: str
+    optimizer: str | None
+    eval: str | None
+
+    @classmethod
+    def of(cls, artifacts_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None) -> _Files:
+        folder = Path(artifacts_dir)
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: is no folder; expected the one that generate_artifacts wrote to")
+        found = sorted(folder.glob("*training_model.onnx"))
+        if len(found) != 1:
+            names = ", ".join(path.name for path in found) or "none"
+            raise ModelError(f"{folder}: the training models are {names}; expected one <prefix>training_model.onnx")
+        prefix = found[0].name.removesuffix("training_model.onnx")
+
+        def optional(name: str) -> str | None:
+            path = folder / (prefix + name)
+            return str(path) if path.is_file() else None
+
+        return cls(
+            str(found[0]),
+            os.fspath(checkpoint or folder / f"{prefix}checkpoint"),
+            optional("optimizer_model.onnx"),
+            optional("eval_model.onnx"),
+        )
+
+
+def _load(path: str) -> ir.Model:
+    """Read a model, with the opset that the replacements need."""
+    model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+    # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
+    model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
+    return model
+
+
+def _optimizer(path: str, saved: Any) -> optimizers.Optimizer:
+    """Describe the optimizer of an optimizer model, without parameters, from the checkpoint's state on."""
+    max_grad_norm = algorithm = None
+    options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
+    for node in model_io.load(path).ir.graph:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        if node.op_type == "InplaceClipGradNorm" and attributes.get("norm_type", "fro") == "fro":
+            max_grad_norm = float(attributes["max_norm"])
+        elif node.op_type == "SGDOptimizerV2":
+            algorithm = "SGD"
+            options |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+        elif node.op_type == "AdamWOptimizer":
+            algorithm = "Adam" if attributes["adam_mode"] == 0 else "TransformersAdamW"
+            options |= {
+                "betas": (attributes["alpha"], attributes["beta"]),
+                "eps": attributes["epsilon"],
+                "weight_decay": attributes["weight_decay"],
+                "correct_bias": bool(attributes["correct_bias"]),
+                "decoupled_weight_decay": True,
+                "amsgrad": False,
+            }
+        else:
+            raise ModelError(
+                f"{path}: has the operator {node.op_type}; expected AdamW or SGD, with or without clipping"
+            )
+    if algorithm is None:
+        raise ModelError(f"{path}: has no optimizer; expected AdamWOptimizer or SGDOptimizerV2")
+    options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
+    state = {
+        f"{parameter}.{_STATES[name]}": array
+        for parameter, states in saved.momentums.items()
+        for name, array in states.items()
+    }
+    group = optimizers.ParameterGroup((), options)
+    return optimizers.Optimizer(algorithm, (group,), saved.steps, state, max_grad_norm)
+
+
+def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
+    """Take the nodes out that add gradients to buffers; return parameter -> gradient."""
+    gradients = {}
+    for node in [node for node in graph if (node.domain, node.op_type) == (DOMAIN, _ACCUMULATOR)]:
+        buffer, gradient, reset = node.inputs
+        assert buffer is not None and gradient is not None and reset is not None
+        gradients[str(buffer.name).removesuffix(_BUFFER_SUFFIX)] = gradient
+        graph.outputs.remove(node.outputs[0])
+        graph.remove(node, safe=True)
+        graph.inputs.remove(buffer)
+        if not reset.uses():
+            graph.inputs.remove(reset)
+    if not gradients:
+        raise ModelError(f"{path}: has no gradient accumulators; expected a model that generate_artifacts wrote")
+    return gradients
+
+
+def _running_statistics(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Return the running means and variances, which the training build writes in place -> what they become."""
+    statistics = {}
+    for node in graph:
+        if (node.domain, node.op_type) == (DOMAIN, "BatchNormInternal"):
+            for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=True):
+                assert old is not None
+                statistics[str(old.name)] = new
+    return statistics
+
+
+def _is_target(value: ir.Value) -> bool:
+    return all(_LOSS_NODE.match(node.name or "") for node, _ in value.uses())
+
+
+def _embed(graph: ir.Graph, constants: Arrays) -> None:
+    """Make inputs constants."""
+    for value in list(graph.inputs):
+        if value.name in constants:
+            graph.inputs.remove(value)
+            value.const_value = ir.tensor(constants[value.name], name=value.name)
+            graph.register_initializer(value)
+
+
+def _set_interface(
+    graph: ir.Graph,
+    inputs: Sequence[str],
+    gradients: Mapping[str, ir.Value],
+    buffers: Mapping[str, ir.Value],
+    path: str,
+    optimizer: optimizers.Optimizer | None,
+) -> None:
+    """Order the inputs, and make loss, new statistics and gradients the outputs, named as in any training step."""
+    by_name = {str(value.name): value for value in graph.inputs}
+    outputs = {LOSS: graph.outputs[0]}
+    outputs |= {name + UPDATED_SUFFIX: value for name, value in buffers.items()}
+    for name, value in gradients.items():
+        value.type, value.shape = by_name[name].type, by_name[name].shape
+        outputs[name + GRADIENT_SUFFIX] = value
+    added = [] if optimizer is None else optimizer.input_names()
+    clash = next((name for name in inputs if name in (*outputs, *added)), None)
+    if clash is not None:
+        raise ModelError(f"{path}: has an input {clash!r}, the name that another value of a training step has")
+    graph.inputs[:] = [by_name[name] for name in inputs]
+    graph.outputs[:] = list(outputs.values())
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.name in outputs or value.name in added:
+                value.name = f"{value.name}_inner"
+    for name, value in outputs.items():
+        value.name = name
+
+
+def _tidy(model: ir.Model) -> None:
+    """Remove what nothing needs any more."""
+    RemoveUnusedNodesPass()(model)
+    used = {node.domain for node in model.graph.all_nodes()} | {""}
+    for domain in [domain for domain in model.opset_imports if domain not in used]:
+        del model.opset_imports[domain]
+    model.metadata_props.clear()
+
+
+def _evaluation_model(path: str, constants: Arrays, parameters: Collection[str], targets: Collection[str]) -> ir.Model:
+    """Cut the loss off an eval model: what is left takes parameters and inputs, and gives the module's outputs."""
+    model = _load(path)
+    graph = model.graph
+    operators.replace(graph, path)
+    _embed(graph, constants)
+    for node in graph.all_nodes():
+        if node.op_type == "BatchNormalization":
+            # In training mode it had more, which generate_artifacts forgets.
+            node.resize_outputs(1)
+    results = graph.outputs[1:] or _inputs_of_loss(graph)
+    if results:
+        graph.outputs[:] = results
+    _tidy(model)
+    for value in list(graph.inputs):
+        unused = not value.uses() and value not in graph.outputs
+        if unused and (value.name in parameters or value.name in targets):
+            graph.inputs.remove(value)
+    return model
+
+
+def _inputs_of_loss(graph: ir.Graph) -> list[ir.Value]:
+    """Return what nodes of the model itself give to those of the loss."""
+    found: dict[ir.Value, None] = {}
+    for node in graph:
+        if _LOSS_NODE.match(node.name or ""):
+            for value in node.inputs:
+                producer = None if value is None else value.producer()
+                if value is not None and producer is not None and not _LOSS_NODE.match(producer.name or ""):
+                    found[value] = None
+    return list(found)
