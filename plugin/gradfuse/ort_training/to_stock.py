@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from gradfuse import model_io, optimizers
 from gradfuse.errors import ModelError
@@ -66,7 +66,8 @@ def to_stock(
 
     files = _Files.of(artifacts_dir, checkpoint)
     saved = load_checkpoint(files.checkpoint)
-    model = _load(files.training)
+    # Some values lack types, which the replacements need.
+    model = ShapeInferencePass()(_load(files.training)).model
     optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved)
 
     gradients = _without_accumulation(model.graph, files.training)
