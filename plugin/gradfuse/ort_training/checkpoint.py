@@ -15,12 +15,16 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flatbuffers import number_types
-from flatbuffers.table import Table
 
-from gradfuse.errors import ModelError
+from gradfuse.errors import GradfuseError, ModelError
 from gradfuse.model_io import one_line
 from gradfuse.training_step import Arrays
+
+try:
+    from flatbuffers import number_types
+    from flatbuffers.table import Table
+except ImportError as error:
+    raise GradfuseError("to_stock: flatbuffers is not installed; expected what gradfuse[train] installs") from error
 
 _IDENTIFIER = b"ODTC"
 _EXTERNAL = ".data"

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse import model_io, optimizers
 from gradfuse.errors import ModelError
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
+from gradfuse.passes import shapes
 from gradfuse.passes.report import Report
 from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
 
@@ -66,8 +67,7 @@ def to_stock(
 
     files = _Files.of(artifacts_dir, checkpoint)
     saved = load_checkpoint(files.checkpoint)
-    # Some values lack types, which the replacements need.
-    model = ShapeInferencePass()(_load(files.training)).model
+    model = _load(files.training)
     optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved)
 
     gradients = _without_accumulation(model.graph, files.training)
@@ -148,10 +148,20 @@ class _Files:
 
 
 def _load(path: str) -> ir.Model:
-    """Read a model, with the opset that the replacements need."""
+    """Read a model, with the opset and the types of values that the replacements need."""
     model = model_io.with_tensors_in_memory(model_io.load(path).ir)
     # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
     model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
+    nodes = list(model.graph.all_nodes())
+    for node in nodes:
+        training = node.attributes.get("training_mode")
+        if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
+            # It had more in training mode, which generate_artifacts forgets in the eval model.
+            node.resize_outputs(1)
+    # What was an output before generate_artifacts added the loss, among others, has lost its type.
+    untyped = [value for node in nodes for value in node.outputs if value.dtype is None or value.shape is None]
+    if untyped:
+        shapes.infer(model, untyped)
     return model
 
 
@@ -277,10 +287,6 @@ def _evaluation_model(path: str, constants: Arrays, parameters: Collection[str],
     graph = model.graph
     operators.replace(graph, path)
     _embed(graph, constants)
-    for node in graph.all_nodes():
-        if node.op_type == "BatchNormalization":
-            # In training mode it had more, which generate_artifacts forgets.
-            node.resize_outputs(1)
     results = graph.outputs[1:] or _inputs_of_loss(graph)
     if results:
         graph.outputs[:] = results
