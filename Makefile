@@ -61,7 +61,7 @@ test-slow: $(INSTALLED)
 # last version has wheels for Python up to 3.12.
 ORT_TRAINING := .venv-ort-training
 $(ORT_TRAINING)/.installed: $(INSTALLED)
-	$(PYTHON) tools/create_venv.py $(ORT_TRAINING)
+	$(BIN)/python tools/create_venv.py $(ORT_TRAINING)
 	$(ORT_TRAINING)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps onnxruntime-training-cpu==1.19.2
 	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
 	echo "import site; site.addsitedir('$$site')" > \
