@@ -13,6 +13,7 @@ from ort_training.runs import Run
 
 import gradfuse
 from gradfuse import ModelError, cli
+from gradfuse.ort_training import checkpoint
 from gradfuse.testing import assert_gradients_close
 
 ARTIFACTS = Path(__file__).with_name("artifacts")
@@ -74,6 +75,50 @@ def test_command_writes_a_step_that_trains(artifacts: Path, capsys: pytest.Captu
     run = Run.load(ARTIFACTS / "classifier")
     _, losses = run.train(gradfuse.TrainingStep.load(target))
     assert_gradients_close(losses, run.losses("native"), run.losses("exact"), np.float32)
+
+
+def test_checkpoint_beyond_two_gigabytes_has_its_tensors_in_a_file_beside_it(tmp_path: Path) -> None:
+    import flatbuffers
+
+    builder = flatbuffers.Builder()
+
+    def table(*fields: tuple[Callable[[int, int, int], None], int, int]) -> int:
+        builder.StartObject(7)
+        for number, (prepend, value, default) in enumerate(fields):
+            prepend(number, value, default)
+        return int(builder.EndObject())
+
+    def vector(values: list[int], size: int, prepend: Callable[[int], None]) -> int:
+        builder.StartVector(size, len(values), size)
+        for value in reversed(values):
+            prepend(value)
+        return int(builder.EndVector())
+
+    offset, absent = builder.PrependUOffsetTRelativeSlot, (builder.PrependUOffsetTRelativeSlot, 0, 0)
+    name, dims = builder.CreateString("weight"), vector([2, 3], 8, builder.PrependInt64)
+    tensor = table(
+        (offset, name, 0),
+        absent,
+        (offset, dims, 0),
+        (builder.PrependInt32Slot, int(onnx.TensorProto.FLOAT), 0),
+        absent,
+        absent,
+        (builder.PrependInt64Slot, 8, -1),
+    )
+    parameters = vector([tensor], 4, builder.PrependUOffsetTRelative)
+    module = table((offset, parameters, 0))
+    builder.Finish(table((builder.PrependInt32Slot, 1, 0), (offset, module, 0)), file_identifier=b"ODTC")
+    path = tmp_path / "checkpoint"
+    path.write_bytes(bytes(builder.Output()))
+
+    with pytest.raises(ModelError, match=r"checkpoint\.data: cannot read the checkpoint's data: No such file"):
+        checkpoint.load(path)
+    np.arange(8, dtype=np.float32).tofile(tmp_path / "checkpoint.data")
+    loaded = checkpoint.load(path)
+    np.testing.assert_array_equal(loaded.trainable["weight"], np.array([[2, 3, 4], [5, 6, 7]], np.float32))
+    np.arange(7, dtype=np.float32).tofile(tmp_path / "checkpoint.data")
+    with pytest.raises(ModelError, match=r"is truncated or damaged: 'weight' has 5 elements and shape \(2, 3\)"):
+        checkpoint.load(path)
 
 
 def _edited(name: str, edit: Callable[[onnx.ModelProto], object]) -> Callable[[Path], None]:

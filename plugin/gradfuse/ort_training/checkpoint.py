@@ -80,7 +80,7 @@ class _Reader:
     def checkpoint(self) -> Checkpoint:
         (position,) = struct.unpack_from("<I", self._content)
         root = Table(self._content, position)
-        (module,) = self._tables(root, 1, vector=False)
+        module = self._table(root, 1)
         if self._scalar(module, 2, number_types.BoolFlags, False):
             raise ModelError(f"{self._path}: is a nominal checkpoint, which has no values; expected the full one")
         trainable, frozen = (dict(self._tensors(module, field)) for field in (0, 1))
@@ -104,7 +104,7 @@ class _Reader:
             if external >= 0:
                 array = self._external(dtype, count, external)
             else:
-                array = np.frombuffer(self._vector(tensor, 4, number_types.Uint8Flags).tobytes(), dtype)
+                array = np.array(self._vector(tensor, 4, number_types.Uint8Flags)).view(dtype)
             if array.size != count:
                 raise ValueError(f"{name!r} has {array.size} elements and shape {tuple(shape)}")
             yield name, array.reshape(shape)
@@ -134,14 +134,15 @@ class _Reader:
             return np.empty(0, number_types.to_numpy_type(kind))
         return table.GetVectorAsNumpy(kind, table.Offset(4 + 2 * field))
 
-    def _tables(self, table: Table, field: int, vector: bool = True) -> Iterator[Table]:
+    def _table(self, table: Table, field: int) -> Table:
         position = self._offset(table, field)
         if not position:
-            return
-        if not vector:
-            yield Table(self._content, table.Indirect(position))
-            return
-        relative = position - table.Pos
-        start = table.Vector(relative)
-        for index in range(table.VectorLen(relative)):
-            yield Table(self._content, table.Indirect(start + 4 * index))
+            raise ValueError(f"field {field} is missing")
+        return Table(self._content, table.Indirect(position))
+
+    def _tables(self, table: Table, field: int) -> Iterator[Table]:
+        position = self._offset(table, field)
+        if position:
+            start = table.Vector(position - table.Pos)
+            for index in range(table.VectorLen(position - table.Pos)):
+                yield Table(self._content, table.Indirect(start + 4 * index))
