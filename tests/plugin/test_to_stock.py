@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_without_an_optimizer_the_step_ends_at_the_gradients(artifacts: Path) ->
     loss = session.step(run.arrays["input.0"], run.arrays["target.0"])
     assert_gradients_close(np.float32(loss), run.losses("native")[0], run.losses("exact")[0], np.float32)
     assert set(session.gradients) == set(step.parameters)
+
+
+def test_example_of_the_page_runs(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "onnxruntime-training.md"
+    example = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[0]
+    monkeypatch.chdir(artifacts.parent)
+    run = Run.load(artifacts)
+    values = {"x": run.arrays["input.0"], "labels": run.arrays["target.0"]}
+    exec(example, values)
+    assert_gradients_close(np.float32(values["loss"]), run.losses("native")[0], run.losses("exact")[0], np.float32)
+    assert (artifacts.parent / "trained.safetensors").is_file()
 
 
 def test_command_writes_a_step_that_trains(artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
