@@ -85,11 +85,13 @@ class Case:
         loss: name of an `artifacts.LossType`.
         optimizer: "AdamW" or "SGD".
         options: of the optimizer's onnxblock.
+        adam_mode: 1 is what onnxblock writes, 0 is PyTorch's AdamW.
         max_norm: the gradients are clipped to this norm; None: they are not.
         frozen: parameters without gradient.
         opset: of the exported forward pass.
         rows: the name of the output's first axis.
         additional_outputs: whether the artifacts' models have the module's output besides the loss.
+        random: whether the forward pass draws numbers, so that no run can be compared with another.
     """
 
     module: Callable[[], nn.Module]
@@ -97,11 +99,13 @@ class Case:
     loss: str
     optimizer: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adam_mode: int = 1
     max_norm: float | None = None
     frozen: tuple[str, ...] = ()
     opset: int = 17
     rows: str = "batch"
     additional_outputs: bool = False
+    random: bool = False
 
     def make(self) -> nn.Module:
         torch.manual_seed(0)
@@ -162,6 +166,8 @@ CASES = {
         _values(3, _noise),
         "MSELoss",
         "AdamW",
+        {"weight_decay": 0.1},
+        adam_mode=0,
         opset=16,
     ),
     "binary": Case(
@@ -176,7 +182,11 @@ CASES = {
         Attention, _tokens, "CrossEntropyLoss", "AdamW", {"bias_correction": False}, opset=14, rows="tokens"
     ),
     "operators": Case(Operators, _values(4, _noise), "L1Loss", "SGD", opset=15),
+    "dropout": Case(
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.4)), _values(4, _noise), "MSELoss", "SGD", random=True
+    ),
 }
+COMPARED = [name for name, case in CASES.items() if not case.random]
 
 _LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "CrossEntropyLoss": F.cross_entropy,
@@ -205,7 +215,7 @@ def train_in_float64(case: Case) -> tuple[list[float], dict[str, Tensor]]:
                 if case.optimizer == "SGD":
                     parameter.sub_(LEARNING_RATE * gradient)
                 else:
-                    _adamw(parameter, gradient, *state[name], count, **case.options)
+                    _adamw(parameter, gradient, *state[name], count, case.adam_mode, **case.options)
     return losses, {name: value.detach() for name, value in parameters.items()}
 
 
@@ -215,15 +225,20 @@ def _adamw(
     mean: Tensor,
     square: Tensor,
     count: int,
+    mode: int,
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> None:
-    """AdamW as transformers had it: the bias correction leaves epsilon out, and the decay comes last."""
+    """AdamW as PyTorch has it, or as transformers had: the correction leaves epsilon out, and the decay comes last."""
     mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
     square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    rate = LEARNING_RATE
-    if bias_correction:
-        rate *= (1 - betas[1] ** count) ** 0.5 / (1 - betas[0] ** count)
-    parameter -= rate * mean / (square.sqrt() + 1e-6)
-    parameter -= LEARNING_RATE * weight_decay * parameter
+    corrections = [1 - beta**count if bias_correction else 1.0 for beta in betas]
+    decay = 1 - LEARNING_RATE * weight_decay
+    if mode == 0:
+        parameter.mul_(decay)
+        parameter.sub_(LEARNING_RATE * mean / corrections[0] / ((square / corrections[1]).sqrt() + 1e-6))
+    else:
+        rate = LEARNING_RATE * corrections[1] ** 0.5 / corrections[0]
+        parameter.sub_(rate * mean / (square.sqrt() + 1e-6))
+        parameter.mul_(decay)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ort_training import environment
-from ort_training.cases import CASES
+from ort_training.cases import COMPARED
 from ort_training.runs import Run
 
 from gradfuse.testing import assert_gradients_close
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_fused_model_trains_there_as_the_original_does(name: str, folder: Path) -> None:
     run = Run.load(folder / name)
     assert set(run.arrays["fused.operators"]) == FUSED.get(name, set())
@@ -39,16 +39,16 @@ def test_fused_model_trains_there_as_the_original_does(name: str, folder: Path) 
         assert_gradients_close(fused, native, exact, np.float32)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_stock_onnxruntime_trains_as_it_did(name: str, folder: Path) -> None:
     Run.load(folder / name).require_equal_training()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_training_goes_on_from_a_checkpoint(name: str, folder: Path) -> None:
     Run.load(folder / name).require_equal_continuation()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_evaluation_gives_what_the_module_gives(name: str, folder: Path) -> None:
     Run.load(folder / name).require_equal_evaluation()

@@ -55,6 +55,26 @@ def test_step_names_what_the_artifacts_have() -> None:
     assert list(buffers) == ["norm.running_mean", "norm.running_var"]
 
 
+def test_training_model_is_fused_where_it_is() -> None:
+    result = gradfuse.fuse(ARTIFACTS / "convolution" / "training_model.onnx", policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["CrossEntropyLossGrad"]
+
+
+def test_gradient_of_dropout_is_of_the_elements_that_were_kept(tmp_path: Path) -> None:
+    folder = shutil.copytree(ARTIFACTS / "dropout", tmp_path / "artifacts")
+    (folder / "optimizer_model.onnx").unlink()
+    step = gradfuse.to_stock(folder)
+    onnx.checker.check_model(step.model, full_check=True)
+    session = gradfuse.TrainingSession(step)
+    session.load_state_dict({"0.weight": np.zeros((4, 6), np.float32), "0.bias": np.ones(4, np.float32)})
+    # Outputs are 0 or 1 / 0.6. The loss is their mean square, and half the gradient of a bias its column's part.
+    loss = session.step(np.ones((50, 6), np.float32), np.zeros((50, 4), np.float32))
+    kept = round(loss * 200 * 0.36)
+    assert 80 < kept < 160
+    for actual, exact in ((loss, kept / 0.36 / 200), (session.gradients["0.bias"].sum(), 2 * kept / 0.36 / 200)):
+        assert_gradients_close(np.float32(actual), np.float32(exact), np.float64(exact), np.float32)
+
+
 def test_without_an_optimizer_the_step_ends_at_the_gradients(artifacts: Path) -> None:
     (artifacts / "optimizer_model.onnx").unlink()
     (artifacts / "eval_model.onnx").unlink()
@@ -193,7 +213,7 @@ def _checkpoint(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         ),
         (
             _edited("optimizer_model.onnx", _set_op_type("AdamWOptimizer", "LambOptimizer")),
-            "has the operator LambOptimizer; expected AdamW or SGD, with or without clipping",
+            "has the operator LambOptimizer; expected onnxblock's AdamW or SGD",
         ),
         (
             _edited("training_model.onnx", _rename_input("input", "step")),

@@ -171,32 +171,31 @@ def _optimizer(path: str, saved: Any) -> optimizers.Optimizer:
     options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
     for node in model_io.load(path).ir.graph:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        if node.op_type == "InplaceClipGradNorm" and attributes.get("norm_type", "fro") == "fro":
-            max_grad_norm = float(attributes["max_norm"])
-        elif node.op_type == "SGDOptimizerV2":
-            algorithm = "SGD"
-            options |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-        elif node.op_type == "AdamWOptimizer":
-            algorithm = "Adam" if attributes["adam_mode"] == 0 else "TransformersAdamW"
-            options |= {
-                "betas": (attributes["alpha"], attributes["beta"]),
-                "eps": attributes["epsilon"],
-                "weight_decay": attributes["weight_decay"],
-                "correct_bias": bool(attributes["correct_bias"]),
-                "decoupled_weight_decay": True,
-                "amsgrad": False,
-            }
-        else:
-            raise ModelError(
-                f"{path}: has the operator {node.op_type}; expected AdamW or SGD, with or without clipping"
-            )
+        match node.op_type, attributes:
+            case "InplaceClipGradNorm", {"max_norm": max_norm}:
+                max_grad_norm = float(max_norm)
+            case "SGDOptimizerV2", _:
+                algorithm = "SGD"
+                options |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+            case "AdamWOptimizer", {"alpha": beta1, "beta": beta2, "epsilon": eps, "weight_decay": decay, **rest}:
+                match rest:
+                    case {"adam_mode": 0, "correct_bias": 1}:
+                        algorithm = "Adam"
+                        options |= {"decoupled_weight_decay": True, "amsgrad": False}
+                    case {"adam_mode": 1, "correct_bias": correct_bias}:
+                        algorithm = "TransformersAdamW"
+                        options |= {"correct_bias": bool(correct_bias)}
+                options |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+            case _:
+                raise ModelError(f"{path}: has the operator {node.op_type}; expected onnxblock's AdamW or SGD")
     if algorithm is None:
-        raise ModelError(f"{path}: has no optimizer; expected AdamWOptimizer or SGDOptimizerV2")
+        raise ModelError(f"{path}: has no optimizer that is known; expected onnxblock's AdamW or SGD")
     options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
     state = {
         f"{parameter}.{_STATES[name]}": array
         for parameter, states in saved.momentums.items()
         for name, array in states.items()
+        if name in _STATES
     }
     group = optimizers.ParameterGroup((), options)
     return optimizers.Optimizer(algorithm, (group,), saved.steps, state, max_grad_norm)
@@ -231,7 +230,8 @@ def _running_statistics(graph: ir.Graph) -> dict[str, ir.Value]:
 
 
 def _is_target(value: ir.Value) -> bool:
-    return all(_LOSS_NODE.match(node.name or "") for node, _ in value.uses())
+    readers = [node.name or "" for node, _ in value.uses()]
+    return bool(readers) and all(_LOSS_NODE.match(name) for name in readers)
 
 
 def _embed(graph: ir.Graph, constants: Arrays) -> None:
