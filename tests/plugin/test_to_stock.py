@@ -170,6 +170,11 @@ def _set_op_type(op_type: str, to: str) -> Callable[[onnx.ModelProto], None]:
     return edit
 
 
+def _resize(model: onnx.ModelProto, name: str) -> None:
+    (value,) = (value for value in model.graph.input if value.name == name)
+    value.type.tensor_type.shape.dim[0].dim_value = 5
+
+
 def _rename_input(name: str, to: str) -> Callable[[onnx.ModelProto], None]:
     def edit(model: onnx.ModelProto) -> None:
         for node in model.graph.node:
@@ -208,6 +213,10 @@ def _checkpoint(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
             "does not fit .*: only one has the parameter '0.weight'",
         ),
         (
+            _edited("training_model.onnx", lambda model: _resize(model, "2.bias")),
+            r"does not fit .*: '2.bias' has shape \(4,\); expected \[5\]",
+        ),
+        (
             _edited("training_model.onnx", _set_op_type("ReluGrad", "EluGrad")),
             "has operators of onnxruntime-training that gradfuse cannot replace: EluGrad",
         ),
@@ -217,7 +226,7 @@ def _checkpoint(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         ),
         (
             _edited("training_model.onnx", _rename_input("input", "step")),
-            "has an input 'step', the name that another value of a training step has",
+            "has a value 'step', the name that another one of a training step has",
         ),
         (
             lambda folder: shutil.copy(folder / "eval_model.onnx", folder / "training_model.onnx"),

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -22,8 +22,10 @@ from gradfuse.errors import ModelError
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
-from gradfuse.passes.report import Report
 from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+
+if TYPE_CHECKING:
+    from gradfuse.ort_training.checkpoint import Checkpoint
 
 _BUFFER_SUFFIX = "_grad.accumulation.buffer"
 _ACCUMULATOR = "InPlaceAccumulatorV2"
@@ -63,55 +65,47 @@ def to_stock(
         ModelError: a file is missing or cannot be read, the checkpoint is of another model, or an operator of
             onnxruntime-training has no replacement; it is named. The text is one line.
     """
-    from gradfuse.ort_training.checkpoint import load as load_checkpoint
+    from gradfuse.fusion import fuse as fuse_model
+    from gradfuse.ort_training import checkpoint as checkpoints
 
     files = _Files.of(artifacts_dir, checkpoint)
-    saved = load_checkpoint(files.checkpoint)
-    model = _load(files.training)
-    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved)
-
-    gradients = _without_accumulation(model.graph, files.training)
-    buffers = _running_statistics(model.graph)
+    saved = checkpoints.load(files.checkpoint)
     values = saved.trainable | saved.frozen
-    missing = [name for name in (*gradients, *buffers) if name not in values]
-    if missing or set(gradients) != set(saved.trainable):
-        name = missing[0] if missing else sorted(set(gradients) ^ set(saved.trainable))[0]
-        raise ModelError(f"{files.checkpoint}: does not fit {files.training}: only one has the parameter {name!r}")
-    batch = [str(value.name) for value in model.graph.inputs if value.name not in values]
-    targets = [str(value.name) for value in model.graph.inputs if value.name in batch and _is_target(value)]
-    constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
-    order = [*gradients, *buffers, *batch]
+    model = _load(files.training)
+    graph = model.graph
 
-    _embed(model.graph, constants)
-    _set_interface(model.graph, order, gradients, buffers, files.training, optimizer)
-    operators.replace(model.graph, files.training)
-    _tidy(model)
-    report: Report | None = None
-    if fuse:
-        from gradfuse.fusion import fuse as fuse_model
-
-        model, report = (result := fuse_model(model)).model, result.report
+    gradients = _without_accumulation(graph, files.training)
+    buffers = _running_statistics(graph)
+    _require_fitting(graph, gradients, files, saved)
     parameters = {name: saved.trainable[name] for name in gradients}
-    state: Arrays = {}
+    constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
+    batch = {str(value.name): _is_target(value) for value in graph.inputs if value.name not in values}
+    targets = tuple(name for name, is_target in batch.items() if is_target)
+    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved, tuple(parameters))
+
+    _embed(graph, constants)
+    _set_interface(graph, [*parameters, *buffers, *batch], gradients, buffers, files.training, optimizer)
+    operators.replace(graph, files.training)
+    _tidy(model)
+    report = None
+    if fuse:
+        result = fuse_model(model)
+        model, report = result.model, result.report
     if optimizer is not None:
-        optimizer = dataclasses.replace(
-            optimizer, groups=(dataclasses.replace(optimizer.groups[0], parameters=tuple(parameters)),)
-        )
-        state = optimizer.initial_state(parameters)
         optimizers.append(model, optimizer, batch)
-    evaluation = None if files.eval is None else _evaluation_model(files.eval, constants, set(values), targets)
+    evaluation_model = None if files.eval is None else _evaluation_model(files.eval, constants, {*values, *targets})
     return TrainingStep(
         ir.to_proto(model),
         parameters,
         {name: values[name] for name in buffers},
         tuple(name for name in batch if name not in targets),
-        tuple(targets),
+        targets,
         report,
-        state,
-        {} if optimizer is None else optimizer.hyperparameters(),
-        constants,
-        {name: name for name in values},
-        None if evaluation is None else ir.to_proto(evaluation),
+        optimizer_state={} if optimizer is None else optimizer.initial_state(parameters),
+        hyperparameters={} if optimizer is None else optimizer.hyperparameters(),
+        constants=constants,
+        state_dict_names={name: name for name in values},
+        evaluation_model=None if evaluation_model is None else ir.to_proto(evaluation_model),
     )
 
 
@@ -165,8 +159,21 @@ def _load(path: str) -> ir.Model:
     return model
 
 
-def _optimizer(path: str, saved: Any) -> optimizers.Optimizer:
-    """Describe the optimizer of an optimizer model, without parameters, from the checkpoint's state on."""
+def _require_fitting(graph: ir.Graph, gradients: Mapping[str, ir.Value], files: _Files, saved: Checkpoint) -> None:
+    """Refuse a checkpoint of another model."""
+    where = f"{files.checkpoint}: does not fit {files.training}"
+    for name in {**gradients, **saved.trainable}:
+        if name not in gradients or name not in saved.trainable:
+            raise ModelError(f"{where}: only one has the parameter {name!r}")
+    values = saved.trainable | saved.frozen
+    for value in graph.inputs:
+        array = values.get(str(value.name))
+        if array is not None and value.shape is not None and value.shape != array.shape:
+            raise ModelError(f"{where}: {value.name!r} has shape {array.shape}; expected {value.shape}")
+
+
+def _optimizer(path: str, saved: Checkpoint, parameters: tuple[str, ...]) -> optimizers.Optimizer:
+    """Describe the optimizer of an optimizer model, from the checkpoint's state on."""
     max_grad_norm = algorithm = None
     options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
     for node in model_io.load(path).ir.graph:
@@ -197,7 +204,7 @@ def _optimizer(path: str, saved: Any) -> optimizers.Optimizer:
         for name, array in states.items()
         if name in _STATES
     }
-    group = optimizers.ParameterGroup((), options)
+    group = optimizers.ParameterGroup(parameters, options)
     return optimizers.Optimizer(algorithm, (group,), saved.steps, state, max_grad_norm)
 
 
@@ -220,13 +227,14 @@ def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
 
 def _running_statistics(graph: ir.Graph) -> dict[str, ir.Value]:
     """Return the running means and variances, which the training build writes in place -> what they become."""
-    statistics = {}
-    for node in graph:
-        if (node.domain, node.op_type) == (DOMAIN, "BatchNormInternal"):
-            for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=True):
-                assert old is not None
-                statistics[str(old.name)] = new
-    return statistics
+    return {
+        str(old.name): new
+        for node in graph
+        if (node.domain, node.op_type) == (DOMAIN, "BatchNormInternal")
+        for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=True)
+        # Those that were not declared as frozen parameters are constants, and stay what they are.
+        if old is not None and old.is_graph_input()
+    }
 
 
 def _is_target(value: ir.Value) -> bool:
@@ -259,9 +267,9 @@ def _set_interface(
         value.type, value.shape = by_name[name].type, by_name[name].shape
         outputs[name + GRADIENT_SUFFIX] = value
     added = [] if optimizer is None else optimizer.input_names()
-    clash = next((name for name in inputs if name in (*outputs, *added)), None)
+    clash = next((name for name in (*inputs, *graph.initializers) if name in (*outputs, *added)), None)
     if clash is not None:
-        raise ModelError(f"{path}: has an input {clash!r}, the name that another value of a training step has")
+        raise ModelError(f"{path}: has a value {clash!r}, the name that another one of a training step has")
     graph.inputs[:] = [by_name[name] for name in inputs]
     graph.outputs[:] = list(outputs.values())
     for node in graph.all_nodes():
@@ -281,8 +289,11 @@ def _tidy(model: ir.Model) -> None:
     model.metadata_props.clear()
 
 
-def _evaluation_model(path: str, constants: Arrays, parameters: Collection[str], targets: Collection[str]) -> ir.Model:
-    """Cut the loss off an eval model: what is left takes parameters and inputs, and gives the module's outputs."""
+def _evaluation_model(path: str, constants: Arrays, optional: Collection[str]) -> ir.Model:
+    """Cut the loss off an eval model: what is left takes parameters and inputs, and gives the module's outputs.
+
+    Of the inputs that nothing reads any more, the optional ones go.
+    """
     model = _load(path)
     graph = model.graph
     operators.replace(graph, path)
@@ -292,8 +303,7 @@ def _evaluation_model(path: str, constants: Arrays, parameters: Collection[str],
         graph.outputs[:] = results
     _tidy(model)
     for value in list(graph.inputs):
-        unused = not value.uses() and value not in graph.outputs
-        if unused and (value.name in parameters or value.name in targets):
+        if value.name in optional and not value.uses() and value not in graph.outputs:
             graph.inputs.remove(value)
     return model
 
