@@ -5,8 +5,8 @@ own: each is the gradient that its name says, of the ONNX operator's inputs, and
 onnxruntime-training 1.19.2. The operators of onnxruntime's own domain that such graphs hold beside them, such as
 FusedMatMul and Gelu, are replaced too, so that what comes out is plain ONNX.
 
-A function gets the operator's inputs, None where one is left out, and its attributes by name, and returns as many
-values as the operator has outputs, or fewer where the last ones are never used.
+A function gets the operator's inputs, None where one is left out, and its attributes by name, and returns a value for
+each output that the operator can have.
 """
 
 from __future__ import annotations
