@@ -14,12 +14,14 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow bench bench-aclnn bench-payoff bench-scale bench-training gpu-test gpu-bench lint format wheel clean
+.PHONY: help demo test test-slow test-ort-training bench bench-aclnn bench-payoff bench-scale bench-training gpu-test gpu-bench \
+    lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
+	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
@@ -54,6 +56,20 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# onnxruntime-training takes the import name of onnxruntime; all else it finds in the environment of the other tests. Its
+# last version has wheels for Python up to 3.12.
+ORT_TRAINING := .venv-ort-training
+$(ORT_TRAINING)/.installed: $(INSTALLED)
+	$(BIN)/python tools/create_venv.py $(ORT_TRAINING)
+	$(ORT_TRAINING)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps onnxruntime-training-cpu==1.19.2
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	echo "import site; site.addsitedir('$$site')" > \
+	    $$($(ORT_TRAINING)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+	@touch $@
+
+test-ort-training: $(ORT_TRAINING)/.installed
+	$(BIN)/python -m pytest -m ort_training $(PYTEST_ARGS) tests/ort_training
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)

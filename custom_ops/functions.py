@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _FUNCTION_IR_VERSION = 8
 _OVERLOAD_IR_VERSION = 10
+# What onnxruntime writes into models that it makes, such as training artifacts, for the domain of a registered library.
+_ONNXRUNTIME_VERSION = 1000
 
 
 def attach(model: ir.Model) -> None:
@@ -108,10 +110,11 @@ def _prepare_opsets(model: ir.Model, oldest: int) -> int:
     """Import the domain wherever a node of it is, and return the version of the default domain for the bodies."""
     for graph in _graphs(model):
         if any(node.domain == DOMAIN for node in every_node(graph)):
-            found = graph.opset_imports.setdefault(DOMAIN, VERSION)
-            if found != VERSION:
+            found = graph.opset_imports.get(DOMAIN, VERSION)
+            if found not in (VERSION, _ONNXRUNTIME_VERSION):
                 raise ModelError(f"model: opset of domain {DOMAIN} is {found}; expected {VERSION}")
-    model.graph.opset_imports.setdefault(DOMAIN, VERSION)
+            graph.opset_imports[DOMAIN] = VERSION
+    model.graph.opset_imports[DOMAIN] = VERSION
     opset = model.graph.opset_imports.setdefault("", oldest)
     if opset < oldest:
         raise ModelError(f"model: default opset is {opset}; expected {oldest} or newer")

@@ -473,7 +473,7 @@ class Site:
         terms = [self._term(builder, m, c, variables, sizes, dtype, layout) for m, c in sorted(poly.terms.items())]
         total = terms[0]
         for term in terms[1:]:
-            total = builder.op("Add", [total, term], dtype, shape)
+            total = builder.op("Add", [total, term], dtype, _broadcast(self.extents(total), self.extents(term)))
         return total
 
     def _term(
@@ -496,7 +496,7 @@ class Site:
                     return builder.cast(builder.arrange(found[0], variables, layout, sizes), dtype)
             raise Mismatch(f"no value of the graph is {algebra.text(algebra.of(atom))[:120]}")
         result = builder.constant(np.asarray(coefficient), dtype)
-        shape: list[Poly] = []
+        shape = [UNIT] * len(layout)
         for a, e in monomial:
             atom = algebra.atoms[a]
             used = [v for v in variables if v in atom.free]
@@ -508,7 +508,8 @@ class Site:
                 if self.find(local, [sizes[v] for v in used], builder.root, dtypes=TOLERANCE) is None:
                     raise Mismatch(f"no value of the graph is {algebra.text(Poly({monomial: 1.0}))[:120]}")
             factor = self.materialise(builder, power, used, sizes, dtype, part_layout)
-            shape = [algebra.product(sizes[v] for v in group) for group in layout]
+            # Where no factor has a dimension yet, their product is still 1 there.
+            shape = _broadcast(shape, [algebra.product(sizes[v] for v in group) for group in part_layout])
             result = builder.op("Mul" if e > 0 else "Div", [result, factor], dtype, shape)
         return result
 
@@ -763,6 +764,13 @@ class ForgetPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._sites.forget()
         return ir.passes.PassResult(model, False)
+
+
+def _broadcast(a: Sequence[Poly], b: Sequence[Poly]) -> list[Poly]:
+    """The shape of what two tensors of these shapes, one of which may have no dimensions, give together."""
+    if not (a and b):
+        return list(a or b)
+    return [y if x == UNIT else x for x, y in zip(a, b, strict=True)]
 
 
 def _symbols(values: Iterable[ir.Value]) -> set[str]:

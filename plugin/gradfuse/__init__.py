@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         get_library_path,
         register,
     )
+    from gradfuse.ort_training.to_stock import to_stock
     from gradfuse.training import TrainingSession
     from gradfuse.training_step import TrainingStep
 
@@ -58,6 +59,7 @@ __all__ = [
     "passes",
     "register",
     "testing",
+    "to_stock",
 ]
 
 _SUBMODULES = frozenset({"custom_ops", "passes", "testing", "torch"})
@@ -84,6 +86,7 @@ _MODULE_OF = {
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
     "register": "gradfuse.library",
+    "to_stock": "gradfuse.ort_training.to_stock",
 }
 
 

@@ -163,6 +163,27 @@ def expand(source: str, target: str | None, in_place: bool) -> None:
     click.echo(f"expanded {count} nodes" if count else "nothing to expand: no node is a fused operator")
 
 
+@commands.command("to-stock")
+@click.argument("artifacts", metavar="ARTIFACTS_DIR")
+@click.argument("target", metavar="OUT.onnx")
+@click.option("--checkpoint", metavar="FILE", help="Begin at this checkpoint instead of ARTIFACTS_DIR's own.")
+@click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
+def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool) -> None:
+    """Turn artifacts of onnxruntime-training into a training step for stock onnxruntime."""
+    if os.path.isdir(target):
+        raise ModelError(f"{target}: is a folder; expected a path for the training step")
+    from gradfuse.ort_training import to_stock as conversion
+
+    with _busy("converting"):
+        step = conversion.to_stock(artifacts, checkpoint, fuse=not no_fuse)
+    with _busy("writing"):
+        step.save(target)
+    if step.report is not None:
+        _print_report(step.report, verbose=False)
+    click.echo(f"parameters {', '.join(step.parameters)}")
+    click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
+
+
 @commands.command()
 @click.argument("first", metavar="A.onnx")
 @click.argument("second", metavar="B.onnx")

@@ -37,6 +37,8 @@ _OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
 PROTOBUF_LIMIT = 2**31 - 1
 # Room for everything of a message that is not tensor data.
 _MESSAGE_ROOM = 2**27
+# What onnxruntime-training puts into the default domain.
+_TRAINING_OPS = ("AveragePoolGrad", "MaxPoolGrad", "SimplifiedLayerNormalization")
 
 
 class _Kind(enum.Enum):
@@ -381,7 +383,7 @@ def _check(model: onnx.ModelProto | str, source: str) -> None:
     except Exception as error:
         # ValidationError, and for some malformed models ValueError or RuntimeError.
         unknown = re.search(r"No Op registered for (\w+) with", str(error))
-        if unknown is not None and onnx.defs.has(unknown[1]):
+        if unknown is not None and (onnx.defs.has(unknown[1]) or unknown[1] in _TRAINING_OPS):
             return  # Of a later opset: onnxruntime's fusions put LayerNormalization into older models.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
 

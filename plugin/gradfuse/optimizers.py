@@ -196,6 +196,25 @@ def _adam(
     return parameter - mean * step_size.cast(dtype) / denominator, new_state
 
 
+def _transformers_adamw(
+    options: Mapping[str, Any], rate: _Tensor, step: _Tensor | None, slot: _Slot
+) -> tuple[_Tensor, dict[str, _Tensor]]:
+    """The AdamW that transformers had, and onnxruntime-training has: epsilon without bias correction, decay last."""
+    beta1, beta2 = options["betas"]
+    gradient, dtype = slot.gradient, slot.parameter.dtype
+    mean = slot.state["exp_avg"] * beta1 + gradient * (1 - beta1)
+    square = slot.state["exp_avg_sq"] * beta2 + gradient * (1 - beta2) * gradient
+    step_size = rate
+    if options["correct_bias"]:
+        assert step is not None
+        count = step + 1
+        step_size = rate * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    parameter = slot.parameter - mean * step_size.cast(dtype) / (square.sqrt() + options["eps"])
+    if options["weight_decay"]:
+        parameter = parameter - parameter * (rate * options["weight_decay"]).cast(dtype)
+    return parameter, {"exp_avg": mean, "exp_avg_sq": square}
+
+
 RULES: Mapping[str, _Rule] = {
     "SGD": _Rule(
         lambda options: ("momentum_buffer",) if options["momentum"] else (),
@@ -206,6 +225,11 @@ RULES: Mapping[str, _Rule] = {
         lambda options: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())),
         lambda options: True,
         _adam,
+    ),
+    "TransformersAdamW": _Rule(
+        lambda options: ("exp_avg", "exp_avg_sq"),
+        lambda options: True,
+        _transformers_adamw,
     ),
 }
 """By the name of the algorithm; AdamW is Adam with the option `decoupled_weight_decay`."""

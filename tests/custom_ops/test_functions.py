@@ -135,3 +135,9 @@ def test_opsets_that_are_not_supported() -> None:
     new.opset_import[1].version = 2
     with pytest.raises(ModelError, match="opset of domain aclnn is 2; expected 1"):
         with_bodies(new)
+
+
+def test_opset_that_onnxruntime_writes_for_registered_operators() -> None:
+    model = parsed(f"y = {SUM}")
+    model.opset_import[1].version = 1000
+    assert with_bodies(model).opset_import[1].version == 1

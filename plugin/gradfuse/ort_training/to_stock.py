@@ -1,0 +1,320 @@
+"""`to_stock`: the artifacts of onnxruntime-training as a training step for stock onnxruntime.
+
+The way of the artifacts: the training model loses what adds up gradients between calls, and its operators of the
+training build make place for standard ones; it is fused; the optimizer's update goes into it; values come from the
+checkpoint; and the evaluation model is what the eval model computes ahead of the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from gradfuse import model_io, optimizers
+from gradfuse.errors import ModelError
+from gradfuse.ort_training import operators
+from gradfuse.ort_training.operators import DOMAIN
+from gradfuse.passes import shapes
+from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+
+if TYPE_CHECKING:
+    from gradfuse.ort_training.checkpoint import Checkpoint
+
+_BUFFER_SUFFIX = "_grad.accumulation.buffer"
+_ACCUMULATOR = "InPlaceAccumulatorV2"
+_LOSS_NODE = re.compile(r"onnx::\w+::\d+")
+"""How onnxblock names the nodes of the losses that it adds, and the gradient builder the nodes of their gradients."""
+
+_LEARNING_RATE = 0.001
+"""That of an optimizer of onnxruntime-training before anybody sets another."""
+
+_STATES = {"momentum0": "exp_avg", "momentum1": "exp_avg_sq"}
+
+
+def to_stock(
+    artifacts_dir: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    fuse: bool = True,
+) -> TrainingStep:
+    """Turn what `onnxruntime.training.artifacts.generate_artifacts` wrote into a training step.
+
+    The step runs in stock onnxruntime, begins where the checkpoint ends, and computes the losses and updates that
+    onnxruntime-training 1.19.2 would have, but for rounding. One step is what `module(...)`, `optimizer.step()` and
+    `module.lazy_reset_grad()` did: gradients are not accumulated. onnxruntime-training is not needed.
+
+    Args:
+        artifacts_dir: the folder with `training_model.onnx` and `checkpoint`, and, where they were written,
+            `optimizer_model.onnx` and `eval_model.onnx`. All may have a common prefix. Without the optimizer's model
+            the step ends at the gradients; without the eval model `TrainingStep.evaluation_model` is None.
+        checkpoint: the checkpoint file to begin at, such as one that training wrote; None: the folder's own.
+        fuse: whether the step is fused, as by `gradfuse.fuse`.
+
+    Returns:
+        The step. Inputs that only the loss reads are its targets, the others its inputs. The outputs of its evaluation
+        model are the additional outputs of the eval model, or where it has none, what the loss was put on.
+
+    Raises:
+        ModelError: a file is missing or cannot be read, the checkpoint is of another model, or an operator of
+            onnxruntime-training has no replacement; it is named. The text is one line.
+    """
+    from gradfuse.fusion import fuse as fuse_model
+    from gradfuse.ort_training import checkpoint as checkpoints
+
+    files = _Files.of(artifacts_dir, checkpoint)
+    saved = checkpoints.load(files.checkpoint)
+    values = saved.trainable | saved.frozen
+    model = _load(files.training)
+    graph = model.graph
+
+    gradients = _without_accumulation(graph, files.training)
+    buffers = _running_statistics(graph)
+    _require_fitting(graph, gradients, files, saved)
+    parameters = {name: saved.trainable[name] for name in gradients}
+    constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
+    batch = {str(value.name): _is_target(value) for value in graph.inputs if value.name not in values}
+    targets = tuple(name for name, is_target in batch.items() if is_target)
+    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved, tuple(parameters))
+
+    _embed(graph, constants)
+    _set_interface(graph, [*parameters, *buffers, *batch], gradients, buffers, files.training, optimizer)
+    operators.replace(graph, files.training)
+    _tidy(model)
+    report = None
+    if fuse:
+        result = fuse_model(model)
+        model, report = result.model, result.report
+    if optimizer is not None:
+        optimizers.append(model, optimizer, batch)
+    evaluation_model = None if files.eval is None else _evaluation_model(files.eval, constants, {*values, *targets})
+    return TrainingStep(
+        ir.to_proto(model),
+        parameters,
+        {name: values[name] for name in buffers},
+        tuple(name for name in batch if name not in targets),
+        targets,
+        report,
+        optimizer_state={} if optimizer is None else optimizer.initial_state(parameters),
+        hyperparameters={} if optimizer is None else optimizer.hyperparameters(),
+        constants=constants,
+        state_dict_names={name: name for name in values},
+        evaluation_model=None if evaluation_model is None else ir.to_proto(evaluation_model),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The paths of the artifacts; None for those that are not there."""
+
+    training: str
+    checkpoint: str
+    optimizer: str | None
+    eval: str | None
+
+    @classmethod
+    def of(cls, artifacts_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None) -> _Files:
+        folder = Path(artifacts_dir)
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: is no folder; expected the one that generate_artifacts wrote to")
+        found = sorted(folder.glob("*training_model.onnx"))
+        if len(found) != 1:
+            names = ", ".join(path.name for path in found) or "none"
+            raise ModelError(f"{folder}: the training models are {names}; expected one <prefix>training_model.onnx")
+        prefix = found[0].name.removesuffix("training_model.onnx")
+
+        def optional(name: str) -> str | None:
+            path = folder / (prefix + name)
+            return str(path) if path.is_file() else None
+
+        return cls(
+            str(found[0]),
+            os.fspath(checkpoint or folder / f"{prefix}checkpoint"),
+            optional("optimizer_model.onnx"),
+            optional("eval_model.onnx"),
+        )
+
+
+def _load(path: str) -> ir.Model:
+    """Read a model, with the opset and the types of values that the replacements need."""
+    model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+    # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
+    model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
+    nodes = list(model.graph.all_nodes())
+    for node in nodes:
+        training = node.attributes.get("training_mode")
+        if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
+            # It had more in training mode, which generate_artifacts forgets in the eval model.
+            node.resize_outputs(1)
+    # What was an output before generate_artifacts added the loss, among others, has lost its type.
+    untyped = [value for node in nodes for value in node.outputs if value.dtype is None or value.shape is None]
+    if untyped:
+        shapes.infer(model, untyped)
+    return model
+
+
+def _require_fitting(graph: ir.Graph, gradients: Mapping[str, ir.Value], files: _Files, saved: Checkpoint) -> None:
+    """Refuse a checkpoint of another model."""
+    where = f"{files.checkpoint}: does not fit {files.training}"
+    for name in {**gradients, **saved.trainable}:
+        if name not in gradients or name not in saved.trainable:
+            raise ModelError(f"{where}: only one has the parameter {name!r}")
+    values = saved.trainable | saved.frozen
+    for value in graph.inputs:
+        array = values.get(str(value.name))
+        if array is not None and value.shape is not None and value.shape != array.shape:
+            raise ModelError(f"{where}: {value.name!r} has shape {array.shape}; expected {value.shape}")
+
+
+def _optimizer(path: str, saved: Checkpoint, parameters: tuple[str, ...]) -> optimizers.Optimizer:
+    """Describe the optimizer of an optimizer model, from the checkpoint's state on."""
+    max_grad_norm = algorithm = None
+    options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
+    for node in model_io.load(path).ir.graph:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        match node.op_type, attributes:
+            case "InplaceClipGradNorm", {"max_norm": max_norm}:
+                max_grad_norm = float(max_norm)
+            case "SGDOptimizerV2", _:
+                algorithm = "SGD"
+                options |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+            case "AdamWOptimizer", {"alpha": beta1, "beta": beta2, "epsilon": eps, "weight_decay": decay, **rest}:
+                match rest:
+                    case {"adam_mode": 0, "correct_bias": 1}:
+                        algorithm = "Adam"
+                        options |= {"decoupled_weight_decay": True, "amsgrad": False}
+                    case {"adam_mode": 1, "correct_bias": correct_bias}:
+                        algorithm = "TransformersAdamW"
+                        options |= {"correct_bias": bool(correct_bias)}
+                options |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+            case _:
+                raise ModelError(f"{path}: has the operator {node.op_type}; expected onnxblock's AdamW or SGD")
+    if algorithm is None:
+        raise ModelError(f"{path}: has no optimizer that is known; expected onnxblock's AdamW or SGD")
+    options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
+    state = {
+        f"{parameter}.{_STATES[name]}": array
+        for parameter, states in saved.momentums.items()
+        for name, array in states.items()
+        if name in _STATES
+    }
+    group = optimizers.ParameterGroup(parameters, options)
+    return optimizers.Optimizer(algorithm, (group,), saved.steps, state, max_grad_norm)
+
+
+def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
+    """Take the nodes out that add gradients to buffers; return parameter -> gradient."""
+    gradients = {}
+    for node in [node for node in graph if (node.domain, node.op_type) == (DOMAIN, _ACCUMULATOR)]:
+        buffer, gradient, reset = node.inputs
+        assert buffer is not None and gradient is not None and reset is not None
+        gradients[str(buffer.name).removesuffix(_BUFFER_SUFFIX)] = gradient
+        graph.outputs.remove(node.outputs[0])
+        graph.remove(node, safe=True)
+        graph.inputs.remove(buffer)
+        if not reset.uses():
+            graph.inputs.remove(reset)
+    if not gradients:
+        raise ModelError(f"{path}: has no gradient accumulators; expected a model that generate_artifacts wrote")
+    return gradients
+
+
+def _running_statistics(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Return the running means and variances, which the training build writes in place -> what they become."""
+    return {
+        str(old.name): new
+        for node in graph
+        if (node.domain, node.op_type) == (DOMAIN, "BatchNormInternal")
+        for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=True)
+        # Those that were not declared as frozen parameters are constants, and stay what they are.
+        if old is not None and old.is_graph_input()
+    }
+
+
+def _is_target(value: ir.Value) -> bool:
+    readers = [node.name or "" for node, _ in value.uses()]
+    return bool(readers) and all(_LOSS_NODE.match(name) for name in readers)
+
+
+def _embed(graph: ir.Graph, constants: Arrays) -> None:
+    """Make inputs constants."""
+    for value in list(graph.inputs):
+        if value.name in constants:
+            graph.inputs.remove(value)
+            value.const_value = ir.tensor(constants[value.name], name=value.name)
+            graph.register_initializer(value)
+
+
+def _set_interface(
+    graph: ir.Graph,
+    inputs: Sequence[str],
+    gradients: Mapping[str, ir.Value],
+    buffers: Mapping[str, ir.Value],
+    path: str,
+    optimizer: optimizers.Optimizer | None,
+) -> None:
+    """Order the inputs, and make loss, new statistics and gradients the outputs, named as in any training step."""
+    by_name = {str(value.name): value for value in graph.inputs}
+    outputs = {LOSS: graph.outputs[0]}
+    outputs |= {name + UPDATED_SUFFIX: value for name, value in buffers.items()}
+    for name, value in gradients.items():
+        value.type, value.shape = by_name[name].type, by_name[name].shape
+        outputs[name + GRADIENT_SUFFIX] = value
+    added = [] if optimizer is None else optimizer.input_names()
+    clash = next((name for name in (*inputs, *graph.initializers) if name in (*outputs, *added)), None)
+    if clash is not None:
+        raise ModelError(f"{path}: has a value {clash!r}, the name that another one of a training step has")
+    graph.inputs[:] = [by_name[name] for name in inputs]
+    graph.outputs[:] = list(outputs.values())
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.name in outputs or value.name in added:
+                value.name = f"{value.name}_inner"
+    for name, value in outputs.items():
+        value.name = name
+
+
+def _tidy(model: ir.Model) -> None:
+    """Remove what nothing needs any more."""
+    RemoveUnusedNodesPass()(model)
+    used = {node.domain for node in model.graph.all_nodes()} | {""}
+    for domain in [domain for domain in model.opset_imports if domain not in used]:
+        del model.opset_imports[domain]
+    model.metadata_props.clear()
+
+
+def _evaluation_model(path: str, constants: Arrays, optional: Collection[str]) -> ir.Model:
+    """Cut the loss off an eval model: what is left takes parameters and inputs, and gives the module's outputs.
+
+    Of the inputs that nothing reads any more, the optional ones go.
+    """
+    model = _load(path)
+    graph = model.graph
+    operators.replace(graph, path)
+    _embed(graph, constants)
+    results = graph.outputs[1:] or _inputs_of_loss(graph)
+    if results:
+        graph.outputs[:] = results
+    _tidy(model)
+    for value in list(graph.inputs):
+        if value.name in optional and not value.uses() and value not in graph.outputs:
+            graph.inputs.remove(value)
+    return model
+
+
+def _inputs_of_loss(graph: ir.Graph) -> list[ir.Value]:
+    """Return what nodes of the model itself give to those of the loss."""
+    found: dict[ir.Value, None] = {}
+    for node in graph:
+        if _LOSS_NODE.match(node.name or ""):
+            for value in node.inputs:
+                producer = None if value is None else value.producer()
+                if value is not None and producer is not None and not _LOSS_NODE.match(producer.name or ""):
+                    found[value] = None
+    return list(found)
