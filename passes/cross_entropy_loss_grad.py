@@ -136,6 +136,9 @@ class FuseCrossEntropyLossGradPass(FusePass):
         along = tuple((a, e) for a, e in p if loss.classes in site.algebra.atoms[a].free)
         logits = site.algebra.log(Poly({along: 1.0}))
         assert root.dtype is not None
+        cast = root.producer()
+        if cast is not None and cast.op_type == "Cast":
+            raise Mismatch("the log-probabilities are of another type; so is what is cast to it")
         found = site.find(logits, form.sizes, root, dtypes=[root.dtype], shape=site.extents(root))
         axis = next((a for a in range(len(form.groups)) if list(form.variables(a)) == [loss.classes]), None)
         if found is None or found[1] != 1.0 or axis is None:

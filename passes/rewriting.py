@@ -44,6 +44,7 @@ _IN_HALF = {
     *("ScatterElements", "ScatterND", "ConstantOfShape", "Max", "Min"),
 }
 _HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+_WIDE = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.BFLOAT16}
 
 _LINEAR = {
     *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
@@ -463,6 +464,9 @@ class Site:
         for dtypes in ([dtype], [t for t in TOLERANCE if t != dtype]):
             found = self.find(local, extents, builder.root, dtypes=dtypes, shape=shape)
             if found is not None and math.isfinite(found[1]):
+                if dtype == ir.DataType.FLOAT16 and found[0].dtype in _WIDE:
+                    # A loss is scaled because its gradients do not fit: 65536 would become infinite.
+                    raise Mismatch(f"{found[0].name} may be beyond the range of float16")
                 value = builder.cast(builder.arrange(found[0], variables, layout, sizes), dtype)
                 if abs(found[1] - 1.0) > TOLERANCE[dtype]:
                     factor = builder.constant(np.asarray(1.0 / found[1]), dtype)

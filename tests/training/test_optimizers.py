@@ -37,9 +37,8 @@ class Options(TypedDict):
 
 
 def export(module: nn.Module, make_optimizer: MakeOptimizer, batch: Batch, **options: Any) -> TrainingStep:
-    return export_training_step(
-        module, F.cross_entropy, batch, make_optimizer(module), fuse=False, evaluation=False, **options
-    )
+    options = {"fuse": False, "evaluation": False} | options
+    return export_training_step(module, F.cross_entropy, batch, make_optimizer(module), **options)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -216,11 +215,14 @@ def test_the_loss_is_scaled_as_by_grad_scaler(accumulate: int) -> None:
     assert_trained(session.state_dict(), twins[torch.float32][0], twins[torch.float64][0], len(data))
 
 
-def test_autocast_keeps_parameters_in_float32_and_computes_in_float16() -> None:
+@pytest.mark.parametrize("fuse", (False, True))
+def test_autocast_keeps_parameters_in_float32_and_computes_in_float16(fuse: bool) -> None:
     torch.manual_seed(5)
     module, data = Mlp(), batches(20, 3, seed=5)
     make, scaler = VARIANTS["sgd_momentum"], torch.amp.GradScaler("cpu")
-    step = export(module, make, data[0], autocast=torch.float16, grad_scaler=scaler)
+    assert scaler.get_scale() == 65536  # more than a float16 can be
+    step = export(module, make, data[0], autocast=torch.float16, grad_scaler=scaler, fuse=fuse)
+    assert any(node.domain == "aclnn" for node in step.model.graph.node) == fuse
     assert {array.dtype.name for array in step.parameters.values()} == {"float32"}
     types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
     products = [node for node in step.model.graph.node if node.op_type in ("Gemm", "MatMul")]
