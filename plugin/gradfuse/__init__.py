@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from gradfuse.training import TrainingSession
     from gradfuse.training_step import TrainingStep
+    from gradfuse.translation import onnx_translation_table
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "get_include",
     "get_library_path",
     "info",
+    "onnx_translation_table",
     "passes",
     "register",
     "testing",
@@ -83,6 +85,7 @@ _MODULE_OF = {
     "get_include": "gradfuse.library",
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
+    "onnx_translation_table": "gradfuse.translation",
     "register": "gradfuse.library",
 }
 
