@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -264,7 +265,9 @@ class Proof:
         failure: Exception | None = None
         for sample in self._samples():
             env = dict(zip(self.dims, sample.sizes, strict=True))
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                # That a mean is one of no elements, NumPy says in its own way.
+                warnings.simplefilter("ignore", RuntimeWarning)
                 try:
                     leaves = self._leaves(sample, env, table)
                     original, fused = (np.asarray(a) for a in evaluator.run(None, constants | leaves))

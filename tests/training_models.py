@@ -23,6 +23,7 @@ from gradfuse.training_step import DROPOUT_SEED
 
 Tensors = tuple[Tensor, ...]
 Batch = tuple[Tensors, Tensors]
+Arrays = dict[str, npt.NDArray[Any]]
 
 VOCABULARY = 11
 CLASSES = 5
@@ -308,6 +309,11 @@ CTC_OPERATORS = ("CtcLoss", "CtcLossBackward")
 GROUPED = ("CrossEntropyLossGrad", "GroupedBiasAddGrad")
 SOFTMAX = ("CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward")
 
+
+def _experts(grouping: str, fused: tuple[str, ...] = ("CrossEntropyLossGrad",)) -> Model:
+    return Model(lambda: Experts(grouping), F.cross_entropy, tokens, ITEMS, fused)
+
+
 MODELS = {
     "ResNet": Model(ResNet, nn.CrossEntropyLoss(label_smoothing=0.1), images, ITEMS),
     "ConvNeXt": Model(ConvNext, F.cross_entropy, images, ITEMS),
@@ -318,11 +324,17 @@ MODELS = {
     "GRU with CTC": Model(lambda: Recurrent(nn.GRU), ctc_loss, speech(1), SPEECH, CTC_OPERATORS),
     "LSTM with CTC": Model(lambda: Recurrent(nn.LSTM), ctc_loss, speech(1), SPEECH, CTC_OPERATORS),
     "convolutions with CTC": Model(Convolutional, ctc_loss, speech(2), SPEECH, CTC_OPERATORS),
-    "experts": Model(lambda: Experts("compared ends"), F.cross_entropy, tokens, ITEMS, GROUPED),
+    "experts, ends compared": _experts("compared ends", GROUPED),
+    "experts, bucketize": _experts("bucketize", GROUPED),
+    "experts, searchsorted": _experts("searchsorted", GROUPED),
+    "experts, repeat_interleave": _experts("repeat_interleave", GROUPED),
+    # To count the ends does not pay at this size.
+    "experts, sorted index": _experts("sorted index"),
+    "experts, index_select": _experts("index_select"),
 }
 
 
-def run(step: TrainingStep, batch: Batch, *, kernels: bool) -> dict[str, npt.NDArray[Any]]:
+def run(step: TrainingStep, batch: Batch, *, kernels: bool) -> Arrays:
     """Run a step in onnxruntime at its own parameters, with the library or without."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -337,7 +349,7 @@ def run(step: TrainingStep, batch: Batch, *, kernels: bool) -> dict[str, npt.NDA
 
 def autograd(
     module: nn.Module, loss: Callable[..., Tensor], batch: Batch, dtype: torch.dtype, step: TrainingStep
-) -> dict[str, npt.NDArray[Any]]:
+) -> Arrays:
     """What PyTorch gives in a type, by the names of a step's outputs, with the step's seed for dropout."""
 
     def cast(tensor: Tensor) -> Tensor:

@@ -618,9 +618,9 @@ def _with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.Ex
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose the backward operators that torch.onnx.export does not know."""
-    from gradfuse import backward_decompositions
+    from gradfuse import backward_decompositions, dropout
 
-    table = backward_decompositions.table()
+    table = {**backward_decompositions.table(), **dropout.table()}
     if not any(node.target in table for node in program.graph.nodes):
         return program
     try:

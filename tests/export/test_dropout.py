@@ -57,18 +57,20 @@ def test_masks_are_random(p: float) -> None:
 
 
 class Dropping(nn.Module):
-    """Every way to dropout: as a module, in place, by channels, and within attention."""
+    """Dropout as a module, in place, by channels, within attention and between recurrent layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 8)
         self.module = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2, inplace=True))
         self.channels = nn.Dropout1d(0.4)
+        self.recurrent = nn.GRU(8, 8, 2, batch_first=True, dropout=0.3)
         self.outer = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.channels(self.module(self.inner(x).relu()))
-        mixed = F.scaled_dot_product_attention(inner, inner, inner, dropout_p=0.2 if self.training else 0.0)
+        states, _ = self.recurrent(inner)
+        mixed = F.scaled_dot_product_attention(states, inner, inner, dropout_p=0.2 if self.training else 0.0)
         return self.outer(mixed.mean(1))  # type: ignore[no-any-return]
 
 
@@ -76,7 +78,7 @@ def test_a_step_with_dropout_is_pytorchs_for_every_seed() -> None:
     torch.manual_seed(0)
     module = Dropping()
     batch = (torch.randn(4, 3, 6),), (torch.randint(0, 5, (4,)),)
-    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=({0: "n"}, {0: "n"}))
+    step = export_training_step(module, F.cross_entropy, batch)
     assert list(step.buffers) == ["dropout_seed"]
     losses = set()
     for seed in (0, 1):

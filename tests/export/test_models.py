@@ -13,7 +13,7 @@ from gradfuse import export_training_step, library
 from gradfuse.testing import assert_gradients_close
 
 # What the others have in common with these is seen by `make test-slow`.
-QUICK = {"ViT", "GPT", "GRU with CTC", "convolutions with CTC", "experts"}
+QUICK = {"GPT", "GRU with CTC", "convolutions with CTC", "experts, ends compared"}
 
 
 @pytest.mark.parametrize(

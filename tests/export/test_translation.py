@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,7 @@ def test_a_module_with_a_ctc_loss_exports() -> None:
     torch.manual_seed(0)
     dynamic = torch.export.Dim.DYNAMIC
     program = torch.onnx.export(
-        Ctc(),
+        Ctc().eval(),
         _ctc_batch(7, 2, 3),
         dynamo=True,
         verbose=False,
@@ -109,6 +110,47 @@ def test_a_backward_pass_that_is_not_decomposed(loss: Callable[..., Tensor], tar
     for kernels in (True, False):
         (gradient,) = _run(model, (x.detach(), target), kernels=kernels)
         assert_gradients_close(gradient, _gradients(loss)(x, target), exact, np.float32)
+
+
+class Operators(nn.Module):
+    """`torch.ops.aclnn` with attributes, optional inputs, several outputs and defaults."""
+
+    def forward(self, grad: Tensor, log_prob: Tensor, target: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        ops = torch.ops.aclnn
+        lengths = torch.full_like(target[:2], 3)
+        losses, _ = ops.ctc_loss(
+            log_prob.view(3, 2, 5), target.view(2, 3) + 1, lengths, lengths - 2, zero_infinity=True
+        )
+        return (
+            ops.cross_entropy_loss_grad(grad.sum(), log_prob, target, reduction="sum", label_smoothing=0.5),
+            ops.grouped_bias_add_grad(grad, ends),
+            ops.scaled_masked_softmax_backward(grad.view(1, 1, 6, 5), log_prob.view(1, 1, 6, 5), None, 0.5),
+            losses,
+        )
+
+
+def test_operators_of_torch_become_their_nodes() -> None:
+    importlib.import_module("gradfuse.torch")
+    torch.manual_seed(0)
+    arguments = (
+        torch.randn(6, 5),
+        torch.randn(6, 5).log_softmax(1),
+        torch.tensor([0, 1, 2, 3, 3, 0]),
+        torch.tensor([2, 2, 6]),
+    )
+    module = Operators().eval()
+    table = gradfuse.onnx_translation_table()
+    program = torch.onnx.export(module, arguments, dynamo=True, verbose=False, custom_translation_table=table)
+    assert program is not None
+    model = gradfuse.fuse(program).model.model_proto
+    onnx.checker.check_model(model, full_check=True)
+    assert _fused(model) == ["CrossEntropyLossGrad", "CtcLoss", "GroupedBiasAddGrad", "ScaledMaskedSoftmaxBackward"]
+    exact = [one.double() for one in module(*arguments)]
+    for kernels in (True, False):
+        for result, native, reference in zip(
+            _run(model, arguments, kernels=kernels), module(*arguments), exact, strict=True
+        ):
+            assert_gradients_close(result, native, reference, np.float32)
 
 
 def test_a_type_that_an_operator_does_not_take_is_named() -> None:
