@@ -14,8 +14,8 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-ort-training bench bench-aclnn bench-payoff bench-scale bench-training gpu-test gpu-bench \
-    lint format wheel clean
+.PHONY: help demo test test-slow test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale bench-training \
+    gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (ten minutes)"
+	@echo "make bench-export   export the models of docs/export.md, and write its table (five minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make bench-training   measure TrainingSession beside steps that pass numpy arrays"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
@@ -83,6 +84,9 @@ bench-aclnn: $(INSTALLED)
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
+
+bench-export: $(INSTALLED)
+	$(BIN)/python benchmarks/export_table.py --page docs/export.md
 
 bench-scale: $(INSTALLED)
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md

@@ -332,4 +332,5 @@ OPERATOR = Operator(
         setup_context=_torch_setup_context,
         backward=_torch_backward,
     ),
+    aten=("_ctc_loss.Tensor",),
 )

@@ -193,4 +193,5 @@ OPERATOR = Operator(
         outputs=_torch_outputs,
     ),
     oldest_opset=16,  # ScatterElements with a reduction
+    aten=("_ctc_loss_backward.Tensor",),
 )

@@ -118,4 +118,5 @@ OPERATOR = Operator(
         outputs=_torch_outputs,
         fake=_torch_fake,
     ),
+    aten=("mse_loss_backward.default",),
 )

@@ -163,6 +163,7 @@ class Operator:
         torch_op: the operator in PyTorch.
         oldest_opset: the oldest version of the default domain that has what the body needs.
         samples: attributes of nodes that between them have every text of the body.
+        aten: PyTorch's operators that take these inputs and attributes, in this order, and give these outputs.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Operator:
     torch_op: TorchOp
     oldest_opset: int = OLDEST_OPSET
     samples: Sequence[Mapping[str, Value]] = ({},)
+    aten: tuple[str, ...] = ()
 
     @property
     def types(self) -> tuple[str, ...]:

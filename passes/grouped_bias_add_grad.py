@@ -68,11 +68,19 @@ class FuseGroupedBiasAddGradPass(FusePass):
             return None
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
             return None  # It was tried as what it goes on as.
+        miss: Mismatch | None = None
         for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
-                rewrite = self._from(site, builder, root, source)
+                try:
+                    rewrite = self._from(site, builder, root, source)
+                except Mismatch as reason:
+                    # Rows that are picked in another order are no groups, but they may be as they are picked.
+                    miss = miss or reason
+                    continue
                 if rewrite is not None:
                     return rewrite
+        if miss is not None:
+            raise miss
         return None
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:

@@ -113,8 +113,10 @@ class Order:
                 return 0.0 if self.least(inputs[0]) >= 0 else -math.inf
             case "Where":
                 return min(self.least(v) for v in self._taken(inputs))
-            case "Abs" | "NonZero" | "Shape" | "Size":
+            case "Abs" | "NonZero" | "Shape" | "Size" | "ArgMax" | "ArgMin":
                 return 0.0
+            case "TopK":
+                return self.least(inputs[0]) if value is node.outputs[0] else 0.0
             case _:
                 return -math.inf
 
@@ -277,6 +279,9 @@ class Order:
                 return not attribute(node, "reverse", 0) and self._runs_along(node) and self.least(inputs[0]) >= 0
             case "Range":
                 return self.least(inputs[2]) > 0
+            case "TopK":
+                ascends = not attribute(node, "largest", 1) and attribute(node, "sorted", 1)
+                return bool(ascends) and value is node.outputs[0] and self._sorts_along(node)
             case "Add" | "Min" | "Max":
                 return all(self.rises(v) for v in inputs)
             case "Sub":
@@ -290,6 +295,11 @@ class Order:
                 return self.rises(inputs[0]) and self.rises(inputs[1]) and self.least(inputs[1]) >= 0
             case _:
                 return False
+
+    def _sorts_along(self, node: ir.Node) -> bool:
+        """Whether a TopK goes along the only dimension that its input has."""
+        form = None if node.inputs[0] is None else self._forms.get(node.inputs[0])
+        return form is not None and len(form.groups) == 1
 
     def _runs_along(self, node: ir.Node) -> bool:
         """Whether a CumSum goes along the only dimension of a size other than 1."""

@@ -43,9 +43,10 @@ class GraphBuilder:
     def ints(self, *values: int) -> str:
         return self.constant(values, np.int64)
 
-    def op(self, op_type: str, *inputs: str, **attributes: Any) -> str:
+    def op(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
         name = f"v{len(self._nodes)}"
-        self._nodes.append(helper.make_node(op_type, inputs, [name], name=f"n{len(self._nodes)}", **attributes))
+        names = [name, *(f"{name}_{k}" for k in range(1, outputs))]
+        self._nodes.append(helper.make_node(op_type, inputs, names, name=f"n{len(self._nodes)}", **attributes))
         return name
 
     def sum(self, x: str, axis: int, keepdims: int = 1) -> str:

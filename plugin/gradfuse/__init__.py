@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gradfuse.ort_training.to_stock import to_stock
     from gradfuse.training import TrainingSession
     from gradfuse.training_step import TrainingStep
+    from gradfuse.translation import onnx_translation_table
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "get_include",
     "get_library_path",
     "info",
+    "onnx_translation_table",
     "passes",
     "register",
     "testing",
@@ -85,6 +87,7 @@ _MODULE_OF = {
     "get_include": "gradfuse.library",
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
+    "onnx_translation_table": "gradfuse.translation",
     "register": "gradfuse.library",
     "to_stock": "gradfuse.ort_training.to_stock",
 }

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
+from gradfuse import index_decompositions, pooling_decompositions
+from gradfuse.pooling_decompositions import per_axis
+
 aten = torch.ops.aten
 
 
@@ -22,9 +25,10 @@ def table() -> dict[Any, Callable[..., Any]]:
     known = get_decompositions([aten._native_batch_norm_legit_functional.default])
     return {
         **known,
+        **index_decompositions.table(),
+        **pooling_decompositions.table(),
         aten.convolution_backward.default: convolution_backward,
-        aten.avg_pool2d_backward.default: avg_pool2d_backward,
-        aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
+        aten._weight_norm_interface_backward.default: weight_norm_backward,
         aten.empty_permuted.default: empty_permuted,
     }
 
@@ -63,7 +67,7 @@ def convolution_backward(
         The gradients of input, weight and bias.
     """
     spatial = weight.dim() - 2
-    stride, padding, dilation = (_per_axis(value, spatial) for value in (stride, padding, dilation))
+    stride, padding, dilation = (per_axis(value, spatial) for value in (stride, padding, dilation))
     small, large = (input, grad_output) if transposed else (grad_output, input)
 
     grad_input: Tensor | None = None
@@ -121,64 +125,16 @@ def _full_transposed_convolution(
     return grad
 
 
-def avg_pool2d_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Tensor:
-    """Gradient of 2-D average pooling: aten::avg_pool2d_backward.
+def weight_norm_backward(
+    grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of v and g in w = v g / |v|, with norms over all axes but `dim`: aten::_weight_norm_interface_backward.
 
-    Pooling is separable: with A the (out, in) matrix of one axis that holds 1 / count where the window covers, the
-    result is A_h X A_w^T, and the gradient A_h^T G A_w.
-
-    Args:
-        grad_output: (N, C, outH, outW) or (C, outH, outW), floating.
-        self: the forward's input, (N, C, H, W) or (C, H, W), of the same type.
-        kernel_size, stride, padding: one for both axes or one each; an empty stride means the kernel size.
-        ceil_mode: whether windows may start inside and end outside the padded input; the sizes of grad_output say it.
-        count_include_pad: whether padding counts in the divisor.
-        divisor_override: the divisor of every window, or None.
+    `grad_w` and `saved_v` have the shape of w, `saved_g` and `saved_norms` that with 1 for all axes but `dim`.
     """
-    kernel = _per_axis(kernel_size, 2)
-    step, pad = _per_axis(stride or kernel, 2), _per_axis(padding, 2)
-    matrices = []
-    for axis in (0, 1):
-        size, out = self.shape[axis - 2], grad_output.shape[axis - 2]
-        start = torch.arange(out, device=self.device).unsqueeze(1) * step[axis] - pad[axis]
-        end = (start + kernel[axis]).clamp(max=size + pad[axis])
-        if divisor_override:
-            count = torch.ones_like(start)
-        elif count_include_pad:
-            count = end - start
-        else:
-            count = end.clamp(max=size) - start.clamp(min=0)
-        matrices.append(_averages(start, end, count, size, grad_output))
-    grad = torch.matmul(torch.matmul(matrices[0].transpose(0, 1), grad_output), matrices[1])
-    return grad / divisor_override if divisor_override else grad
-
-
-def adaptive_avg_pool2d_backward(grad_output: Tensor, self: Tensor) -> Tensor:
-    """Gradient of 2-D adaptive average pooling: aten::_adaptive_avg_pool2d_backward.
-
-    Window i of an axis covers floor(i in / out) up to ceil((i + 1) in / out); the rest is as in `avg_pool2d_backward`.
-
-    Args:
-        grad_output: (N, C, outH, outW) or (C, outH, outW), floating.
-        self: the forward's input, (N, C, H, W) or (C, H, W), of the same type.
-    """
-    matrices = []
-    for axis in (-2, -1):
-        size, out = self.shape[axis], grad_output.shape[axis]
-        index = torch.arange(out, device=self.device).unsqueeze(1)
-        start = torch.div(index * size, out, rounding_mode="floor")
-        end = torch.div((index + 1) * size + out - 1, out, rounding_mode="floor")
-        matrices.append(_averages(start, end, end - start, size, grad_output))
-    return torch.matmul(torch.matmul(matrices[0].transpose(0, 1), grad_output), matrices[1])
+    others = [axis for axis in range(saved_v.dim()) if axis != dim % saved_v.dim()]
+    along = (grad_w * saved_v).sum(others, keepdim=True) / saved_norms
+    return (grad_w - saved_v * (along / saved_norms)) * (saved_g / saved_norms), along
 
 
 def empty_permuted(size: Sequence[int], physical_layout: Sequence[int], **options: Any) -> Tensor:
@@ -187,14 +143,3 @@ def empty_permuted(size: Sequence[int], physical_layout: Sequence[int], **option
     Decompositions make one to take its shape and type only; an ONNX tensor has no memory layout.
     """
     return torch.zeros(size, **options)
-
-
-def _averages(start: Tensor, end: Tensor, count: Tensor, size: Any, like: Tensor) -> Tensor:
-    """Return the (out, size) matrix of an axis that averages start <= j < end, in the type of `like`."""
-    position = torch.arange(size, device=like.device).unsqueeze(0)
-    covered = (position >= start) & (position < end)
-    return covered.to(like.dtype) / count.to(like.dtype)
-
-
-def _per_axis(value: Sequence[int], axes: int) -> list[int]:
-    return list(value) * axes if len(value) == 1 else list(value)

@@ -23,10 +23,12 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from gradfuse import optimizers
+from gradfuse import fusion, optimizers
+from gradfuse.custom_ops import functions
 from gradfuse.errors import ExportError, ModelError
 from gradfuse.model_io import one_line
-from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.training_step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.translation import onnx_translation_table, traceable_ctc
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +61,8 @@ def export_training_step(
     The module is traced in the mode it is in, train or eval, and is left as it was: parameters, buffers, `.grad`, mode
     and random state; so is the optimizer. If onnxruntime is installed, the model (and the fused one) runs on the batch;
     loss, gradients, updated buffers and the optimizer's update must then be as near to a float64 run as PyTorch's own,
-    but for a few roundings.
+    but for a few roundings. Dropout in training mode drops what a hash of the buffer `dropout_seed` says, which a step
+    adds 1 to; PyTorch is compared with on the same masks.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
@@ -73,7 +76,7 @@ def export_training_step(
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
             tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
-        fuse: whether `TrainingStep.model` is fused.
+        fuse: whether `TrainingStep.model` is fused. If not, it is made of standard operators alone.
         max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)` over the
             optimizer's parameters. None: they are not.
         accumulate: of how many calls the gradients are averaged for one update; other calls change buffers only.
@@ -85,9 +88,9 @@ def export_training_step(
             optimizer.
 
     Raises:
-        ExportError: torch is not installed, an argument is not as above, the step draws random numbers (dropout in
-            training mode), PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output
-            differs from PyTorch's (it is named, with the largest difference). The text is one line.
+        ExportError: torch is not installed, an argument is not as above, the step draws random numbers other than for
+            dropout, PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output differs
+            from PyTorch's (it is named, with the largest difference). The text is one line.
     """
     try:
         import onnxscript  # noqa: F401
@@ -114,8 +117,11 @@ def export_training_step(
     step = _Step.of(module, loss, batch, describe, autocast)
     dims = _dynamic_shapes(dynamic_shapes, step)
     evaluation_model = None
-    with torch.random.fork_rng(), _restored(module), _restored(loss), torch.enable_grad():
+    with torch.random.fork_rng(), _restored(module), _restored(loss), torch.enable_grad(), traceable_ctc():
         native = step.run()
+        if native.dropouts:
+            step = step.with_dropout_seed()
+            native = step.run()
         program = _joint_program(step, native, dims)
         order = (*native.gradients, *(name for name in step.state if name not in native.gradients))
         free = {*step.trainable, *native.changed}
@@ -124,13 +130,11 @@ def export_training_step(
         reference = _float64_run(step)
         if evaluation or (evaluation is None and optimizer is not None):
             evaluation_model = _evaluation_model(step, dims, native.changed)
-    plain = ir.to_proto(model)
+    plain = ir.to_proto(model) if fuse else fusion.expand(ir.to_proto(model))
     _compare(plain, step, native, reference, "exported")
     report = None
     if fuse:
-        from gradfuse.fusion import fuse as fuse_model
-
-        result = fuse_model(plain)
+        result = fusion.fuse(plain)
         plain, report = result.model, result.report
         _compare(plain, step, native, reference, "fused")
     parameters = {name: to_numpy(step.state[name]) for name in step.trainable}
@@ -179,6 +183,8 @@ class _Outcome:
     """All buffers as the run left them."""
     changed: tuple[str, ...]
     """The buffers that the run changed."""
+    dropouts: int
+    """How many dropouts there were."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +286,18 @@ class _Step:
             autocast,
         )
 
+    def with_dropout_seed(self) -> _Step:
+        """Return the step with the seed of its dropouts as one more buffer."""
+        import torch
+
+        if DROPOUT_SEED in {*self.state, *self.batch}:
+            raise ExportError(f"{_WHO}: a tensor has the name {DROPOUT_SEED!r}, which dropout needs; rename it")
+        seed = torch.zeros((), dtype=torch.int64)
+        places = self.places | {DROPOUT_SEED: [_Place({DROPOUT_SEED: seed}, DROPOUT_SEED)]}
+        return dataclasses.replace(
+            self, state=self.state | {DROPOUT_SEED: seed}, places=places, buffers=(*self.buffers, DROPOUT_SEED)
+        )
+
     @property
     def batch(self) -> dict[str, Tensor]:
         """The tensors of the batch by their names."""
@@ -296,7 +314,10 @@ class _Step:
         with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
             output = self.module(*inputs)
             value = self.loss(output, *targets)
-        return value, {name: self.places[name][0].entries[self.places[name][0].key] for name in self.buffers}
+        after = {name: self.places[name][0].entries[self.places[name][0].key] for name in self.buffers}
+        if DROPOUT_SEED in after:
+            after[DROPOUT_SEED] = after[DROPOUT_SEED] + 1
+        return value, after
 
     @property
     def scales_loss(self) -> bool:
@@ -312,6 +333,8 @@ class _Step:
         """Run forward and backward eagerly on copies of all tensors, changed by `cast` first."""
         import torch
 
+        from gradfuse.dropout import SeededDropout
+
         def copy(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
             return cast(copied) if cast is not None else copied
@@ -322,7 +345,8 @@ class _Step:
         versions = {name: tensor._version for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         try:
-            value, after = self.apply(state, inputs, targets)
+            with SeededDropout(state.get(DROPOUT_SEED)) as drawn:
+                value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
             raise ExportError(f"{_WHO}: the module or the loss fails on the batch: {one_line(error)}") from error
@@ -351,6 +375,7 @@ class _Step:
                 if (tensor is not state[name] or tensor._version != versions[name])
                 or not torch.equal(tensor, before[name])
             ),
+            drawn.count,
         )
 
 
@@ -495,6 +520,8 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
     from torch.export.experimental import _export_forward_backward
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from gradfuse import dropout, recurrences
+
     used = tuple(native.gradients)
     others = tuple(name for name in step.state if name not in native.gradients)
     shared = _with_shared_gradients(native)
@@ -525,7 +552,7 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
         shapes += ((None,),)
     try:
         # The other attention kernels have backward operators that no exporter knows.
-        with _quiet(), sdpa_kernel(SDPBackend.MATH):
+        with _quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
             exported = torch.export.export(Traced(), arguments, dynamic_shapes=shapes)
             joint = _export_forward_backward(exported)
     except Exception as error:
@@ -533,7 +560,10 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
         raise ExportError(f"{_WHO}: torch.export cannot trace the step: {one_line(error)}") from error
     _refuse_random_operators(joint)
     with _quiet():
-        return _decomposed(_with_user_outputs(joint))
+        program = _decomposed(_with_user_outputs(joint))
+    if DROPOUT_SEED in others:
+        dropout.connect(program.graph, len(used) + others.index(DROPOUT_SEED))
+    return program
 
 
 def _with_shared_gradients(native: _Outcome) -> list[str]:
@@ -553,11 +583,15 @@ def _with_shared_gradients(native: _Outcome) -> list[str]:
 def _refuse_random_operators(program: torch.export.ExportedProgram) -> None:
     import torch
 
+    from gradfuse.dropout import DROPOUTS
+
     for node in program.graph.nodes:
+        if node.target in DROPOUTS:
+            continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ExportError(
                 f"{_WHO}: the step draws random numbers ({node.target}), so that it cannot be compared with PyTorch; "
-                "expected a deterministic step: set dropout to 0 or its module to eval()"
+                "expected a step that draws none but for dropout"
             )
 
 
@@ -584,9 +618,9 @@ def _with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.Ex
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose the backward operators that torch.onnx.export does not know."""
-    from gradfuse import backward_decompositions
+    from gradfuse import backward_decompositions, dropout
 
-    table = backward_decompositions.table()
+    table = {**backward_decompositions.table(), **dropout.table()}
     if not any(node.target in table for node in program.graph.nodes):
         return program
     try:
@@ -606,10 +640,20 @@ def _to_onnx(
     import torch
     from onnxscript import optimizer
 
+    from gradfuse import dropout, recurrences
+
+    table = {**onnx_translation_table(), **recurrences.translations(), **dropout.translations()}
     try:
         with _quiet():
             exported = torch.onnx.export(
-                program, (), dynamo=True, opset_version=OPSET, optimize=False, verbose=False, external_data=False
+                program,
+                (),
+                dynamo=True,
+                opset_version=OPSET,
+                custom_translation_table=table,
+                optimize=False,
+                verbose=False,
+                external_data=False,
             )
     except Exception as error:
         # The chain of causes ends at the operator, whose name is what helps.
@@ -626,6 +670,7 @@ def _to_onnx(
     # Only now: before, the optimizer would have taken the parameters for constants.
     with _quiet():
         optimizer.optimize(model)
+    functions.attach(model)
     return model
 
 
@@ -639,6 +684,8 @@ def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.
     """Return the module alone, as a model of the parameters and buffers that it uses, and leave it in eval mode."""
     import torch
     from torch.utils import _pytree
+
+    from gradfuse import recurrences
 
     def outputs(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         step.place(state)
@@ -669,7 +716,8 @@ def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.
     try:
         with _quiet(), torch.no_grad():
             native = run(lambda tensor: tensor)
-            program = torch.export.export(Traced(), arguments, dynamic_shapes=((None,) * len(names), dims.inputs))
+            with recurrences.scanned():
+                program = torch.export.export(Traced(), arguments, dynamic_shapes=((None,) * len(names), dims.inputs))
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise ExportError(f"{_WHO}: torch.export cannot trace the module in eval mode: {one_line(error)}") from error

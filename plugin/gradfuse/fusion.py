@@ -93,7 +93,8 @@ def fuse_loaded(
         inlined = _run(whole, policy, only, skip, progress)
         if _gain(inlined) > _gain(report):
             fused, report = whole, replace(inlined, before=report.before)
-    if report.fusions:
+    if report.fusions or any(functions.aclnn_nodes(fused)):
+        # Nodes that the model came with, as from gradfuse.onnx_translation_table, need their bodies as well.
         fused.metadata_props[VERSION_KEY] = _version()
         if bodies:
             functions.attach(fused)

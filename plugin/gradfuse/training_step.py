@@ -27,6 +27,7 @@ GRADIENT_SUFFIX = ".grad"
 UPDATED_SUFFIX = ".updated"
 LEARNING_RATE = "learning_rate"
 STEP = "step"
+DROPOUT_SEED = "dropout_seed"
 METADATA_KEY = "gradfuse.training_step"
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -53,6 +54,7 @@ class TrainingStep:
         model: the model; fused, if it was exported so.
         parameters: name -> value of the trainable parameters at export; what to feed in the first step.
         buffers: name -> value of the buffers that the step changes; empty in most models without batch normalisation.
+            A step with dropout has one more, `dropout_seed`, int64 of shape (), which decides what is dropped.
         input_names: the names of the batch's inputs: those of the arguments of `module.forward`.
         target_names: the names of the batch's targets: those of the arguments of the loss after its first.
         report: the report of `gradfuse.fuse`; None for a step that was exported with `fuse=False` or loaded.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradfuse import backward_decompositions
+from gradfuse import backward_decompositions, index_decompositions, pooling_decompositions
 
 aten = torch.ops.aten
 
@@ -58,42 +58,27 @@ def test_convolution_backward_gives_what_is_asked_for(mask: tuple[bool, bool, bo
     assert tuple(gradient is not None for gradient in result) == mask
 
 
-@pytest.mark.parametrize("divisor", [None, 5])
-@pytest.mark.parametrize("include_pad", [False, True])
-@pytest.mark.parametrize("ceil_mode", [False, True])
-@pytest.mark.parametrize(
-    "kernel, stride, padding", [((2, 2), [], 0), ((3, 2), [2, 1], 1), ((3, 3), [3], 1), ((2, 3), [1], 0)]
-)
-def test_avg_pool2d_backward(
-    kernel: tuple[int, int], stride: list[int], padding: int, ceil_mode: bool, include_pad: bool, divisor: int | None
-) -> None:
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm_backward(dim: int) -> None:
     torch.manual_seed(0)
-    images = torch.randn(2, 3, 9, 8, dtype=torch.float64)
-    settings = (kernel, stride, [padding], ceil_mode, include_pad, divisor)
-    grad_output = torch.randn_like(aten.avg_pool2d(images, *settings))
-    _assert_equal(
-        backward_decompositions.avg_pool2d_backward(grad_output, images, *settings),
-        aten.avg_pool2d_backward(grad_output, images, *settings),
-    )
+    v = torch.randn(4, 3, 5, dtype=torch.float64)
+    kept = [size if axis == dim else 1 for axis, size in enumerate(v.shape)]
+    g = torch.randn(kept, dtype=torch.float64)
+    w, norms = aten._weight_norm_interface(v, g, dim)
+    grad = torch.randn_like(w)
+    actual = backward_decompositions.weight_norm_backward(grad, v, g, norms.view(kept), dim)
+    for one, other in zip(actual, _gradients(aten._weight_norm, grad, v, g, dim), strict=True):
+        _assert_equal(one, other)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 3), (5, 7), (9, 8), (11, 2)])
-def test_adaptive_avg_pool2d_backward(size: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    images = torch.randn(2, 3, 9, 8, dtype=torch.float64)
-    grad_output = torch.randn(2, 3, *size, dtype=torch.float64)
-    _assert_equal(
-        backward_decompositions.adaptive_avg_pool2d_backward(grad_output, images),
-        aten._adaptive_avg_pool2d_backward(grad_output, images),
-    )
+def _gradients(function: Callable[..., Tensor], grad: Tensor, v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, ...]:
+    leaves = v.clone().requires_grad_(), g.clone().requires_grad_()
+    return torch.autograd.grad(function(*leaves, dim), leaves, grad)
 
 
 def test_the_table_serves_every_decomposition() -> None:
     table = backward_decompositions.table()
     assert aten._native_batch_norm_legit_functional.default in table
-    for function in (
-        backward_decompositions.convolution_backward,
-        backward_decompositions.avg_pool2d_backward,
-        backward_decompositions.adaptive_avg_pool2d_backward,
-    ):
-        assert function in table.values()
+    assert backward_decompositions.convolution_backward in table.values()
+    for module in (index_decompositions, pooling_decompositions):
+        assert set(module.table()) <= set(table)

@@ -551,13 +551,15 @@ def test_arguments_of_a_wrong_kind(module: Any, loss: Any, batch: Any, message: 
     assert message in one_line(error)
 
 
-def test_dropout_in_training_mode_is_refused_and_in_eval_mode_exported() -> None:
-    module = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5))
-    batch = torch.randn(4, 6), classes(4)
-    with pytest.raises(ExportError, match=r"random numbers .*dropout.* set dropout to 0"):
-        export_training_step(module, F.cross_entropy, batch)
-    step = export_training_step(module.eval(), F.cross_entropy, batch)
-    assert_step(step, module, F.cross_entropy, batch)
+def test_random_numbers_other_than_for_dropout_are_refused() -> None:
+    class Noisy(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.randn_like(x))
+
+    with pytest.raises(
+        ExportError, match=r"random numbers \(aten.randn.*; expected a step that draws none but for drop"
+    ):
+        export_training_step(Noisy(), F.cross_entropy, (torch.randn(4, 6), classes(4)))
 
 
 def test_an_operator_without_a_translation_is_named() -> None:

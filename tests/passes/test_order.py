@@ -60,6 +60,10 @@ def _where(g: GraphBuilder, x: str) -> str:
     return g.op("Where", below, g.op("Add", x, g.constant(ROWS, np.int64)), x)
 
 
+def _sorted(g: GraphBuilder, x: str, **attributes: int) -> str:
+    return g.op("TopK", x, g.ints(ROWS), outputs=2, **attributes)
+
+
 def _minus(g: GraphBuilder, x: str, k: int = 1) -> str:
     return g.op("Sub", x, g.constant(k, np.int64))
 
@@ -83,6 +87,7 @@ IN_ORDER: dict[str, tuple[Build, float, float]] = {
         9,
     ),
     "sum of two": (lambda g: g.op("Add", _sum(g, _flags(g)), _range(g)), 0, np.inf),
+    "sorted": (lambda g: _sorted(g, g.op("Abs", _x(g)), largest=0), 0, np.inf),
     "large": (lambda g: _sum(g, g.op("Max", _x(g), g.constant(0, np.int64))), 0, np.inf),
 }
 
@@ -98,6 +103,8 @@ IN_NO_ORDER: dict[str, Build] = {
     "as conditions and back": lambda g: g.op(
         "Cast", g.op("Cast", _minus(g, _sum(g, _flags(g))), to=TensorProto.BOOL), to=TensorProto.INT64
     ),
+    "sorted from the largest on": lambda g: _sorted(g, _x(g)),
+    "the smallest, unsorted": lambda g: _sorted(g, _x(g), largest=0, sorted=0),
     "along a dimension of size 1": lambda g: g.op(
         "Squeeze", g.op("CumSum", g.op("Unsqueeze", _flags(g), g.ints(1)), g.constant(1, np.int64)), g.ints(1)
     ),

@@ -1,0 +1,118 @@
+"""Sorting, searching and segments: ATen operators that group rows, written in operators that torch.onnx knows.
+
+Positions among the ends of groups are counted by comparison with every end. That takes rows times groups comparisons,
+and shows `gradfuse.fuse` that the index of the rows never decreases. This module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by overload, as `run_decompositions` takes them."""
+    return {
+        aten.sort.stable: sort_stable,
+        aten.searchsorted.Tensor: searchsorted,
+        aten.bucketize.Tensor: bucketize,
+        aten.repeat_interleave.Tensor: repeat_interleave,
+        aten.segment_reduce.default: segment_reduce,
+        aten._segment_reduce_backward.default: segment_reduce_backward,
+    }
+
+
+def sort_stable(self: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """aten::sort.stable: ONNX's TopK, as which aten::sort is translated, gives equal elements in their order."""
+    return torch.sort(self, dim, descending)
+
+
+def searchsorted(
+    sorted_sequence: Tensor,
+    self: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """aten::searchsorted: how many elements of each sequence are before each value.
+
+    `sorted_sequence` is (C) or (*, C), `self` any shape or (*, K); with `right` (or `side` "right") equal elements are
+    before a value. `sorter` is what sorts the sequences.
+    """
+    if sorter is not None:
+        sorted_sequence = sorted_sequence.gather(-1, sorter)
+    if sorted_sequence.dim() > 1:
+        sorted_sequence = sorted_sequence.unsqueeze(-2)
+    values = self.unsqueeze(-1)
+    before = values >= sorted_sequence if right or side == "right" else values > sorted_sequence
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def bucketize(self: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    """aten::bucketize: `searchsorted` with its first two arguments exchanged, and (C) boundaries."""
+    return searchsorted(boundaries, self, out_int32=out_int32, right=right)
+
+
+def repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Tensor:
+    """aten::repeat_interleave.Tensor: each index as often as `repeats`, (G), says, `output_size` in all."""
+    if output_size is None:
+        return NotImplemented  # type: ignore[no-any-return]
+    return _index_of_rows(repeats.cumsum(0), output_size).to(repeats.dtype)
+
+
+def segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Tensor:
+    """aten::segment_reduce with reduce "sum": sums of rows of data, (R, *), by (G) lengths or (G + 1) offsets."""
+    ends = _ends(reduce, lengths, offsets, axis, initial)
+    if ends is None:
+        return NotImplemented  # type: ignore[no-any-return]
+    sums = data.new_zeros((ends.shape[0], *data.shape[1:]))
+    return sums.index_add(0, _index_of_rows(ends, data.shape[0]), data)
+
+
+def segment_reduce_backward(
+    grad: Tensor,
+    output: Tensor,
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    initial: float | None = None,
+) -> Tensor:
+    """aten::_segment_reduce_backward with reduce "sum": for each row the gradient of its segment."""
+    ends = _ends(reduce, lengths, offsets, axis, initial)
+    if ends is None:
+        return NotImplemented  # type: ignore[no-any-return]
+    return grad[_index_of_rows(ends, data.shape[0])]
+
+
+def _ends(
+    reduce: str, lengths: Tensor | None, offsets: Tensor | None, axis: int, initial: float | None
+) -> Tensor | None:
+    """The ends of the segments; None for what is not decomposed."""
+    given = lengths if lengths is not None else offsets
+    if given is None or given.dim() != 1 or reduce != "sum" or axis != 0 or initial:
+        return None
+    return given.cumsum(0) if lengths is not None else given[1:]
+
+
+def _index_of_rows(ends: Tensor, rows: Any) -> Tensor:
+    return bucketize(torch.arange(rows, device=ends.device), ends, right=True)

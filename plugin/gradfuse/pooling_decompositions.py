@@ -1,0 +1,178 @@
+"""Backward passes of pooling and of replicated borders, written in operators that torch.onnx knows.
+
+Average pooling and replication are linear and act on each spatial axis by itself: with A the (out, in) matrix of an
+axis that holds the share of each input in each output, the gradient of the input is A^T times that of the output, axis
+after axis. Maximum pooling adds to the positions that the forward pass has found. This module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by overload, as `run_decompositions` takes them."""
+    return {
+        aten.avg_pool2d_backward.default: avg_pool2d_backward,
+        aten.avg_pool3d_backward.default: avg_pool3d_backward,
+        aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
+        aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
+        aten._adaptive_avg_pool3d_backward.default: adaptive_avg_pool3d_backward,
+        aten.max_pool3d_with_indices_backward.default: max_pool3d_with_indices_backward,
+        aten.adaptive_max_pool2d_backward.default: adaptive_max_pool2d_backward,
+        aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
+        aten.replication_pad1d_backward.default: replication_pad_backward,
+        aten.replication_pad2d_backward.default: replication_pad_backward,
+        aten.replication_pad3d_backward.default: replication_pad_backward,
+    }
+
+
+def avg_pool2d_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
+    """Gradient of 2-D average pooling: aten::avg_pool2d_backward.
+
+    Args:
+        grad_output: (N, C, outH, outW) or (C, outH, outW), floating.
+        self: the forward's input, (N, C, H, W) or (C, H, W), of the same type.
+        settings: kernel_size, stride and padding, one for all axes or one each (an empty stride means the kernel size);
+            ceil_mode, which the sizes of grad_output tell; count_include_pad, whether padding counts in the divisor;
+            divisor_override, the divisor of every window, or None.
+    """
+    return _avg_pool_backward(2, grad_output, self, *settings)
+
+
+def avg_pool3d_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
+    """Gradient of 3-D average pooling: aten::avg_pool3d_backward. Arguments as in 2-D, with one more axis."""
+    return _avg_pool_backward(3, grad_output, self, *settings)
+
+
+def _avg_pool_backward(
+    axes: int,
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    kernel, pad = per_axis(kernel_size, axes), per_axis(padding, axes)
+    step = per_axis(stride, axes) if stride else kernel
+    matrices = []
+    for axis in range(axes):
+        size, out = self.shape[axis - axes], grad_output.shape[axis - axes]
+        start = torch.arange(out, device=self.device).unsqueeze(1) * step[axis] - pad[axis]
+        end = (start + kernel[axis]).clamp(max=size + pad[axis])
+        if divisor_override:
+            count = torch.ones_like(start)
+        elif count_include_pad:
+            count = end - start
+        else:
+            count = end.clamp(max=size) - start.clamp(min=0)
+        matrices.append(_averages(start, end, count, size, grad_output))
+    grad = _along_axes(grad_output, matrices)
+    return grad / divisor_override if divisor_override else grad
+
+
+def adaptive_avg_pool2d_backward(grad_output: Tensor, self: Tensor) -> Tensor:
+    """Gradient of 2-D adaptive average pooling: aten::_adaptive_avg_pool2d_backward.
+
+    Args:
+        grad_output: (N, C, outH, outW) or (C, outH, outW), floating.
+        self: the forward's input, (N, C, H, W) or (C, H, W), of the same type.
+    """
+    return _along_axes(grad_output, _adaptive_averages(self.shape[-2:], grad_output.shape[-2:], grad_output))
+
+
+def adaptive_avg_pool3d(self: Tensor, output_size: Sequence[Any]) -> Tensor:
+    """aten::_adaptive_avg_pool3d: means of (N, C, D, H, W) or (C, D, H, W) over output_size windows an axis."""
+    matrices = _adaptive_averages(self.shape[-3:], output_size, self)
+    return _along_axes(self, [matrix.transpose(0, 1) for matrix in matrices])
+
+
+def adaptive_avg_pool3d_backward(grad_output: Tensor, self: Tensor) -> Tensor:
+    """Gradient of 3-D adaptive average pooling: aten::_adaptive_avg_pool3d_backward, as in 2-D."""
+    return _along_axes(grad_output, _adaptive_averages(self.shape[-3:], grad_output.shape[-3:], grad_output))
+
+
+def _adaptive_averages(sizes: Sequence[Any], outputs: Sequence[Any], like: Tensor) -> list[Tensor]:
+    """Window i of an axis covers floor(i in / out) up to ceil((i + 1) in / out)."""
+    matrices = []
+    for size, out in zip(sizes, outputs, strict=True):
+        index = torch.arange(out, device=like.device).unsqueeze(1)
+        start = torch.div(index * size, out, rounding_mode="floor")
+        end = torch.div((index + 1) * size + out - 1, out, rounding_mode="floor")
+        matrices.append(_averages(start, end, end - start, size, like))
+    return matrices
+
+
+def max_pool3d_with_indices_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
+    """Gradient of 3-D maximum pooling: aten::max_pool3d_with_indices_backward.
+
+    Args:
+        grad_output: (N, C, outD, outH, outW) or (C, outD, outH, outW), floating.
+        self: the forward's input, (N, C, D, H, W) or (C, D, H, W), of the same type.
+        settings: those of the windows, which are not needed; then indices, the positions in D H W of the maxima, in the
+            shape of grad_output.
+    """
+    return _add_at(grad_output, self, settings[-1], 3)
+
+
+def adaptive_max_pool2d_backward(grad_output: Tensor, self: Tensor, indices: Tensor) -> Tensor:
+    """Gradient of 2-D adaptive maximum pooling: aten::adaptive_max_pool2d_backward, arguments as in 3-D."""
+    return _add_at(grad_output, self, indices, 2)
+
+
+def adaptive_max_pool3d_backward(grad_output: Tensor, self: Tensor, indices: Tensor) -> Tensor:
+    """Gradient of 3-D adaptive maximum pooling: aten::adaptive_max_pool3d_backward."""
+    return _add_at(grad_output, self, indices, 3)
+
+
+def _add_at(grad_output: Tensor, self: Tensor, indices: Tensor, axes: int) -> Tensor:
+    zeros = torch.zeros_like(self).flatten(-axes)
+    return zeros.scatter_add(-1, indices.flatten(-axes), grad_output.flatten(-axes)).view(self.shape)
+
+
+def replication_pad_backward(grad_output: Tensor, self: Tensor, padding: Sequence[Any]) -> Tensor:
+    """Gradient of replicated borders: aten::replication_pad1d_backward and its kin in 2-D and 3-D.
+
+    Args:
+        grad_output: (*, out sizes), floating.
+        self: the forward's input, (*, sizes), of the same type.
+        padding: before and after each spatial axis, the last axis first.
+    """
+    axes = len(padding) // 2
+    matrices = []
+    for axis in range(axes):
+        size, out = self.shape[axis - axes], grad_output.shape[axis - axes]
+        source = torch.arange(out, device=self.device) - padding[2 * (axes - 1 - axis)]
+        # One input for each output.
+        start = source.clamp(min=0).minimum(source.new_full((), size - 1)).unsqueeze(1)
+        matrices.append(_averages(start, start + 1, torch.ones_like(start), size, grad_output))
+    return _along_axes(grad_output, matrices)
+
+
+def _averages(start: Tensor, end: Tensor, count: Tensor, size: Any, like: Tensor) -> Tensor:
+    """Return the (out, size) matrix of an axis that averages start <= j < end, in the type of `like`."""
+    position = torch.arange(size, device=like.device).unsqueeze(0)
+    covered = (position >= start) & (position < end)
+    return covered.to(like.dtype) / count.to(like.dtype)
+
+
+def _along_axes(tensor: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return a tensor times one matrix along each of its last axes."""
+    for axis, matrix in enumerate(matrices):
+        place = axis - len(matrices)
+        tensor = torch.matmul(tensor.transpose(place, -1), matrix).transpose(place, -1)
+    return tensor
+
+
+def per_axis(value: Sequence[int], axes: int) -> list[int]:
+    """Return a setting for each axis, of which one is given for all of them or one for each."""
+    return list(value) * axes if len(value) == 1 else list(value)

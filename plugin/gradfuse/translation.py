@@ -1,0 +1,175 @@
+"""PyTorch's operators as nodes of the domain `aclnn`: a translation table for `torch.onnx.export`.
+
+torch and onnxscript are imported when a table is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradfuse.custom_ops import OPS
+from gradfuse.custom_ops.functions import described
+from gradfuse.custom_ops.operator import DOMAIN, Operator
+from gradfuse.errors import ExportError
+
+if TYPE_CHECKING:
+    import torch
+
+LOCAL_DOMAIN = "gradfuse.export"
+"""The domain of functions that stand for operators of a traced program until the model is optimized."""
+
+_LOCAL_OPSET = 18
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
+    """Return what `torch.onnx.export` takes as `custom_translation_table`: overloads -> functions that emit nodes.
+
+    - `aten._ctc_loss` and `aten._ctc_loss_backward` become `CtcLoss` and `CtcLossBackward`. torch.export cannot trace
+      them with lengths in tensors, for want of fake kernels; these are registered for as long as the table lives.
+    - `aten.mse_loss_backward` becomes `MseLossBackward`.
+    - `torch.ops.aclnn` operators, where they are registered, become the nodes of their operators.
+    - `aten.nll_loss_forward` gives the total weight that a mean divides by, which torch.onnx leaves at 1.
+
+    The nodes have no function bodies yet: `gradfuse.fuse` adds them to the exported program, and puts the operators in
+    that no single ATen operator stands for (the gradients of cross entropy, of softmax with scale and mask, and of
+    grouped biases).
+
+    Raises:
+        ExportError: torch or onnxscript is not installed.
+    """
+    try:
+        import onnxscript  # noqa: F401
+        import torch
+    except ImportError as error:
+        raise ExportError(
+            f"onnx_translation_table: {error.name} is not installed; expected what gradfuse[torch] installs"
+        ) from error
+    kernels = _fake_kernels()
+    aten, own = torch.ops.aten, getattr(torch.ops, DOMAIN)
+    table: dict[Any, Callable[..., Any]] = {aten.nll_loss_forward.default: nll_loss_forward}
+    for operator in OPS.values():
+        function = _node_of(operator, kernels)
+        for name in operator.aten:
+            packet, overload = name.split(".")
+            table[getattr(getattr(aten, packet), overload)] = function
+        if hasattr(own, operator.stem):
+            table[getattr(own, operator.stem).default] = function
+    return table
+
+
+def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[..., Any]:
+    """Return the function that emits an operator's node for arguments in the order of its inputs and attributes."""
+    kinds = {a.name: type(a.default) for a in operator.attributes}
+    names = [*(i.name for i in operator.inputs), *kinds]
+
+    def translate(*arguments: Any, **named: Any) -> Any:
+        given = dict(zip(names, arguments, strict=False)) | named
+        inputs = [given.get(i.name) for i in operator.inputs]
+        attributes = {name: kind(given[name]) for name, kind in kinds.items() if name in given}
+        while inputs[-1] is None:
+            inputs.pop()
+        from gradfuse.custom_ops import opset
+
+        outputs = getattr(opset, operator.name)(*inputs, **attributes)
+        node = (outputs[0] if isinstance(outputs, Sequence) else outputs).producer()
+        # Says what the operator does not take in place of an invalid model.
+        operator.infer(described(operator, node))
+        return outputs
+
+    translate.__name__ = operator.stem
+    # The fake kernels go with the last function that needs them.
+    vars(translate)["kernels"] = kernels
+    return translate
+
+
+@contextlib.contextmanager
+def traceable_ctc() -> Iterator[None]:
+    """Let torch.export trace CTC losses, with lengths in tensors or in lists."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class LengthsAsTensors(TorchFunctionMode):
+        """With lists, PyTorch makes a tensor that cannot be traced."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if getattr(func, "__name__", "") == "ctc_loss":
+                args = [torch.tensor(one) if isinstance(one, (list, tuple)) else one for one in args]
+                kwargs = {k: torch.tensor(one) if isinstance(one, (list, tuple)) else one for k, one in kwargs.items()}
+            return func(*args, **kwargs)
+
+    kernels = _fake_kernels()
+    with LengthsAsTensors():
+        yield
+    del kernels
+
+
+def _fake_kernels() -> torch.library.Library:
+    """Register the fake kernels that PyTorch lacks for its CTC operators; they are there while the library lives."""
+    import torch
+
+    def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *attributes: Any) -> Any:
+        steps, items = log_probs.shape[0], log_probs.shape[1]
+        # 2 max(target_lengths) + 1. In aten.ctc_loss, which torch.export keeps, it is of no output.
+        with log_probs.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+            states = torch.library.get_ctx().new_dynamic_size()
+        return log_probs.new_empty((items,)), log_probs.new_empty((items, steps, states))
+
+    def ctc_loss_backward(grad: Any, log_probs: Any, *others: Any) -> Any:
+        return torch.empty_like(log_probs)
+
+    kernels: torch.library.Library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("aten::_ctc_loss.Tensor", ctc_loss, lib=kernels)
+    torch.library.register_fake("aten::_ctc_loss_backward.Tensor", ctc_loss_backward, lib=kernels)
+    return kernels
+
+
+def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """aten::nll_loss_forward: the loss, and the sum of the weights of the rows that count.
+
+    `self` is (N, C) or (C) log-probabilities, `target` (N) or () classes; `reduction` is 0 none, 1 mean, 2 sum. Unlike
+    ONNX's NegativeLogLikelihoodLoss it takes bfloat16 too. The total weight of reduction none is 0, as PyTorch's.
+    """
+    from onnxscript import opset18
+
+    op: Any = opset18
+    last = op.Constant(value_ints=[-1])
+    ignored = op.Equal(target, op.Constant(value_int=ignore_index))
+    used = op.Where(ignored, op.Constant(value_int=0), target)
+    picked = op.Squeeze(op.GatherElements(self, op.Unsqueeze(used, last), axis=-1), last)
+    zero = op.CastLike(op.Constant(value_float=0.0), self)
+    one = op.CastLike(op.Constant(value_float=1.0), self)
+    row_weight = op.Where(ignored, zero, one if weight is None else op.Gather(weight, used))
+    losses = op.Where(ignored, zero, op.Neg(op.Mul(picked, row_weight)))
+    if reduction == _REDUCTIONS["none"]:
+        return losses, op.Identity(zero)
+    total = op.ReduceSum(row_weight, keepdims=0)
+    loss = op.ReduceSum(losses, keepdims=0)
+    return (op.Div(loss, total) if reduction == _REDUCTIONS["mean"] else loss), total
+
+
+def function_caller(text: str) -> Callable[..., Any]:
+    """Return a translation that calls an ONNX function, given as text, which is put among those of the model.
+
+    The exporter's optimizer puts such functions in the place of their calls.
+    """
+    import onnx
+    import onnx_ir as ir
+    from onnxscript import evaluator
+
+    proto = onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {_LOCAL_OPSET}]>{text}')
+
+    def call(*arguments: Any, **attributes: Any) -> Any:
+        function = ir.serde.deserialize_function(proto)
+        # torch.onnx takes nodes and functions from its evaluator.
+        recorder: Any = evaluator.default()
+        recorder.functions[function.identifier()] = function
+        outputs = len(function.outputs)
+        node = ir.node(function.name, list(arguments), attributes=attributes, domain=LOCAL_DOMAIN, num_outputs=outputs)
+        recorder.nodes.append(node)
+        return node.outputs if outputs > 1 else node.outputs[0]
+
+    return call

@@ -1,0 +1,95 @@
+"""Dropout of exported steps: the same masks in onnxruntime and in PyTorch, and as random as they should be."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import dropout, export_training_step
+from gradfuse.testing import assert_gradients_close
+
+ITEMS = 200_000
+
+
+def _mask_in_onnx(seed: int, layer: int, p: float, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    text = f"""
+    <ir_version: 10, opset_import: ["": 20, "local": 1]>
+    masks (int64 seed, float[{", ".join(map(str, shape))}] x) => (bool[{", ".join(map(str, shape))}] kept) {{
+        kept = local.DropoutMask<layer={layer}, threshold={round(p * 2**31)}>(seed, x)
+    }}
+    <domain: "local", opset_import: ["": 20]>
+    {dropout.MASK}
+    """
+    session = onnxruntime.InferenceSession(onnx.parser.parse_model(text).SerializeToString())
+    (kept,) = session.run(None, {"seed": np.array(seed), "x": np.zeros(shape, np.float32)})
+    return np.asarray(kept)
+
+
+@pytest.mark.parametrize("seed, layer, p", [(0, 0, 0.1), (1, 7, 0.5), (2**40 + 3, 1, 0.9), (-5, 0, 1.0), (3, 2, 0.0)])
+def test_onnx_and_pytorch_have_one_mask(seed: int, layer: int, p: float) -> None:
+    expected = dropout.mask(seed, layer, torch.empty(37, 53), p)
+    np.testing.assert_array_equal(_mask_in_onnx(seed, layer, p, (37, 53)), expected.numpy())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_are_random(p: float) -> None:
+    """Shares and correlations are within five standard deviations of what independent draws would give."""
+
+    def mask(seed: int, layer: int) -> Tensor:
+        return dropout.mask(seed, layer, torch.empty(ITEMS), p).double()
+
+    masks = [mask(0, 0), mask(1, 0), mask(0, 1), mask(2**31 - 1, 0)]
+    limit = 5 / ITEMS**0.5
+    for one in masks:
+        assert abs(one.mean() - (1 - p)) <= limit * (p * (1 - p)) ** 0.5
+    centred = [(one - one.mean()) / one.std() for one in masks]
+    centred += [one.roll(k) for one in centred[:1] for k in (1, 2, 64, 1000)]
+    for i, one in enumerate(centred):
+        for other in centred[:i]:
+            assert abs((one * other).mean()) <= limit
+
+
+class Dropping(nn.Module):
+    """Dropout as a module, in place, by channels, within attention and between recurrent layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.module = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2, inplace=True))
+        self.channels = nn.Dropout1d(0.4)
+        self.recurrent = nn.GRU(8, 8, 2, batch_first=True, dropout=0.3)
+        self.outer = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.channels(self.module(self.inner(x).relu()))
+        states, _ = self.recurrent(inner)
+        mixed = F.scaled_dot_product_attention(states, inner, inner, dropout_p=0.2 if self.training else 0.0)
+        return self.outer(mixed.mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_step_with_dropout_is_pytorchs_for_every_seed() -> None:
+    torch.manual_seed(0)
+    module = Dropping()
+    batch = (torch.randn(4, 3, 6),), (torch.randint(0, 5, (4,)),)
+    step = export_training_step(module, F.cross_entropy, batch)
+    assert list(step.buffers) == ["dropout_seed"]
+    losses = set()
+    for seed in (0, 1):
+        step.buffers["dropout_seed"][...] = seed
+        results = run(step, batch, kernels=False)
+        native, exact = (
+            autograd(module, F.cross_entropy, batch, dtype, step) for dtype in (torch.float32, torch.float64)
+        )
+        terms = 4 * max(np.abs(array).max() for name, array in exact.items() if name.endswith(".grad"))
+        assert results.pop("dropout_seed.updated") == seed + 1
+        for name, result in results.items():
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=terms)
+        losses.add(float(results["loss"]))
+    assert len(losses) == 2
