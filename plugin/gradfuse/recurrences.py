@@ -199,7 +199,7 @@ class _Scanned(TorchFunctionMode):
 
 def _gru(x: Tensor, first: Tensor, *settings: Any) -> _Tensors:
     def steps(projected: Tensor, at: int, weight: Tensor, bias: Tensor) -> _Tensors:
-        return (torch.ops.gradfuse.gru_steps(projected, first[at], weight, bias)[0],)
+        return (torch.ops.gradfuse.gru_steps(projected, first[at].to(projected.dtype), weight, bias)[0],)
 
     states, (last,) = _stacked(x, steps, *settings)
     return states, last
@@ -207,7 +207,8 @@ def _gru(x: Tensor, first: Tensor, *settings: Any) -> _Tensors:
 
 def _lstm(x: Tensor, first: Sequence[Tensor], *settings: Any) -> _Tensors:
     def steps(projected: Tensor, at: int, weight: Tensor, bias: Tensor) -> _Tensors:
-        return torch.ops.gradfuse.lstm_steps(projected, first[0][at], first[1][at], weight, bias)[:2]  # type: ignore[no-any-return]
+        state, cell = (one[at].to(projected.dtype) for one in first)
+        return torch.ops.gradfuse.lstm_steps(projected, state, cell, weight, bias)[:2]  # type: ignore[no-any-return]
 
     states, last = _stacked(x, steps, *settings)
     return states, *last
@@ -238,7 +239,9 @@ def _stacked(
             of_input, of_state, *biases = weights[each * at : each * (at + 1)]
             input_bias, state_bias = biases or (None, of_state.new_zeros(of_state.shape[0]))
             sequence = x.flip(0) if direction else x
-            states = steps(torch.nn.functional.linear(sequence, of_input, input_bias), at, of_state, state_bias)
+            projected = torch.nn.functional.linear(sequence, of_input, input_bias)
+            # Under autocast the projection is narrower than the weights.
+            states = steps(projected, at, of_state.to(projected.dtype), state_bias.to(projected.dtype))
             last.append(tuple(one[-1] for one in states))
             outputs.append(states[0].flip(0) if direction else states[0])
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]

@@ -64,7 +64,7 @@ class Dropping(nn.Module):
         self.inner = nn.Linear(6, 8)
         self.module = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2, inplace=True))
         self.channels = nn.Dropout1d(0.4)
-        self.recurrent = nn.GRU(8, 8, 2, batch_first=True, dropout=0.3)
+        self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.3)
         self.outer = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from training_models import MODELS, Model, autograd, run
@@ -24,6 +25,7 @@ def test_a_model_trains_at_any_size(model: Model) -> None:
     torch.manual_seed(0)
     module = model.module()
     step = export_training_step(module, model.loss, model.batch(2, 6), dynamic_shapes=model.dynamic_shapes)
+    onnx.checker.check_model(step.model, full_check=True)
     dims = {d.dim_param for value in step.model.graph.input for d in value.type.tensor_type.shape.dim} - {""}
     assert dims == {name for axes in model.dynamic for name in axes.values()}
     fused = Counter(node.op_type for node in step.model.graph.node if node.domain == "aclnn")
