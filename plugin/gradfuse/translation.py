@@ -21,7 +21,8 @@ LOCAL_DOMAIN = "gradfuse.export"
 """The domain of functions that stand for operators of a traced program until the model is optimized."""
 
 _LOCAL_OPSET = 18
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_NONE, _MEAN = 0, 1
+"""ATen's numbers of reductions."""
 
 
 def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
@@ -144,11 +145,11 @@ def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore
     one = op.CastLike(op.Constant(value_float=1.0), self)
     row_weight = op.Where(ignored, zero, one if weight is None else op.Gather(weight, used))
     losses = op.Where(ignored, zero, op.Neg(op.Mul(picked, row_weight)))
-    if reduction == _REDUCTIONS["none"]:
+    if reduction == _NONE:
         return losses, op.Identity(zero)
     total = op.ReduceSum(row_weight, keepdims=0)
     loss = op.ReduceSum(losses, keepdims=0)
-    return (op.Div(loss, total) if reduction == _REDUCTIONS["mean"] else loss), total
+    return (op.Div(loss, total) if reduction == _MEAN else loss), total
 
 
 def function_caller(text: str) -> Callable[..., Any]:
