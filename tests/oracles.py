@@ -59,6 +59,25 @@ def cross_entropy_loss_grad(
     return logits.masked_fill(ignored[:, None], 0.0)
 
 
+def smoothing_terms(
+    grad_loss: Tensor,
+    log_prob: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> float:
+    """How large the two terms are whose difference is the smoothed part of the gradient above: they may cancel."""
+    if label_smoothing == 0 or grad_loss.numel() == 0:
+        return 0.0
+    weights = torch.ones(log_prob.shape[1]) if weight is None else weight.float()
+    kept = target[target != ignore_index]
+    total = (float(weights[kept].sum()) if reduction == "mean" else 1.0) or 1.0
+    return label_smoothing * float(grad_loss.abs().max()) * float(weights.mean()) / total
+
+
 def mse_loss_backward(
     grad_output: Tensor, self: Tensor, target: Tensor, *, reduction: int = 1, dtype: torch.dtype = torch.float64
 ) -> Tensor:
