@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
-from gradfuse import index_decompositions, pooling_decompositions
+from gradfuse import attention_decompositions, index_decompositions, pooling_decompositions
 from gradfuse.pooling_decompositions import per_axis
 
 aten = torch.ops.aten
@@ -25,6 +25,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     known = get_decompositions([aten._native_batch_norm_legit_functional.default])
     return {
         **known,
+        **attention_decompositions.table(),
         **index_decompositions.table(),
         **pooling_decompositions.table(),
         aten.convolution_backward.default: convolution_backward,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradfuse import backward_decompositions, index_decompositions, pooling_decompositions
+from gradfuse import attention_decompositions, backward_decompositions, index_decompositions, pooling_decompositions
 
 aten = torch.ops.aten
 
@@ -80,5 +80,5 @@ def test_the_table_serves_every_decomposition() -> None:
     table = backward_decompositions.table()
     assert aten._native_batch_norm_legit_functional.default in table
     assert backward_decompositions.convolution_backward in table.values()
-    for module in (index_decompositions, pooling_decompositions):
+    for module in (attention_decompositions, index_decompositions, pooling_decompositions):
         assert set(module.table()) <= set(table)
