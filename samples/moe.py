@@ -45,7 +45,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         chances = self.router(x).softmax(-1)
         chance, chosen = chances.max(-1)
-        expert, order = chosen.sort()
+        order = chosen.argsort(stable=True)
+        ends = F.one_hot(chosen, chances.shape[1]).sum(0).cumsum(0)
+        expert = torch.bucketize(torch.arange(x.shape[0], device=x.device), ends, right=True)
         grouped = torch.bmm(x[order].unsqueeze(1), self.weight[expert]).squeeze(1) + self.bias[expert]
         back = torch.zeros_like(x).index_add(0, order, F.gelu(grouped))
         return chance.unsqueeze(1) * back, chances, chosen
@@ -70,11 +72,11 @@ class Classifier(nn.Module):
 
 
 def balanced_loss(output: tuple[Tensor, Tensor, Tensor], label: Tensor) -> Tensor:
-    """Cross entropy, and the balance loss of Switch Transformers (Fedus et al. 2021, equation 4) times 0.01."""
+    """Cross entropy, and the balance loss of Switch Transformers (Fedus et al. 2021, equation 4) times 0.1."""
     logits, chances, chosen = output
     experts = chances.shape[1]
     share = F.one_hot(chosen, experts).to(chances.dtype).mean(0)
-    return F.cross_entropy(logits, label) + 0.01 * experts * (share * chances.mean(0)).sum()
+    return F.cross_entropy(logits, label) + 0.1 * experts * (share * chances.mean(0)).sum()
 
 
 @click.command(context_settings={"show_default": True})

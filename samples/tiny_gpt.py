@@ -123,7 +123,7 @@ def write(session: gradfuse.TrainingSession, prompt: str, count: int, context: i
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--steps", default=600, type=click.IntRange(1), help="Steps of training.")
+@click.option("--steps", default=1000, type=click.IntRange(1), help="Steps of training.")
 @click.option("--batch-size", default=16, type=click.IntRange(2), help="Pieces of text in a step.")
 @click.option("--context", default=64, type=click.IntRange(2), help="Letters in a piece.")
 @click.option("--width", default=64, type=click.IntRange(1), help="Width of the model, a multiple of the heads.")
@@ -132,7 +132,7 @@ def write(session: gradfuse.TrainingSession, prompt: str, count: int, context: i
 @click.option("--rate", default=5e-3, help="The largest learning rate of AdamW.")
 @click.option("--seed", default=0, help="Seed of everything that is drawn.")
 @click.option("--letters", default=200, type=click.IntRange(0), help="Letters to write at the end.")
-@click.option("--perplexity", "wanted", default=8.0, type=click.FloatRange(1), help="Wanted perplexity of a letter.")
+@click.option("--perplexity", "wanted", default=6.0, type=click.FloatRange(1), help="Wanted perplexity of a letter.")
 def main(
     steps: int,
     batch_size: int,
