@@ -75,7 +75,7 @@ class Speaker:
         self._espeak.espeak_SetParameter(self.PITCH, pitch, 0)
         content = text.encode()
         self._espeak.espeak_Synth(content, len(content) + 1, 0, 0, 0, self.UTF8, None, None)
-        samples = np.concatenate(self._heard).astype(np.float32) / 2**15
+        samples: Floats = np.concatenate(self._heard).astype(np.float32) * np.float32(2**-15)
         self._heard.clear()
         return samples
 
@@ -89,7 +89,8 @@ def log_mel(samples: Floats, sample_rate: int, window: float = 0.025, hop: float
     width = mel[-1] / (MEL_BANDS + 1)
     centres = width * np.arange(1, MEL_BANDS + 1)
     bands = np.clip(1 - np.abs(mel[:, None] - centres) / width, 0, None)
-    return np.log(power @ bands + 1e-3).astype(np.float32)
+    energies: Floats = np.log(power @ bands + 1e-3).astype(np.float32)
+    return energies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,12 +220,16 @@ def main(
 
     session = gradfuse.TrainingSession(step)
     generator = np.random.default_rng(seed)
-    start, losses = time.perf_counter(), [float("nan")]
+    start, means = time.perf_counter(), []
     for epoch in track(range(epochs), "training", console=console, disable=not console.is_terminal):
         session.learning_rate = rate * (1 - epoch / epochs)
         order = [training[index] for index in generator.permutation(count)]
         losses = [session.step(*scale.batch(order[i : i + batch_size])) for i in range(0, count, batch_size)]
-    console.print(f"trained {epochs} epochs in {time.perf_counter() - start:.1f} s, loss {np.mean(losses):.4f}")
+        means.append(np.mean(losses))
+    seconds = time.perf_counter() - start
+    console.print(
+        f"trained {epochs} epochs in {seconds:.1f} s, loss {means[0]:.4f} in the first, {means[-1]:.4f} in the last"
+    )
 
     wrong = total = 0
     for index in range(0, test, batch_size):

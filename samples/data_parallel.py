@@ -14,22 +14,23 @@ are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships. Of each 
 
 So the losses and parameters are those of one process with the whole batch, whatever the number of ranks. On the CPU the
 ranks speak through gloo; with `--device cuda`, for which onnxruntime has to be onnxruntime-gpu, through NCCL, each rank
-on the GPU of its number. Buffers that a step changes (batch normalisation's) would have to be averaged likewise, or taken
-from one rank; the module here has none.
+on the GPU of its number. Buffers that a step changes (batch normalisation's) would have to be averaged likewise, or
+taken from one rank; the module here has none, and neither frozen nor tied parameters.
 
 The exit status is 1 below the wanted accuracy.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 
 import click
 import numpy as np
+import numpy.typing as npt
 import onnxruntime
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import gradfuse
+
+Ints = npt.NDArray[np.int64]
 
 
 class Classifier(nn.Module):
@@ -75,19 +78,21 @@ class GradientStep:
         self._session = onnxruntime.InferenceSession(model, options, providers=[(provider, index)])
         self._binding = self._session.io_binding()
 
-        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters.values():
-            by_type.setdefault(parameter.dtype, []).append(parameter)
-        self.buckets = [torch.zeros(sum(p.numel() for p in ps), dtype=t, device=ps[0].device) for t, ps in by_type.items()]
-        for bucket, members in zip(self.buckets, by_type.values(), strict=True):
-            parts = bucket.split([parameter.numel() for parameter in members])
-            for parameter, part in zip(members, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+        by_type: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in module.named_parameters():
+            by_type.setdefault(parameter.dtype, []).append((name, parameter))
+        self.buckets = []
+        for dtype, members in by_type.items():
+            bucket = torch.zeros(sum(parameter.numel() for _, parameter in members), dtype=dtype, device=self._device)
+            self.buckets.append(bucket)
+            start = 0
+            for name, parameter in members:
+                gradient = bucket[start : start + parameter.numel()].view_as(parameter)
+                start += parameter.numel()
+                parameter.grad = gradient
+                self._bind("input", name, parameter)
+                self._bind("output", f"{name}.grad", gradient)
         self._loss = torch.zeros((), device=self._device)
-        for name, parameter in parameters.items():
-            self._bind("input", name, parameter)
-            self._bind("output", f"{name}.grad", parameter.grad)
         self._bind("output", "loss", self._loss)
 
     def __call__(self, **batch: Tensor) -> Tensor:
@@ -106,6 +111,21 @@ class GradientStep:
         bind(name, self._device.type, self._device.index or 0, dtype, tuple(tensor.shape), tensor.data_ptr())
 
 
+def digits(seed: int) -> tuple[Tensor, Tensor, Ints, Ints]:
+    """Images (N, 1, 8, 8), labels (N), and which of them are to train on and which to test."""
+    data = load_digits()
+    images = torch.from_numpy((data.images[:, None] / 16).astype(np.float32))
+    labels = torch.from_numpy(data.target.astype(np.int64))
+    chosen, left_out = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=seed, stratify=labels)
+    return images, labels, chosen, left_out
+
+
+def batches(chosen: Ints, batch_size: int, seed: int) -> Iterator[Ints]:
+    """The rows of each step of an epoch, whole batches only."""
+    order = np.random.default_rng(seed).permutation(chosen)
+    yield from np.split(order[: len(order) // batch_size * batch_size], len(order) // batch_size)
+
+
 def exported(module: nn.Module, images: Tensor, labels: Tensor) -> bytes:
     """The serialized step, exported by the first rank and sent to all."""
     content = [b""]
@@ -118,7 +138,7 @@ def exported(module: nn.Module, images: Tensor, labels: Tensor) -> bytes:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--epochs", default=10, type=click.IntRange(1), help="Passes over the training digits.")
+@click.option("--epochs", default=20, type=click.IntRange(1), help="Passes over the training digits.")
 @click.option("--batch-size", default=64, type=click.IntRange(2), help="Digits in a step, of all ranks together.")
 @click.option("--rate", default=2e-3, help="Learning rate of Adam.")
 @click.option("--seed", default=0, help="Seed of split, parameters and order of the digits.")
@@ -144,11 +164,7 @@ def main(
         raise click.BadParameter(f"{batch_size} digits do not make equal shares for {world} ranks")
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
 
-    data = load_digits()
-    images = torch.from_numpy((data.images[:, None] / 16).astype(np.float32))
-    labels = torch.from_numpy(data.target.astype(np.int64))
-    chosen, left_out = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=seed, stratify=labels)
-
+    images, labels, chosen, left_out = digits(seed)
     torch.manual_seed(seed)  # the same parameters on every rank
     module = Classifier()
     model = exported(module, images[chosen[:batch_size]], labels[chosen[:batch_size]])
@@ -156,13 +172,10 @@ def main(
     optimizer = torch.optim.Adam(module.parameters(), lr=rate)
 
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, quiet=rank != 0)
-    generator = np.random.default_rng(seed)
     start, losses = time.perf_counter(), []
-    steps_per_epoch = len(chosen) // batch_size
-    for _ in track(range(epochs), "training", console=console, disable=rank != 0 or not console.is_terminal):
-        order = generator.permutation(chosen)
-        for index in range(steps_per_epoch):
-            rows = order[index * batch_size : (index + 1) * batch_size][rank::world]
+    for epoch in track(range(epochs), "training", console=console, disable=rank != 0 or not console.is_terminal):
+        for whole in batches(chosen, batch_size, seed + epoch):
+            rows = whole[rank::world]
             loss = step(image=images[rows].to(place), target=labels[rows].to(place))
             # The loss is a mean over the batch, and the shares are equal.
             for tensor in (loss, *step.buckets):

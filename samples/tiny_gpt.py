@@ -3,8 +3,8 @@
 Run it with `python samples/tiny_gpt.py`. The text is the reference of the Python language that the standard library
 ships as `pydoc_data.topics`, so nothing is downloaded. The sample
 
-1. exports the whole training step from PyTorch: loss, gradients (the attention's and the cross entropy's fused), clipping
-   and the update of AdamW,
+1. exports the whole training step from PyTorch: loss, gradients (the attention's and the cross entropy's fused),
+   clipping and the update of AdamW,
 2. trains in onnxruntime with a learning rate that rises and falls,
 3. measures the perplexity of text that was left out, before and after, and lets the model go on with a text, both by
    `TrainingSession.evaluate`.
@@ -56,7 +56,8 @@ class Block(nn.Module):
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
         x = x + self.mix(mixed.transpose(1, 2).flatten(2))
-        return x + self.feed(x)
+        x = x + self.feed(x)
+        return x
 
 
 class Gpt(nn.Module):

@@ -1,8 +1,8 @@
 """`ScatterND` with a reduction, written as `ScatterElements`.
 
-onnxruntime's CPU kernel of ScatterND shares the indices among its threads, and two threads that meet in one element lose
-an addend (onnxruntime issues 18048 and 23396). That is how exporters write the gradients of embeddings and of indexing,
-where indices come many times. Its ScatterElements adds in the order of the indices.
+onnxruntime's CPU kernel of ScatterND shares the indices among its threads, and where two threads meet in one element, an
+addend is lost (onnxruntime issues 18048 and 23396). ScatterND is how exporters write the gradients of embeddings and of
+indexing, where indices come many times. onnxruntime's ScatterElements adds in the order of the indices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _replace(node: ir.Node, data: ir.Value, indices: ir.Value, depth: int) -> No
     assert updates is not None and data.shape is not None and indices.shape is not None
 
     def op(op_type: str, *inputs: ir.Value, like: ir.Value = indices, rank: int = 0, **attributes: Any) -> ir.Value:
-        output = ir.Value(name=f"{result.name}/{op_type}_{len(tape.nodes)}", type=like.type, shape=ir.Shape([None] * rank))
+        name = f"{result.name}/{op_type}_{len(tape.nodes)}"
+        output = ir.Value(name=name, type=like.type, shape=ir.Shape([None] * rank))
         return tape.op(op_type, list(inputs), attributes, output=output)
 
     def constant(number: int) -> ir.Value:
@@ -63,4 +64,5 @@ def _replace(node: ir.Node, data: ir.Value, indices: ir.Value, depth: int) -> No
     sums.shape = rows.shape
     replacement = sums if flat else op("Reshape", sums, shape, like=data, allowzero=1)
     replacement.type, replacement.shape = result.type, result.shape
+    assert node.graph is not None
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [result], [replacement])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -25,7 +27,7 @@ CASES = {
 }
 
 
-def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], threads: int) -> np.ndarray:
+def run(model: onnx.ModelProto, feeds: dict[str, Any], threads: int) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -42,7 +44,7 @@ def test_a_scatter_is_the_same_in_other_operators(case: str) -> None:
     data, indices, updates = (tuple({"H": 3, "R": 7}.get(n) or int(n) for n in shape.split(",")) for shape in shapes)
     generator = np.random.default_rng(0)
     most = np.array(data[: indices[-1]])
-    feeds = {
+    feeds: dict[str, Any] = {
         "data": generator.integers(0, 9, data).astype(np.float32),
         "indices": generator.integers(-most, most, indices),
         "updates": generator.integers(0, 9, updates).astype(np.float32),
