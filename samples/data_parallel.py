@@ -140,7 +140,7 @@ def exported(module: nn.Module, images: Tensor, labels: Tensor) -> bytes:
 @click.command(context_settings={"show_default": True})
 @click.option("--epochs", default=20, type=click.IntRange(1), help="Passes over the training digits.")
 @click.option("--batch-size", default=64, type=click.IntRange(2), help="Digits in a step, of all ranks together.")
-@click.option("--rate", default=2e-3, help="Learning rate of Adam.")
+@click.option("--rate", default=0.05, help="Learning rate of SGD with momentum.")
 @click.option("--seed", default=0, help="Seed of split, parameters and order of the digits.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]), help="Where each rank computes.")
 @click.option("--accuracy", default=0.96, type=click.FloatRange(0, 1), help="Wanted test accuracy.")
@@ -169,7 +169,7 @@ def main(
     module = Classifier()
     model = exported(module, images[chosen[:batch_size]], labels[chosen[:batch_size]])
     step = GradientStep(model, module.to(place))
-    optimizer = torch.optim.Adam(module.parameters(), lr=rate)
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
 
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, quiet=rank != 0)
     start, losses = time.perf_counter(), []

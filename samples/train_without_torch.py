@@ -10,8 +10,8 @@ ships. Then, anywhere else with `pip install "gradfuse[train]"`,
     python samples/train_without_torch.py train folder
 
 trains for some epochs, and writes `folder/checkpoint.safetensors` after each. Called again, it goes on from there, to
-the same numbers as without the break: parameters, the state of the optimizer and the learning rate are in the checkpoint,
-and the order of the digits depends on the epoch's number only. torch reads the trained parameters from the same file,
+the same numbers as without the break: parameters, state of the optimizer and learning rate are in the checkpoint, and
+the order of the digits depends on the epoch's number only. torch reads the trained parameters from the same file,
 under the names of the module.
 
 The exit status is 1 if the accuracy is below the wanted one.

@@ -1,8 +1,9 @@
 """`ScatterND` with a reduction, written as `ScatterElements`.
 
-onnxruntime's CPU kernel of ScatterND shares the indices among its threads, and where two threads meet in one element, an
-addend is lost (onnxruntime issues 18048 and 23396). ScatterND is how exporters write the gradients of embeddings and of
-indexing, where indices come many times. onnxruntime's ScatterElements adds in the order of the indices.
+onnxruntime's CPU kernel of ScatterND shares the indices among its threads, and where two threads meet in one element,
+an addend is lost (onnxruntime issues 18048 and 23396). ScatterND is how exporters write the gradients of embeddings and
+of indexing, where indices come many times. onnxruntime's ScatterElements adds in the order of the indices. Of 16-bit
+types it adds in float32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
+
+_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def replace_scatter_nd(model: ir.Model) -> None:
@@ -59,9 +62,15 @@ def _replace(node: ir.Node, data: ir.Value, indices: ir.Value, depth: int) -> No
         places = op("Flatten", indices, rank=2, axis=rank - 1)
     places = op("Expand", places, op("Shape", added, rank=1), rank=2)
     places.shape = added.shape
+    if data.dtype in _NARROW:
+        # onnxruntime has no kernel for these.
+        wide = ir.Value(name="", type=ir.TensorType(ir.DataType.FLOAT))
+        rows, added = (op("Cast", value, like=wide, rank=2, to=ir.DataType.FLOAT) for value in (rows, added))
     reduction = node.attributes.get_string("reduction", "none")
-    sums = op("ScatterElements", rows, places, added, like=data, rank=2, axis=0, reduction=reduction)
+    sums = op("ScatterElements", rows, places, added, like=rows, rank=2, axis=0, reduction=reduction)
     sums.shape = rows.shape
+    if data.dtype in _NARROW:
+        sums = op("Cast", sums, like=data, rank=2, to=data.dtype)
     replacement = sums if flat else op("Reshape", sums, shape, like=data, allowzero=1)
     replacement.type, replacement.shape = result.type, result.shape
     assert node.graph is not None

@@ -57,6 +57,25 @@ def test_a_scatter_is_the_same_in_other_operators(case: str) -> None:
     np.testing.assert_array_equal(run(other, feeds, 2), run(model, feeds, 1), strict=True)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_types_are_added_in_float32(dtype: str) -> None:
+    names = "data, indices, updates"
+    casts = "".join(
+        f"{name}16 = Cast <to = {10 if dtype == 'float16' else 16}> ({name}) " for name in ("data", "updates")
+    )
+    scatter = 'sums = ScatterND <reduction = "add"> (data16, indices, updates16) out = Cast <to = 1> (sums)'
+    values = f"{dtype}[2,3] data16, {dtype}[2048,3] updates16, {dtype}[2,3] sums"
+    signature = "float[2,3] data, int64[2048,1] indices, float[2048,3] updates"
+    text = f"""<ir_version: 9, opset_import: ["": 18]>
+        g ({signature}) => (float[2,3] out) <{values}> {{ {casts} {scatter} }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    replace_scatter_nd(model)
+    ones = np.ones((2048, 3), np.float32)
+    arrays = [np.zeros((2, 3), np.float32), np.arange(2048)[:, None] % 2, ones]
+    feeds = dict(zip(names.split(", "), arrays, strict=True))
+    np.testing.assert_array_equal(run(ir.to_proto(model), feeds, 2), np.full((2, 3), 1024, np.float32))
+
+
 def test_gradients_of_an_embedding_are_the_same_in_every_run() -> None:
     """With threads that meet in one row, as here, ScatterND would lose addends in most runs."""
 

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from safetensors.numpy import load_file
 from training.models import assert_trained
 
@@ -31,7 +31,13 @@ def run(*arguments: object, status: int = 0) -> str:
 
 
 def sample(name: str, *arguments: object, status: int = 0) -> str:
-    return run(SAMPLES / f"{name}.py", *arguments, status=status)
+    """Run a sample in this process, which has torch already."""
+    with torch.random.fork_rng():
+        result = CliRunner().invoke(loaded(name).main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    assert result.exit_code == status, result.output
+    assert "\x1b" not in result.output and "\r" not in result.output
+    return result.output
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -51,14 +57,13 @@ def loaded(name: str) -> ModuleType:
 
 
 def test_speech_is_recognised() -> None:
-    options = ["--utterances", 96, "--test", 8, "--epochs", 4, "--width", 32, "--rate", 0.01, "--error-rate", 0.85]
-    output = sample("ctc_speech", *options)
+    options = ["--utterances", 192, "--test", 12, "--epochs", 10, "--batch-size", 8, "--width", 32, "--rate", 0.006]
+    output = sample("ctc_speech", *options, "--error-rate", 0.6)
     assert "with CtcLoss, CtcLossBackward" in output
     first, last = numbers("loss # in the first, # in the last", output)
     assert last < first / 2
-    # A recogniser that hears nothing is wrong in every label.
     (rate,) = numbers("label error rate #% of", output)
-    assert rate <= 85
+    assert rate <= 60
 
 
 def test_labels_are_counted_and_decoded_right() -> None:
@@ -125,7 +130,7 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path: Path) -> 
     output = run(*launcher, SAMPLES / "data_parallel.py", *options, "--accuracy", 0.2)
     assert output.startswith("2 ranks over gloo: 11 steps")
     saved = torch.load(tmp_path / "saved.pt")
-    output = sample("data_parallel", *options, "--accuracy", 1.0, status=1)
+    output = run(SAMPLES / "data_parallel.py", *options, "--accuracy", 1.0, status=1)
     assert output.startswith("1 rank over gloo: 11 steps")
     assert "expected at least 100%" in output
     alone = torch.load(tmp_path / "saved.pt")
@@ -135,7 +140,7 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path: Path) -> 
     def trained(dtype: torch.dtype) -> tuple[list[float], torch.nn.Module]:
         torch.manual_seed(0)
         module = data_parallel.Classifier().to(dtype)
-        optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
         losses = []
         for rows in data_parallel.batches(chosen, 128, 0):
             loss = F.cross_entropy(module(images[rows].to(dtype)), labels[rows])
@@ -161,8 +166,8 @@ WITHOUT_TORCH = (
 
 
 def test_training_without_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    def train(folder: Path, epochs: int, **options: Any) -> str:
-        return run("-c", WITHOUT_TORCH, SAMPLES / "train_without_torch.py", "train", folder, "--epochs", epochs, **options)
+    def train(folder: Path, epochs: int) -> str:
+        return run("-c", WITHOUT_TORCH, SAMPLES / "train_without_torch.py", "train", folder, "--epochs", epochs)
 
     one, two = tmp_path / "one", tmp_path / "two"
     sample("train_without_torch", "export", one)
