@@ -202,19 +202,20 @@ def main(
     module = Recogniser(width)
     frames, targets = scale.batch(training[:batch_size])
     start = time.perf_counter()
-    step = gradfuse.export_training_step(
-        module,
-        ctc_loss,
-        (torch.from_numpy(frames), tuple(map(torch.from_numpy, targets))),
-        torch.optim.AdamW(module.parameters(), lr=rate),
-        dynamic_shapes={
-            "frames": {0: "batch", 1: "frames"},
-            "labels": {0: "batch", 1: "labels"},
-            "input_lengths": {0: "batch"},
-            "target_lengths": {0: "batch"},
-        },
-        max_grad_norm=1.0,
-    )
+    with console.status("exporting"):
+        step = gradfuse.export_training_step(
+            module,
+            ctc_loss,
+            (torch.from_numpy(frames), tuple(map(torch.from_numpy, targets))),
+            torch.optim.AdamW(module.parameters(), lr=rate),
+            dynamic_shapes={
+                "frames": {0: "batch", 1: "frames"},
+                "labels": {0: "batch", 1: "labels"},
+                "input_lengths": {0: "batch"},
+                "target_lengths": {0: "batch"},
+            },
+            max_grad_norm=1.0,
+        )
     operators = sorted({node.op_type for node in step.model.graph.node if node.domain == "aclnn"})
     console.print(f"exported in {time.perf_counter() - start:.1f} s, with {', '.join(operators)}")
 

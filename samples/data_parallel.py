@@ -14,8 +14,8 @@ are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships. Of each 
 
 So the losses and parameters are those of one process with the whole batch, whatever the number of ranks. On the CPU the
 ranks speak through gloo; with `--device cuda`, for which onnxruntime has to be onnxruntime-gpu, through NCCL, each rank
-on the GPU of its number. Buffers that a step changes (batch normalisation's) would have to be averaged likewise, or
-taken from one rank; the module here has none, and neither frozen nor tied parameters.
+on the GPU of its number; that is not yet tried. Buffers that a step changes (batch normalisation's) would have to be
+averaged likewise, or taken from one rank; the module here has none, and neither frozen nor tied parameters.
 
 The exit status is 1 below the wanted accuracy.
 """
@@ -164,6 +164,8 @@ def main(
         raise click.BadParameter(f"{batch_size} digits do not make equal shares for {world} ranks")
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
 
+    if device == "cuda":
+        torch.cuda.set_device(place)
     images, labels, chosen, left_out = digits(seed)
     torch.manual_seed(seed)  # the same parameters on every rank
     module = Classifier()

@@ -99,13 +99,14 @@ def main(epochs: int, batch_size: int, width: int, experts: int, rate: float, se
     torch.manual_seed(seed)
     module = Classifier(width, experts)
     start = time.perf_counter()
-    step = gradfuse.export_training_step(
-        module,
-        balanced_loss,
-        (torch.from_numpy(images[:batch_size]), torch.from_numpy(labels[:batch_size])),
-        torch.optim.AdamW(module.parameters(), lr=rate),
-        dynamic_shapes=({0: "batch"}, {0: "batch"}),
-    )
+    with console.status("exporting"):
+        step = gradfuse.export_training_step(
+            module,
+            balanced_loss,
+            (torch.from_numpy(images[:batch_size]), torch.from_numpy(labels[:batch_size])),
+            torch.optim.AdamW(module.parameters(), lr=rate),
+            dynamic_shapes=({0: "batch"}, {0: "batch"}),
+        )
     console.print(f"exported in {time.perf_counter() - start:.1f} s")
     console.print(str(step.report))
 

@@ -162,14 +162,15 @@ def main(
     start = time.perf_counter()
     example = tuple(map(torch.from_numpy, batch()))
     axes = {0: "batch", 1: "length"}
-    step = gradfuse.export_training_step(
-        module,
-        next_letter_loss,
-        (example[0], example[1]),
-        torch.optim.AdamW(parameter_groups(module, 0.1), lr=rate, betas=(0.9, 0.95)),
-        dynamic_shapes=(axes, axes),
-        max_grad_norm=1.0,
-    )
+    with console.status("exporting"):
+        step = gradfuse.export_training_step(
+            module,
+            next_letter_loss,
+            (example[0], example[1]),
+            torch.optim.AdamW(parameter_groups(module, 0.1), lr=rate, betas=(0.9, 0.95)),
+            dynamic_shapes=(axes, axes),
+            max_grad_norm=1.0,
+        )
     size = sum(array.size for array in step.parameters.values())
     console.print(f"exported {size} parameters in {time.perf_counter() - start:.1f} s")
     for operator in sorted({fusion.op for fusion in step.report.fusions} if step.report else ()):

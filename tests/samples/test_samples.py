@@ -56,6 +56,12 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
+def test_the_readme_names_every_sample() -> None:
+    text = (SAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `samples/([\w.]+)/?` \|", text, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in SAMPLES.iterdir() if path.name != "__pycache__")
+
+
 def test_speech_is_recognised() -> None:
     options = ["--utterances", 192, "--test", 12, "--epochs", 10, "--batch-size", 8, "--width", 32, "--rate", 0.006]
     output = sample("ctc_speech", *options, "--error-rate", 0.6)
@@ -145,7 +151,7 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path: Path) -> 
         for rows in data_parallel.batches(chosen, 128, 0):
             loss = F.cross_entropy(module(images[rows].to(dtype)), labels[rows])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
         return losses, module
