@@ -14,6 +14,7 @@ The exit status is 1 if the perplexity is above the wanted one.
 
 from __future__ import annotations
 
+import collections
 import math
 import pydoc_data.topics
 import sys
@@ -173,8 +174,9 @@ def main(
         )
     size = sum(array.size for array in step.parameters.values())
     console.print(f"exported {size} parameters in {time.perf_counter() - start:.1f} s")
-    for operator in sorted({fusion.op for fusion in step.report.fusions} if step.report else ()):
-        console.print(f"  {operator}: {step.report.after[f'aclnn::{operator}']} fused" if step.report else "")
+    fused = collections.Counter(fusion.op for fusion in step.report.fusions) if step.report else {}
+    for operator, count in sorted(fused.items()):
+        console.print(f"  {operator}: {count} fused")
 
     session = gradfuse.TrainingSession(step)
     before = perplexity(session, left_out, context, 128)
