@@ -14,11 +14,12 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale bench-training \
-    gpu-test gpu-bench lint format wheel clean
+.PHONY: help demo samples test test-slow test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
+    bench-training gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
+	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (five minutes)"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
@@ -51,6 +52,16 @@ $(INSTALLED): $(DEPENDENCIES) $(CXX_SOURCES)
 
 demo: $(INSTALLED)
 	$(BIN)/python samples/digits.py
+
+samples: $(INSTALLED)
+	@mkdir -p build/samples && rm -f build/samples/*
+	$(BIN)/python samples/ctc_speech.py
+	$(BIN)/python samples/tiny_gpt.py
+	$(BIN)/python samples/moe.py
+	$(BIN)/python samples/optimize_model.py tests/corpus/torch_export_fb/gpt_block_ce_dyn.onnx build/samples/gpt.onnx
+	$(BIN)/torchrun --standalone --nproc-per-node 2 samples/data_parallel.py
+	$(BIN)/python samples/train_without_torch.py export build/samples
+	$(BIN)/python samples/train_without_torch.py train build/samples
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

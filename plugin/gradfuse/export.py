@@ -27,6 +27,7 @@ from gradfuse import fusion, optimizers
 from gradfuse.custom_ops import functions
 from gradfuse.errors import ExportError, ModelError
 from gradfuse.model_io import one_line
+from gradfuse.scatters import replace_scatter_nd
 from gradfuse.training_step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
 from gradfuse.translation import onnx_translation_table, traceable_ctc
 
@@ -130,12 +131,13 @@ def export_training_step(
         reference = _float64_run(step)
         if evaluation or (evaluation is None and optimizer is not None):
             evaluation_model = _evaluation_model(step, dims, native.changed)
-    plain = ir.to_proto(model) if fuse else fusion.expand(ir.to_proto(model))
+    exported = ir.to_proto(model) if fuse else fusion.expand(ir.to_proto(model))
+    plain = _in_order(exported)
     _compare(plain, step, native, reference, "exported")
     report = None
     if fuse:
-        result = fusion.fuse(plain)
-        plain, report = result.model, result.report
+        result = fusion.fuse(exported)
+        plain, report = _in_order(result.model), result.report
         _compare(plain, step, native, reference, "fused")
     parameters = {name: to_numpy(step.state[name]) for name in step.trainable}
     state: Arrays = {}
@@ -617,7 +619,7 @@ def _with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.Ex
 
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Decompose the backward operators that torch.onnx.export does not know."""
+    """Decompose the operators that torch.onnx.export does not know."""
     from gradfuse import backward_decompositions, dropout
 
     table = {**backward_decompositions.table(), **dropout.table()}
@@ -626,7 +628,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     try:
         decomposed: torch.export.ExportedProgram = program.run_decompositions(table)
     except Exception as error:
-        raise ExportError(f"{_WHO}: torch cannot decompose the backward pass: {one_line(error)}") from error
+        raise ExportError(f"{_WHO}: torch cannot decompose the step: {one_line(error)}") from error
     return decomposed
 
 
@@ -672,6 +674,13 @@ def _to_onnx(
         optimizer.optimize(model)
     functions.attach(model)
     return model
+
+
+def _in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model that adds up what belongs to one index in a fixed order."""
+    model = ir.from_proto(proto)
+    replace_scatter_nd(model)
+    return ir.to_proto(model)
 
 
 def _remove_unused_nodes(model: ir.Model) -> None:
@@ -722,6 +731,8 @@ def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise ExportError(f"{_WHO}: torch.export cannot trace the module in eval mode: {one_line(error)}") from error
     free = [name for name in names if name in step.trainable or name in changed]
+    with _quiet():
+        program = _decomposed(program)
     model = _to_onnx(program, step, names, free)
     graph = model.graph
     inputs = dict(zip((*free, *step.input_names), graph.inputs, strict=True))
@@ -734,7 +745,7 @@ def _evaluation_model(step: _Step, dims: _Dims, changed: Sequence[str]) -> onnx.
     _rename(graph, interface)
     _name_dimensions(graph, inputs, dims.names)
     _drop_notes(model, type(step.module).__name__)
-    proto = ir.to_proto(model)
+    proto = _in_order(ir.to_proto(model))
     with torch.no_grad():
         try:
             exact = run(_widen)

@@ -19,6 +19,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     return {
         aten.sort.stable: sort_stable,
+        aten.argsort.stable: argsort_stable,
         aten.searchsorted.Tensor: searchsorted,
         aten.bucketize.Tensor: bucketize,
         aten.repeat_interleave.Tensor: repeat_interleave,
@@ -30,6 +31,11 @@ def table() -> dict[Any, Callable[..., Any]]:
 def sort_stable(self: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
     """aten::sort.stable: ONNX's TopK, as which aten::sort is translated, gives equal elements in their order."""
     return torch.sort(self, dim, descending)
+
+
+def argsort_stable(self: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> Tensor:
+    """aten::argsort.stable, which is there in programs without a backward pass only."""
+    return torch.sort(self, dim, descending)[1]
 
 
 def searchsorted(

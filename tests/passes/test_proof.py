@@ -243,3 +243,15 @@ def test_a_division_that_may_be_by_zero_stays() -> None:
     assert "r" not in {name for f in report.fusions for name in f.replaced}
     (miss,) = [m for m in report.near_misses if "numbers" in m.reason]
     assert "nan" in miss.reason and not miss.bug
+
+
+def test_what_a_sort_orders_is_in_order_in_the_proof_too() -> None:
+    model = parsed("""m (float[batch,4] x) => (float[4,4] sums) <int64[batch] group, int64[batch,1] column> {
+      chosen = ArgMax<axis=1, keepdims=0>(x)  count = Shape(chosen)  group, order = TopK<largest=0>(chosen, count)
+      last = Constant<value_ints=[-1]>()  column = Unsqueeze(group, last)  rows = Exp(x)
+      shape = Constant<value_ints=[4,4]>()  zeros = ConstantOfShape(shape)
+      sums = ScatterND<reduction="add">(zeros, column, rows)
+    }""")
+    report = fuse(model, policy="all").report
+    assert [fusion.op for fusion in report.fusions] == ["GroupedBiasAddGrad"]
+    assert not any(miss.bug for miss in report.near_misses)

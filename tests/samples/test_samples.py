@@ -1,0 +1,200 @@
+"""The samples work at a small size, and say by their exit status whether they reached what is wanted."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+from training.models import assert_trained
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+CORPUS = Path(__file__).parents[1] / "corpus"
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    """Run Python in a process of its own; the output is plain text, and nothing is written to stderr."""
+    result = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert result.returncode == status, result.stdout + result.stderr
+    assert "\x1b" not in result.stdout and "\r" not in result.stdout
+    return result.stdout
+
+
+def sample(name: str, *arguments: object, status: int = 0) -> str:
+    """Run a sample in this process, which has torch already."""
+    with torch.random.fork_rng():
+        result = CliRunner().invoke(loaded(name).main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    assert result.exit_code == status, result.output
+    assert "\x1b" not in result.output and "\r" not in result.output
+    return result.output
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    """The numbers that stand for `#` in a pattern."""
+    found = re.search(pattern.replace("#", r"(\d+(?:\.\d+)?)"), output)
+    assert found is not None, output
+    return [float(group) for group in found.groups()]
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_names_every_sample() -> None:
+    text = (SAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `samples/([\w.]+)/?` \|", text, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in SAMPLES.iterdir() if path.name != "__pycache__")
+
+
+def test_speech_is_recognised() -> None:
+    options = ["--utterances", 192, "--test", 12, "--epochs", 10, "--batch-size", 8, "--width", 32, "--rate", 0.006]
+    output = sample("ctc_speech", *options, "--error-rate", 0.6)
+    assert "with CtcLoss, CtcLossBackward" in output
+    first, last = numbers("loss # in the first, # in the last", output)
+    assert last < first / 2
+    (rate,) = numbers("label error rate #% of", output)
+    assert rate <= 60
+
+
+def test_labels_are_counted_and_decoded_right() -> None:
+    speech = loaded("ctc_speech")
+    words = [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("flaw", "lawn", 2), ("same", "same", 0)]
+    for one, other, distance in words:
+        assert speech.edit_distance([*map(ord, one)], [*map(ord, other)]) == distance
+    path = np.eye(4)[[0, 1, 1, 0, 1, 3, 3, 2]]
+    assert speech.decode(path, 7) == [1, 1, 3]
+    # Frames of silence that pad the shorter ones have no label, and do not count.
+    data = [speech.Utterance(np.ones((n, 2), np.float32), np.arange(1, k)) for n, k in ((7, 4), (4, 2))]
+    frames, (labels, steps, lengths) = speech.Scale(np.ones(2, np.float32), np.ones(2, np.float32)).batch(data)
+    assert frames.shape == (2, 7, 2)
+    assert (labels.tolist(), steps.tolist(), lengths.tolist()) == ([[1, 2, 3], [1, 0, 0]], [4, 2], [3, 1])
+
+
+def test_a_gpt_learns_letters() -> None:
+    options = ["--steps", 40, "--batch-size", 8, "--context", 16, "--width", 16, "--heads", 2, "--blocks", 1]
+    output = sample("tiny_gpt", *options, "--rate", 0.02, "--letters", 20, "--perplexity", 1, status=1)
+    assert re.findall(r"^  (\w+): 1 fused$", output, re.MULTILINE) == [
+        "CrossEntropyLossGrad",
+        "ScaledMaskedSoftmaxBackward",
+    ]
+    before, after = numbers("left out: # before training, # after", output)
+    # Guessing has 96, and how often each letter comes about 30.
+    assert 90 < before < 102
+    assert after < 32
+    assert "  The statement " in output
+    assert f"perplexity is {after:.2f}; expected at most 1.00" in output
+
+
+def test_a_mixture_of_experts_is_fused_and_learns() -> None:
+    output = sample("moe", "--epochs", 4, "--width", 16, "--experts", 4, "--rate", 0.01, "--accuracy", 0.6)
+    assert re.search(r"^  GroupedBiasAddGrad +\w+ +replaces", output, re.MULTILINE)
+    counts = numbers("of 1440: #, #, #, #", output)
+    assert sum(counts) == 1440
+    assert numbers("test accuracy #%", output)[0] >= 60
+
+
+@pytest.mark.parametrize(
+    "case, operators",
+    [
+        ("torch_export_fb/gpt_block_ce_dyn", {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}),
+        ("jax2onnx_gemmfix/ce_onehot_smooth", {"CrossEntropyLossGrad"}),
+    ],
+)
+def test_models_of_any_producer_are_optimized(case: str, operators: set[str], tmp_path: Path) -> None:
+    source, target = CORPUS / f"{case}.onnx", tmp_path / "optimized.onnx"
+    output = sample("optimize_model", source, target, "--runs", 1)
+    assert set(re.findall(r"^  (\w+) replaces", output, re.MULTILINE)) == operators
+    model = onnx.load(target)
+    onnx.checker.check_model(model)
+    assert {node.op_type for node in model.graph.node if node.domain == "aclnn"} == operators
+    assert {function.name for function in model.functions} == operators
+    before, after = numbers("# nodes before, # after", output)
+    assert len(model.graph.node) == after < before == len(onnx.load(source).graph.node)
+
+
+def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path: Path) -> None:
+    """Against the same training in PyTorch, in float32 and float64."""
+    data_parallel = loaded("data_parallel")
+    options = ["--epochs", 1, "--batch-size", 128, "--save", tmp_path / "saved.pt"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    output = run(*launcher, SAMPLES / "data_parallel.py", *options, "--accuracy", 0.2)
+    assert output.startswith("2 ranks over gloo: 11 steps")
+    saved = torch.load(tmp_path / "saved.pt")
+    output = run(SAMPLES / "data_parallel.py", *options, "--accuracy", 1.0, status=1)
+    assert output.startswith("1 rank over gloo: 11 steps")
+    assert "expected at least 100%" in output
+    alone = torch.load(tmp_path / "saved.pt")
+
+    images, labels, chosen, _ = data_parallel.digits(0)
+
+    def trained(dtype: torch.dtype) -> tuple[list[float], torch.nn.Module]:
+        torch.manual_seed(0)
+        module = data_parallel.Classifier().to(dtype)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for rows in data_parallel.batches(chosen, 128, 0):
+            loss = F.cross_entropy(module(images[rows].to(dtype)), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, module
+
+    (native, module), (exact, reference) = trained(torch.float32), trained(torch.float64)
+    worst = max(abs(a - b) for a, b in zip(native, exact, strict=True))
+    for result in (saved, alone):
+        parameters = {name: tensor.numpy() for name, tensor in result["parameters"].items()}
+        assert_trained(parameters, module, reference, len(exact))
+        assert max(abs(a - b) for a, b in zip(result["losses"], exact, strict=True)) <= 4 * worst
+
+
+# What is imported behind this fails as if it were not installed.
+WITHOUT_TORCH = (
+    "import runpy, sys; sys.modules.update(dict.fromkeys(('torch', 'sklearn', 'onnxscript'))); "
+    "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def test_training_without_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def train(folder: Path, epochs: int) -> str:
+        return run("-c", WITHOUT_TORCH, SAMPLES / "train_without_torch.py", "train", folder, "--epochs", epochs)
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    sample("train_without_torch", "export", one)
+    two.mkdir()
+    for path in one.iterdir():
+        (two / path.name).write_bytes(path.read_bytes())
+    whole = train(one, 4)
+    train(two, 3)
+    rest = train(two, 1)
+    assert "going on after 3 epochs" in rest
+    assert numbers("loss #, test accuracy #%", rest) == numbers("loss #, test accuracy #%", whole)
+    final, other = (load_file(folder / "checkpoint.safetensors") for folder in (one, two))
+    assert set(final) == set(other)
+    for name, array in final.items():
+        np.testing.assert_array_equal(other[name], array, strict=True)
+    (two / "checkpoint.safetensors").unlink()
+    module = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.LayerNorm(128), torch.nn.Linear(128, 10)
+    )
+    module.load_state_dict({name: torch.from_numpy(final[name]) for name in module.state_dict()})
+    with np.load(one / "digits.npz") as data, torch.no_grad():
+        predicted = module(torch.from_numpy(data["test_images"])).argmax(1).numpy()
+        accuracy = 100 * (predicted == data["test_labels"]).mean()
+    assert numbers("test accuracy #%", whole) == [pytest.approx(accuracy, abs=0.005)]
