@@ -33,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Read when PyTorch is loaded: its threads would go on spinning while the next variant runs, and take a core from it.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
@@ -119,7 +121,7 @@ def main() -> None:
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    document = {**_environment(), "rows": [asdict(row) for row in rows]}
+    document = {**environment(), "rows": [asdict(row) for row in rows]}
     (out / "ops.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "ops.md").write_text(page(document, rows))
     plot(rows, out / "ops.svg")
@@ -353,7 +355,7 @@ def in_turns(calls: dict[str, list[Call]], rounds: int) -> dict[str, Time]:
 # The report
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,0 +1,150 @@
+"""The training steps that `step.py` measures, at the sizes that are trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Tensors = tuple[Tensor, ...]
+
+
+class DigitsCnn(nn.Module):
+    """Two convolutions on 8 x 8 images, as in samples/digits.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 32, 3, padding=1)
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        features = F.relu(self.second(F.relu(self.first(image))))
+        return self.head(F.max_pool2d(features, 2).flatten(1))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward layer, each behind a normalisation."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.second_norm = nn.LayerNorm(width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, future: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.feed(self.second_norm(x))  # type: ignore[no-any-return]
+
+
+class Gpt(nn.Module):
+    """4 layers of width 256 and a vocabulary of 32,000."""
+
+    vocabulary, width, length = 32000, 256, 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(self.vocabulary, self.width)
+        self.positions = nn.Parameter(torch.randn(self.length, self.width) * 0.02)
+        self.blocks = nn.ModuleList(Block(self.width, 4) for _ in range(4))
+        self.norm = nn.LayerNorm(self.width)
+        self.head = nn.Linear(self.width, self.vocabulary, bias=False)
+        self.register_buffer("future", torch.ones(self.length, self.length, dtype=torch.bool).triu(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions
+        for block in self.blocks:
+            x = block(x, self.future)
+        return self.head(self.norm(x)).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+class Speech(nn.Module):
+    """Log-probabilities (T, N, C) of 400 frames: two convolutions, a GRU that reads both ways, 1,024 classes."""
+
+    frames, classes = 400, 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv1d(80, 128, 3, stride=2, padding=1), nn.ReLU(), nn.Conv1d(128, 128, 3, padding=1), nn.ReLU()
+        )
+        self.gru = nn.GRU(128, 128, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(256, self.classes)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        states, _ = self.gru(self.convolutions(frames.transpose(1, 2)).transpose(1, 2))
+        return self.head(states).log_softmax(-1).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """8 experts, each token to its best one: tokens are sorted by expert, and each expert has a bias."""
+
+    experts, width, inner = 8, 256, 512
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(self.width, self.experts)
+        self.up = nn.Parameter(torch.randn(self.experts, self.width, self.inner) / 16)
+        self.up_bias = nn.Parameter(torch.zeros(self.experts, self.inner))
+        self.head = nn.Linear(self.inner, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        chance, expert = self.router(tokens).softmax(-1).max(-1)
+        expert, order = expert.sort(stable=True)
+        # All experts on all tokens, of which each keeps its own: exporters have no product of ragged groups.
+        every = torch.matmul(tokens[order], self.up)
+        own = every.gather(0, expert[None, :, None].expand(1, -1, self.inner))[0]
+        mixed = F.gelu(own + self.up_bias[expert]) * chance[order, None]
+        return self.head(torch.zeros_like(mixed).index_copy(0, order, mixed))  # type: ignore[no-any-return]
+
+
+def ctc_loss(log_probs: Tensor, labels: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
+    return F.ctc_loss(log_probs, labels, input_lengths, target_lengths)
+
+
+def digits(count: int) -> tuple[Tensors, Tensors]:
+    return (torch.rand(count, 1, 8, 8),), (torch.randint(0, 10, (count,)),)
+
+
+def text(count: int) -> tuple[Tensors, Tensors]:
+    ids = torch.randint(0, Gpt.vocabulary, (count, Gpt.length))
+    return (ids,), (ids.roll(-1, 1).flatten(),)
+
+
+def speech(count: int) -> tuple[Tensors, Tensors]:
+    labels = torch.randint(1, Speech.classes, (count, 30))
+    lengths = torch.full((count,), Speech.frames // 2), torch.randint(20, 31, (count,))
+    return (torch.randn(count, Speech.frames, 80),), (labels, *lengths)
+
+
+def tokens(count: int) -> tuple[Tensors, Tensors]:
+    return (torch.randn(count, Experts.width),), (torch.randint(0, 10, (count,)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A step to measure: how its module, loss and batches are made, and the sizes of batches."""
+
+    title: str
+    module: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    batch: Callable[[int], tuple[Tensors, Tensors]]
+    sizes: tuple[int, ...]
+
+
+MODELS = {
+    "digits": Model("CNN on 8 x 8 digits", DigitsCnn, F.cross_entropy, digits, (8, 64, 512)),
+    "gpt": Model("GPT, 4 layers of 256, vocabulary 32,000, 128 tokens", Gpt, F.cross_entropy, text, (1, 4, 16)),
+    "ctc": Model("convolutions and GRU with CTC, 400 frames", Speech, ctc_loss, speech, (1, 4, 16)),
+    "moe": Model("8 experts with biases of groups", Experts, F.cross_entropy, tokens, (64, 512, 4096)),
+}
