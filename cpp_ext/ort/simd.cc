@@ -1,4 +1,5 @@
-// Which instruction set the CPU kernels use, and when they write around the caches: for reports, tests and measurements.
+// Which instruction set the CPU kernels use, and when they write around the caches: for reports, tests and
+// measurements.
 
 #include <string>
 

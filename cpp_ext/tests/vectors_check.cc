@@ -28,7 +28,8 @@ void Convert(const From* from, int64_t count, To* to) {
 template <class Real>
 void ExpOf(const Real* from, int64_t count, Real* to) {
   const hn::ScalableTag<Real> d;
-  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Exp<Real>(d, Load(at, d, from + i)), d, to + i); });
+  ForEachVector(d, count,
+                [&](int64_t i, auto at) HWY_ATTR { Store(at, Exp<Real>(d, Load(at, d, from + i)), d, to + i); });
 }
 
 template <class Real>
