@@ -88,15 +88,14 @@ def measure(name: str, model: Model, size: int, *, compiled: bool) -> Row:
     sessions = {"fused": gradfuse.TrainingSession(fused), "plain": gradfuse.TrainingSession(plain)}
     arrays = tuple(x.numpy() for x in inputs), tuple(x.numpy() for x in targets)
     calls: dict[str, Call] = {key: partial(session.step, *arrays) for key, session in sessions.items()}
-    calls["torch"] = in_torch(module, model.loss, inputs, targets)
+
+    def compute(inputs: Tensors, targets: Tensors) -> Tensor:
+        return model.loss(module(*inputs), *targets)
+
+    calls["torch"] = in_torch(module, partial(compute, *batch))
     if compiled:
         torch.compiler.reset()
-
-        def compute(*inputs_and_targets: Tensor) -> Tensor:
-            return model.loss(module(*inputs_and_targets[: len(inputs)]), *inputs_and_targets[len(inputs) :])
-
-        step = torch.compile(compute, dynamic=False)
-        calls["torch.compile"] = in_torch(module, lambda _, *all: step(*inputs, *all), inputs, targets, whole=True)
+        calls["torch.compile"] = in_torch(module, partial(torch.compile(compute, dynamic=False), *batch))
 
     losses = {key: call() for key, call in calls.items()}
     gradients = {key: session.gradients if key in sessions else {} for key, session in sessions.items()} | {
@@ -113,14 +112,12 @@ def measure(name: str, model: Model, size: int, *, compiled: bool) -> Row:
     return Row(name, size, operators, times, statistics.quantiles(ratios, n=4))
 
 
-def in_torch(
-    module: nn.Module, loss: Callable[..., Tensor], inputs: Tensors, targets: Tensors, *, whole: bool = False
-) -> Call:
+def in_torch(module: nn.Module, compute: Callable[[], Tensor]) -> Call:
     """Loss and gradients by PyTorch."""
 
     def call() -> float:
         module.zero_grad(set_to_none=True)
-        value = loss(None if whole else module(*inputs), *targets)
+        value = compute()
         value.backward()  # type: ignore[no-untyped-call]
         return value.item()
 

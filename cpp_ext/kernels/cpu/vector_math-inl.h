@@ -11,8 +11,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 
-// What exp and log need to know of a floating-point type. exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2
-// / 2.
+// What exp and log need to know of a floating-point type. exp(x) = 2^n e^r with n = round(x / ln 2) and
+// |r| <= ln 2 / 2.
 template <class Real>
 struct ExpConstants;
 
@@ -68,7 +68,7 @@ GRADFUSE_INLINE hn::Vec<D> TwiceExp(D d, hn::Vec<D> r, const Half*) {
 }
 
 // exp without branches or tables, with NaN, infinities and overflow as std::exp, and 0 for results below 2^-125
-// (double: 2^-1021), for loops that take such numbers for 0. For float and double it is at most 1.1 units in the last
+// (double: 2^-1021), for loops that take such numbers for 0. For float and double it is at most 1.2 units in the last
 // place from the true value; T says what the result is for.
 template <class T, class D>
 GRADFUSE_INLINE hn::Vec<D> Exp(D d, hn::Vec<D> x) {
