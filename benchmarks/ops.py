@@ -178,7 +178,7 @@ class Traffic:
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    whole = np.ones(size + 64, np.uint8)
+    whole = torch.ones(size + 64, dtype=torch.uint8).numpy()
     start = -whole.ctypes.data % 64
     return whole[start : start + size]
 
