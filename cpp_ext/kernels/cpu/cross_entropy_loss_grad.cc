@@ -64,8 +64,8 @@ void WeightedGradRow(const T* log_prob, const float* weight, float scale, float 
 template <class T, bool kStreams>
 void ZeroRow(int64_t count, T* out) {
   const TagOf<T> d;
-  ForEachVectorInto<Sink<kStreams, Whole>>(
-      out, d, count, [&](int64_t c, auto at) HWY_ATTR { Store(at, hn::Zero(d), d, out + c); });
+  ForEachVectorInto<Sink<kStreams, Whole>>(out, d, count,
+                                           [&](int64_t c, auto at) HWY_ATTR { Store(at, hn::Zero(d), d, out + c); });
 }
 
 }  // namespace

@@ -64,8 +64,8 @@ HWY_AFTER_NAMESPACE();
 namespace gradfuse::cpu {
 namespace {
 
-// Enough chunks for all threads, but no more of their sums than need be: 128 to 512.
-int64_t RowsPerChunk(int64_t rows) { return std::clamp<int64_t>(rows / 64 / 128, 1, 4) * 128; }
+// Few sums of chunks to keep where there are many rows, but chunks for all threads where there are few.
+int64_t RowsPerChunk(int64_t rows) { return rows < (16 << 10) ? 128 : 256; }
 
 constexpr int64_t kColumnsPerPanel = 2048;
 

@@ -70,6 +70,10 @@ GRADFUSE_INLINE void Stream(Vec<D> value, D, TFromD<D>* to) {
   *to = value;
 }
 template <class D>
+GRADFUSE_INLINE Vec<D> GatherIndex(D, const TFromD<D>* from, int32_t index) {
+  return from[index];
+}
+template <class D>
 GRADFUSE_INLINE Vec<D> LoadN(D, const TFromD<D>* from, size_t lanes) {
   return lanes == 0 ? Vec<D>{} : *from;
 }

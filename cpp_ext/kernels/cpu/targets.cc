@@ -41,7 +41,8 @@ size_t AvailableTargets() {
   const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                     __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
                     __builtin_cpu_supports("avx512bitalg") && __builtin_cpu_supports("avx512vpopcntdq") &&
-                    __builtin_cpu_supports("gfni") && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("vaes");
+                    __builtin_cpu_supports("gfni") && __builtin_cpu_supports("vpclmulqdq") &&
+                    __builtin_cpu_supports("vaes");
   return bf16 ? 4 : 3;
 #elif defined(GRADFUSE_HAVE_HIGHWAY)
   return std::size(kTargetNames);

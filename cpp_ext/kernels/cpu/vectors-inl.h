@@ -179,6 +179,11 @@ GRADFUSE_INLINE void ForEachVector(D d, int64_t count, const Body& body) {
   }
 }
 
+// How many vectors a loop with a long chain of operations computes side by side: while one waits for a result, others
+// go on.
+template <class D>
+constexpr int kSideBySide = hn::MaxLanes(D()) > 1 ? 2 : 1;
+
 // How many elements of to[0], ..., to[count - 1] lie before the first place that is aligned for At to write vectors to.
 template <class At, class D, class T>
 GRADFUSE_INLINE int64_t Unaligned(D d, const T* to, int64_t count) {
