@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cpu/flush_subnormals.h"
 #include "kernels/cpu/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -27,6 +28,7 @@ void Convert(const From* from, int64_t count, To* to) {
 
 template <class Real>
 void ExpOf(const Real* from, int64_t count, Real* to) {
+  const FlushSubnormals flush;
   const hn::ScalableTag<Real> d;
   ForEachVector(d, count,
                 [&](int64_t i, auto at) HWY_ATTR { Store(at, Exp<Real>(d, Load(at, d, from + i)), d, to + i); });

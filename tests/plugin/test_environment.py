@@ -28,7 +28,7 @@ def test_it_tells_the_versions_that_are_installed() -> None:
 
 def test_the_library_loads() -> None:
     facts = gradfuse.info()["library"]
-    assert facts.pop("simd") in ("scalar", "avx2", "avx512", "neon")
+    assert facts.pop("simd") in ("scalar", "avx2", "avx512", "avx512_bf16", "neon")
     assert facts == {"path": gradfuse.get_library_path(), "loads": True, "error": None}
 
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "kernels/cpu/flush_subnormals.h"
 #include "kernels/cpu/streaming.h"
@@ -24,9 +23,30 @@ void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out)
   const TagOf<T> d;
   const auto scales = hn::Set(d, scale);
   const auto shifts = hn::Set(d, shift);
-  ForEachVectorInto<Sink<kStreams, Sweep>>(out, d, count, [&](int64_t c, auto at) HWY_ATTR {
-    Store(at, hn::MulSub(Exp<T>(d, Load(at, d, log_prob + c)), scales, shifts), d, out + c);
-  });
+  using At = Sink<kStreams, Sweep>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto store = [&](int64_t c, auto at, hn::Vec<TagOf<T>> grad) HWY_ATTR { Store(at, grad, d, out + c); };
+  ForEachFourInto<At>(
+      out, d, count,
+      [&](int64_t c) HWY_ATTR {
+        const auto x0 = Load(At(), d, log_prob + c);
+        const auto x1 = Load(At(), d, log_prob + c + lanes);
+        const auto x2 = Load(At(), d, log_prob + c + 2 * lanes);
+        const auto x3 = Load(At(), d, log_prob + c + 3 * lanes);
+        if (HWY_LIKELY(AreUsualLogProbs(d, x0, x1, x2, x3))) {
+          store(c, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x0, shifts));
+          store(c + lanes, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x1, shifts));
+          store(c + 2 * lanes, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x2, shifts));
+          store(c + 3 * lanes, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x3, shifts));
+        } else {
+          store(c, At(), ScaledExpMinus<T>(d, scales, x0, shifts));
+          store(c + lanes, At(), ScaledExpMinus<T>(d, scales, x1, shifts));
+          store(c + 2 * lanes, At(), ScaledExpMinus<T>(d, scales, x2, shifts));
+          store(c + 3 * lanes, At(), ScaledExpMinus<T>(d, scales, x3, shifts));
+        }
+      },
+      [&](int64_t c, auto at)
+          HWY_ATTR { store(c, at, ScaledExpMinus<T>(d, scales, Load(at, d, log_prob + c), shifts)); });
 }
 
 // The same with a weight for each class.
@@ -39,6 +59,13 @@ void WeightedGradRow(const T* log_prob, const float* weight, float scale, float 
     const auto scaled = Exp<T>(d, Load(at, d, log_prob + c)) * scales;
     Store(at, hn::NegMulAdd(shifts, Load(at, d, weight + c), scaled), d, out + c);
   });
+}
+
+template <class T, bool kStreams>
+void ZeroRow(int64_t count, T* out) {
+  const TagOf<T> d;
+  ForEachVectorInto<Sink<kStreams, Whole>>(out, d, count,
+                                           [&](int64_t c, auto at) HWY_ATTR { Store(at, hn::Zero(d), d, out + c); });
 }
 
 }  // namespace
@@ -92,6 +119,7 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   const int64_t bytes = 2 * args.log_prob.NumBytes();
   const bool streams = bytes >= StreamBytes();
   const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true>) : GRADFUSE_DISPATCH(GradRow<T, false>);
+  const auto zero_row = streams ? GRADFUSE_DISPATCH(ZeroRow<T, true>) : GRADFUSE_DISPATCH(ZeroRow<T, false>);
   const auto weighted_grad_row =
       streams ? GRADFUSE_DISPATCH(WeightedGradRow<T, true>) : GRADFUSE_DISPATCH(WeightedGradRow<T, false>);
 
@@ -101,7 +129,7 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
     T* out_part = out + row * classes + begin;
     const int64_t label = target[row];
     if (label == args.ignore_index) {
-      std::memset(out_part, 0, static_cast<size_t>(end - begin) * sizeof(T));
+      zero_row(end - begin, out_part);
       return;
     }
     const double g = ToCompute(grad_loss[row * grad_stride]);
@@ -118,7 +146,8 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
     if (label >= begin && label < end) {
       // exp(log_prob) - 1 would cancel where the label is likely.
       const double x = ToCompute(log_prob[row * classes + label]);
-      const double grad = q * std::expm1(x) + s * (std::exp(x) * coefficients.weight_sum - label_weight);
+      double grad = q * std::expm1(x);
+      if (smooths) grad += s * (std::exp(x) * coefficients.weight_sum - label_weight);
       out[row * classes + label] = FromCompute<T>(static_cast<float>(grad));
     }
   };

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/ctc_common.h"
+#include "kernels/dispatch.h"
 
 namespace gradfuse::cpu {
 
@@ -38,20 +39,31 @@ class CtcLabels {
   int64_t longest_ = 0;
 };
 
-// Cuts the scratch memory of one item into arrays. Made for all items before the threads start: nothing is allocated,
-// so nothing can fail, inside a task.
+// Cuts the scratch memory of one item into arrays, aligned for vectors, with room before and after them for what
+// whole vectors, kSideBySide of them, read and write beside what is asked for. Zeros at first. Made for all items
+// before the threads start: nothing is allocated, so nothing can fail, inside a task.
 template <class Real>
 class Scratch {
  public:
   Scratch(int64_t items, int64_t arrays, int64_t array_size)
-      : array_size_(array_size), item_size_(arrays * array_size), memory_(static_cast<size_t>(items * item_size_)) {}
+      : array_size_(CeilDiv(array_size, kAlignment) * kAlignment + kBefore + kAfter),
+        item_size_(arrays * array_size_),
+        memory_(static_cast<size_t>(items * item_size_ + kAlignment)) {
+    const auto behind = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory_.data()) / sizeof(Real)) % kAlignment;
+    first_ = memory_.data() + (behind == 0 ? 0 : kAlignment - behind) + kBefore;
+  }
 
-  Real* Array(int64_t item, int64_t index) { return memory_.data() + item * item_size_ + index * array_size_; }
+  Real* Array(int64_t item, int64_t index) { return first_ + item * item_size_ + index * array_size_; }
 
  private:
+  static constexpr int64_t kAlignment = 16;  // elements, as all others here
+  static constexpr int64_t kBefore = 16;
+  static constexpr int64_t kAfter = 32;
+
   int64_t array_size_;
   int64_t item_size_;
   std::vector<Real> memory_;
+  Real* first_;
 };
 
 // Fills skip[s], the log of whether a path may reach state s from s - 2, for the 2 length + 1 states of an item: only

@@ -18,27 +18,57 @@ HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
-// One step of the recursion for all states; previous[-1] and previous[-2] are -inf.
-template <class T>
-void AlphaStep(const ComputeType<T>* previous, const ComputeType<T>* skip, const ComputeType<T>* emitted,
-               int64_t states, ComputeType<T>* alpha, T* out) {
-  using Real = ComputeType<T>;
-  const TagOf<T> d;
+// One step of the recursion for all states, and for what is after them up to whole vectors, which no state depends on.
+// previous[-1] and previous[-2] are -inf.
+template <class Real>
+void AlphaStep(const Real* previous, const Real* skip, const Real* emitted, int64_t states, Real* alpha) {
+  const TagOf<Real> d;
+  using V = hn::Vec<TagOf<Real>>;
+  constexpr int kVectors = kSideBySide<TagOf<Real>>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const auto never = hn::Set(d, -std::numeric_limits<Real>::infinity());
-  ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
-    const auto stay = Load(at, d, previous + s);
-    const auto next = Load(at, d, previous + s - 1);
-    const auto jump = Load(at, d, previous + s - 2) + Load(at, d, skip + s);
-    const auto largest = hn::Max(jump, hn::Max(stay, next));
-    // Where nothing is possible, differences would be NaN: exp(-inf - 0) is the 0 that is wanted.
-    const auto base = hn::IfThenZeroElse(largest == never, largest);
-    const auto sum = Exp<Real>(d, stay - base) + Exp<Real>(d, next - base) + Exp<Real>(d, jump - base);
-    const auto impossible = hn::And(largest == never, sum == hn::Zero(d));
-    const auto log_sum = hn::IfThenElse(impossible, never, base + LogUpTo3(d, sum));
-    const auto value = log_sum + Load(at, d, emitted + s);
-    Store(at, value, d, alpha + s);
-    Store(at, value, d, out + s);
-  });
+  for (int64_t first = 0; first < states; first += kVectors * lanes) {
+    V stay[kVectors], next[kVectors], jump[kVectors], largest[kVectors], base[kVectors], sum[kVectors];
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t s = first + k * lanes;
+      stay[k] = hn::LoadU(d, previous + s);
+      next[k] = hn::LoadU(d, previous + s - 1);
+      jump[k] = hn::LoadU(d, previous + s - 2) + hn::LoadU(d, skip + s);
+      largest[k] = hn::Max(jump[k], hn::Max(stay[k], next[k]));
+      // Where nothing is possible, differences would be NaN: exp(-inf - 0) is the 0 that is wanted.
+      base[k] = hn::IfThenZeroElse(largest[k] == never, largest[k]);
+    }
+    for (int k = 0; k < kVectors; ++k) {
+      const auto exp = [&](V x) HWY_ATTR { return Exp<Real, Of::kNotPositive>(d, x - base[k]); };
+      sum[k] = exp(stay[k]) + exp(next[k]) + exp(jump[k]);
+    }
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t s = first + k * lanes;
+      const auto impossible = hn::And(largest[k] == never, sum[k] == hn::Zero(d));
+      const auto log_sum = hn::IfThenElse(impossible, never, base[k] + LogUpTo3(d, sum[k]));
+      hn::StoreU(log_sum + hn::LoadU(d, emitted + s), d, alpha + s);
+    }
+  }
+}
+
+// row[index[s]] for all states.
+template <class T>
+void Pick(const T* row, const int32_t* index, int64_t states, ComputeType<T>* picked) {
+  if constexpr (std::is_same_v<T, float>) {
+    const TagOf<T> d;
+    ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
+      const hn::Rebind<int32_t, TagOf<T>> i;
+      Store(at, hn::GatherIndex(d, row, at.LoadBits(i, index + s)), d, picked + s);
+    });
+  } else {
+    for (int64_t s = 0; s < states; ++s) picked[s] = ToCompute(row[index[s]]);
+  }
+}
+
+template <class T>
+void Round(const ComputeType<T>* alpha, int64_t states, T* out) {
+  const TagOf<T> d;
+  ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR { Store(at, Load(at, d, alpha + s), d, out + s); });
 }
 
 }  // namespace
@@ -67,9 +97,12 @@ void RunTyped(const CtcLossArgs& args, const ParallelFor& parallel) {
   const T* log_probs = args.log_probs.Data<T>();
   T* neg_log_likelihood = args.neg_log_likelihood.MutableData<T>();
   T* log_alpha = args.log_alpha.MutableData<T>();
-  const auto alpha_step = GRADFUSE_DISPATCH(AlphaStep<T>);
+  const auto alpha_step = GRADFUSE_DISPATCH(AlphaStep<Real>);
+  const auto pick = GRADFUSE_DISPATCH(Pick<T>);
+  const auto round = GRADFUSE_DISPATCH(Round<T>);
   const CtcLabels labels(args.targets, args.target_lengths);
-  Scratch<Real> scratch(items, /*arrays=*/4, width + 2);
+  Scratch<Real> scratch(items, /*arrays=*/4, width);
+  Scratch<int32_t> classes_of_states(items, /*arrays=*/1, width);
 
   constexpr int64_t kCostOfState = 64;  // about what a state's three exponentials and a logarithm take, in bytes moved
   parallel(items, items * steps * width * kCostOfState, [&](int64_t item) {
@@ -81,26 +114,33 @@ void RunTyped(const CtcLossArgs& args, const ParallelFor& parallel) {
     T* item_alpha = log_alpha + item * steps * width;
     Real* skip = scratch.Array(item, 0);
     Real* emitted = scratch.Array(item, 1);
-    Real* previous = scratch.Array(item, 2) + 2;
-    Real* alpha = scratch.Array(item, 3) + 2;
+    Real* previous = scratch.Array(item, 2);
+    Real* alpha = scratch.Array(item, 3);
+    int32_t* state_class = classes_of_states.Array(item, 0);
     FillSkip(item_labels, length, skip);
     // A step before the first, from which the recursion enters states 0 and 1 alone.
     std::fill_n(previous - 2, states + 2, kNever);
     std::fill_n(alpha - 2, 2, kNever);
     previous[0] = 0;
 
+    std::fill_n(state_class, states, static_cast<int32_t>(args.blank));
+    for (int64_t k = 0; k < length; ++k) state_class[2 * k + 1] = static_cast<int32_t>(item_labels[k]);
+
     for (int64_t t = 0; t < input_length; ++t) {
       const T* row = log_probs + (t * items + item) * classes;
+      pick(row, state_class, states, emitted);
       // Asks for what the next step picks, from places that the processor does not expect.
       const T* next = t + 1 < input_length ? row + items * classes : row;
-      std::fill_n(emitted, states, ToCompute(row[args.blank]));
-      __builtin_prefetch(next + args.blank);
-      for (int64_t index = 0; index < length; ++index) {
-        emitted[2 * index + 1] = ToCompute(row[item_labels[index]]);
-        __builtin_prefetch(next + item_labels[index]);
+      constexpr int64_t kLine = 64 / sizeof(T);
+      if (classes <= length * kLine) {
+        for (int64_t c = 0; c < classes; c += kLine) __builtin_prefetch(next + c);
+      } else {
+        __builtin_prefetch(next + args.blank);
+        for (int64_t k = 0; k < length; ++k) __builtin_prefetch(next + item_labels[k]);
       }
       T* out = item_alpha + t * width;
-      alpha_step(previous, skip, emitted, states, alpha, out);
+      alpha_step(previous, skip, emitted, states, alpha);
+      round(alpha, states, out);
       std::fill_n(out + states, width - states, FromCompute<T>(kNever));
       std::swap(previous, alpha);
     }

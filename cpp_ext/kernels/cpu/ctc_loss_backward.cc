@@ -30,24 +30,34 @@ template <class Real>
 void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t states, Real* stay, Real* next,
             Real* jump) {
   const TagOf<Real> d;
+  using V = hn::Vec<TagOf<Real>>;
+  constexpr int kVectors = kSideBySide<TagOf<Real>>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const auto never = hn::Set(d, -std::numeric_limits<Real>::infinity());
-  ForEachVector(d, states, [&](int64_t s, auto at) HWY_ATTR {
-    const auto a = Load(at, d, alpha + s);
-    const auto b = Load(at, d, alpha + s - 1);
-    const auto c = Load(at, d, alpha + s - 2) + Load(at, d, skip + s);
-    const auto largest = hn::Max(c, hn::Max(a, b));
-    const auto base = hn::IfThenZeroElse(largest == never, largest);
-    const auto exp_a = Exp<Real>(d, a - base);
-    const auto exp_b = Exp<Real>(d, b - base);
-    const auto exp_c = Exp<Real>(d, c - base);
-    // Where nothing flows the division is of no matter, and may be 0 / 0 or NaN.
-    const auto given = Load(at, d, gamma + s);
-    const auto share = given / (exp_a + exp_b + exp_c);
-    const auto nothing = hn::Or(given == hn::Zero(d), largest == never);
-    Store(at, hn::IfThenZeroElse(nothing, share * exp_a), d, stay + s);
-    Store(at, hn::IfThenZeroElse(nothing, share * exp_b), d, next + s);
-    Store(at, hn::IfThenZeroElse(nothing, share * exp_c), d, jump + s);
-  });
+  for (int64_t first = 0; first < states; first += kVectors * lanes) {
+    V exp_a[kVectors], exp_b[kVectors], exp_c[kVectors], largest[kVectors];
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t s = first + k * lanes;
+      const auto a = hn::LoadU(d, alpha + s);
+      const auto b = hn::LoadU(d, alpha + s - 1);
+      const auto c = hn::LoadU(d, alpha + s - 2) + hn::LoadU(d, skip + s);
+      largest[k] = hn::Max(c, hn::Max(a, b));
+      const auto base = hn::IfThenZeroElse(largest[k] == never, largest[k]);
+      exp_a[k] = Exp<Real, Of::kNotPositive>(d, a - base);
+      exp_b[k] = Exp<Real, Of::kNotPositive>(d, b - base);
+      exp_c[k] = Exp<Real, Of::kNotPositive>(d, c - base);
+    }
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t s = first + k * lanes;
+      // Where nothing flows the share is of no matter, and may be NaN.
+      const auto given = hn::LoadU(d, gamma + s);
+      const auto share = given * ReciprocalUpTo3(d, exp_a[k] + exp_b[k] + exp_c[k]);
+      const auto nothing = hn::Or(given == hn::Zero(d), largest[k] == never);
+      hn::StoreU(hn::IfThenZeroElse(nothing, share * exp_a[k]), d, stay + s);
+      hn::StoreU(hn::IfThenZeroElse(nothing, share * exp_b[k]), d, next + s);
+      hn::StoreU(hn::IfThenZeroElse(nothing, share * exp_c[k]), d, jump + s);
+    }
+  }
 }
 
 // gamma of step t from the divided one of step t + 1; next[states], jump[states] and jump[states + 1] are 0. Gives the
@@ -173,7 +183,7 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
   const CtcLabels labels(args.targets, args.target_lengths);
   const UsedClasses used(labels, items, args.blank);
   // Eight rows of states an item, where log_alpha has one a step.
-  Scratch<Real> scratch(items, /*arrays=*/8, 2 * labels.longest() + 3);
+  Scratch<Real> scratch(items, /*arrays=*/8, 2 * labels.longest() + 1);
 
   constexpr int64_t kCostOfState = 64;  // about what a state's three exponentials take, in bytes moved
   const int64_t cost = 2 * args.grad_input.NumBytes() + items * steps * (2 * labels.longest() + 1) * kCostOfState;
@@ -204,7 +214,7 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
     const int64_t* used_classes = used.classes(item);
     const int64_t* slots = used.slots(item);
     Real* skip = scratch.Array(item, 0);
-    Real* alpha = scratch.Array(item, 1) + 2;
+    Real* alpha = scratch.Array(item, 1);
     Real* gamma = scratch.Array(item, 2);
     Real* stay = scratch.Array(item, 3);
     Real* next = scratch.Array(item, 4);

@@ -14,7 +14,7 @@
 #ifndef HWY_BASELINE_TARGETS
 #define HWY_BROKEN_EMU128 1  // HWY_SCALAR is the name of the baseline, with compilers too for which it is HWY_EMU128
 #define HWY_BASELINE_TARGETS HWY_SCALAR
-#define HWY_DISABLED_TARGETS (~(HWY_SCALAR | HWY_AVX2 | HWY_AVX3 | HWY_NEON_WITHOUT_AES))
+#define HWY_DISABLED_TARGETS (~(HWY_SCALAR | HWY_AVX2 | HWY_AVX3 | HWY_AVX3_ZEN4 | HWY_NEON_WITHOUT_AES))
 #endif
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 #include <hwy/highway.h>

@@ -15,30 +15,39 @@ HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
-// sum += the columns of `count` rows that lie `stride` apart, four rows at a time, while the next four are on their
-// way: rows are too short for the processor to see by itself where it goes on.
+// The sum of vectors at `row` and in the kRows - 1 rows after it.
+template <int kRows, class At, class D, class T>
+GRADFUSE_INLINE hn::Vec<D> SumOfRows(At at, D d, const T* row, int64_t stride) {
+  if constexpr (kRows == 1) {
+    return Load(at, d, row);
+  } else {
+    return SumOfRows<kRows / 2>(at, d, row, stride) + SumOfRows<kRows / 2>(at, d, row + kRows / 2 * stride, stride);
+  }
+}
+
+// sum += the columns of kRows rows, while those `ahead` elements further are asked for: rows are too short for the
+// processor to see by itself where it goes on.
+template <int kRows, class T>
+GRADFUSE_INLINE void AddTogether(const T* rows, int64_t ahead, int64_t stride, int64_t columns, float* sum) {
+  const TagOf<T> d;
+  ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
+    for (int row = 0; row < kRows; ++row) Prefetch(d, rows + ahead + row * stride + c);
+    Store(at, Load(at, d, sum + c) + SumOfRows<kRows>(at, d, rows + c, stride), d, sum + c);
+  });
+}
+
+// sum += the columns of `count` rows that lie `stride` apart.
 template <class T>
 void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, float* sum) {
-  const TagOf<T> d;
   int64_t row = 0;
-  for (; row + 4 <= count; row += 4) {
-    const T* r0 = rows + row * stride;
-    const T* r1 = r0 + stride;
-    const T* r2 = r1 + stride;
-    const T* r3 = r2 + stride;
-    const int64_t ahead = row + 8 <= count ? 4 * stride : 0;
-    ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
-      for (const T* r : {r0, r1, r2, r3}) Prefetch(d, r + ahead + c);
-      const auto four = (Load(at, d, r0 + c) + Load(at, d, r1 + c)) + (Load(at, d, r2 + c) + Load(at, d, r3 + c));
-      Store(at, Load(at, d, sum + c) + four, d, sum + c);
-    });
+  for (; row + 8 <= count; row += 8) {
+    AddTogether<8>(rows + row * stride, row + 16 <= count ? 8 * stride : 0, stride, columns, sum);
   }
-  for (; row < count; ++row) {
-    const T* r0 = rows + row * stride;
-    ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
-      Store(at, Load(at, d, sum + c) + Load(at, d, r0 + c), d, sum + c);
-    });
+  if (row + 4 <= count) {
+    AddTogether<4>(rows + row * stride, 0, stride, columns, sum);
+    row += 4;
   }
+  for (; row < count; ++row) AddTogether<1>(rows + row * stride, 0, stride, columns, sum);
 }
 
 template <class T>
@@ -55,7 +64,9 @@ HWY_AFTER_NAMESPACE();
 namespace gradfuse::cpu {
 namespace {
 
-constexpr int64_t kRowsPerChunk = 128;
+// Few sums of chunks to keep where there are many rows, but chunks for all threads where there are few.
+int64_t RowsPerChunk(int64_t rows) { return rows < (16 << 10) ? 128 : 256; }
+
 constexpr int64_t kColumnsPerPanel = 2048;
 
 // The rows of each group. They lie one after the other, so that one end a group says all.
@@ -111,7 +122,8 @@ void RunTyped(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
 
   const auto add_rows = GRADFUSE_DISPATCH(AddRows<T>);
   const auto round = GRADFUSE_DISPATCH(Round<T>);
-  const int64_t chunks = CeilDiv(rows, kRowsPerChunk);
+  const int64_t rows_per_chunk = RowsPerChunk(rows);
+  const int64_t chunks = CeilDiv(rows, rows_per_chunk);
   const int64_t panels = CeilDiv(columns, kColumnsPerPanel);
   const std::unique_ptr<float[]> partials(new float[static_cast<size_t>(2 * chunks * columns)]);
   // A group's partial sum in the chunk that holds its last row comes first, those in earlier chunks second.
@@ -123,8 +135,8 @@ void RunTyped(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
     const int64_t chunk = task / panels;
     const int64_t column = task % panels * kColumnsPerPanel;
     const int64_t width = std::min(columns - column, kColumnsPerPanel);
-    const int64_t chunk_begin = chunk * kRowsPerChunk;
-    const int64_t chunk_end = std::min(rows, chunk_begin + kRowsPerChunk);
+    const int64_t chunk_begin = chunk * rows_per_chunk;
+    const int64_t chunk_end = std::min(rows, chunk_begin + rows_per_chunk);
     float sum[kColumnsPerPanel];
     int64_t row = chunk_begin;
     for (int64_t group = groups.Of(row); row < chunk_end; ++group) {
@@ -150,8 +162,8 @@ void RunTyped(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel) {
       std::fill_n(group_out, columns, T{});
       return;
     }
-    const int64_t first = begin / kRowsPerChunk;
-    const int64_t last = (end - 1) / kRowsPerChunk;
+    const int64_t first = begin / rows_per_chunk;
+    const int64_t last = (end - 1) / rows_per_chunk;
     if (first == last) return;
     constexpr int64_t kWidth = 512;
     for (int64_t column = 0; column < columns; column += kWidth) {

@@ -38,6 +38,9 @@ using RebindToUnsigned =
                                    std::conditional_t<sizeof(TFromD<D>) == 4, uint32_t, uint16_t>>>;
 
 template <class D>
+using RebindToSigned = ScalableTag<std::make_signed_t<TFromD<RebindToUnsigned<D>>>>;
+
+template <class D>
 constexpr size_t Lanes(D) {
   return 1;
 }
@@ -65,6 +68,10 @@ GRADFUSE_INLINE void StoreU(Vec<D> value, D, TFromD<D>* to) {
 template <class D>
 GRADFUSE_INLINE void Stream(Vec<D> value, D, TFromD<D>* to) {
   *to = value;
+}
+template <class D>
+GRADFUSE_INLINE Vec<D> GatherIndex(D, const TFromD<D>* from, int32_t index) {
+  return from[index];
 }
 template <class D>
 GRADFUSE_INLINE Vec<D> LoadN(D, const TFromD<D>* from, size_t lanes) {
@@ -116,6 +123,10 @@ GRADFUSE_INLINE V IfThenZeroElse(bool mask, V no) {
   return mask ? V{} : no;
 }
 GRADFUSE_INLINE bool And(bool a, bool b) { return a && b; }
+template <class D>
+GRADFUSE_INLINE bool AllFalse(D, bool mask) {
+  return !mask;
+}
 GRADFUSE_INLINE bool Or(bool a, bool b) { return a || b; }
 template <class V>
 GRADFUSE_INLINE bool IsNaN(V value) {
@@ -139,6 +150,10 @@ GRADFUSE_INLINE Vec<D> TruncateTo(D, V value) {
 }
 template <class D>
 GRADFUSE_INLINE bool RebindMask(D, bool mask) {
+  return mask;
+}
+template <class D, class DFrom>
+GRADFUSE_INLINE bool PromoteMaskTo(D, DFrom, bool mask) {
   return mask;
 }
 template <class V>

@@ -46,26 +46,22 @@ float Dot(const T* grad, const T* y, int64_t count) {
   return static_cast<float>(sum);
 }
 
-// A row is swept twice, the second time out of the cache.
-template <class T, bool kStreams>
-void GradRow(const T* grad, const T* y, float scale, int64_t count, T* out) {
+// Rows that lie one after the other, and as many of the mask; each is swept twice, the second time out of the cache.
+template <class T, bool kStreams, bool kMasked>
+void GradRows(const T* grad, const T* y, const uint8_t* mask, float scale, int64_t rows, int64_t size, T* out) {
   const TagOf<T> d;
-  const auto r = hn::Set(d, Dot(grad, y, count));
   const auto scales = hn::Set(d, scale);
-  ForEachVectorInto<Sink<kStreams, Whole>>(out, d, count, [&](int64_t i, auto at) HWY_ATTR {
-    Store(at, scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r), d, out + i);
-  });
-}
-
-template <class T, bool kStreams>
-void MaskedGradRow(const T* grad, const T* y, const uint8_t* mask, float scale, int64_t count, T* out) {
-  const TagOf<T> d;
-  const auto r = hn::Set(d, Dot(grad, y, count));
-  const auto scales = hn::Set(d, scale);
-  ForEachVectorInto<Sink<kStreams, Whole>>(out, d, count, [&](int64_t i, auto at) HWY_ATTR {
-    const auto value = scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r);
-    Store(at, hn::IfThenZeroElse(LoadMask(at, d, mask + i), value), d, out + i);
-  });
+  for (int64_t begin = 0; begin < rows * size; begin += size) {
+    const auto r = hn::Set(d, Dot(grad + begin, y + begin, size));
+    ForEachVectorInto<Sink<kStreams, Whole>>(out + begin, d, size, [&](int64_t column, auto at) HWY_ATTR {
+      const int64_t i = begin + column;
+      Prefetch(d, grad + i + size);
+      Prefetch(d, y + i + size);
+      auto value = scales * Load(at, d, y + i) * (Load(at, d, grad + i) - r);
+      if constexpr (kMasked) value = hn::IfThenZeroElse(LoadMask(at, d, mask + i), value);
+      Store(at, value, d, out + i);
+    });
+  }
 }
 
 }  // namespace
@@ -75,6 +71,12 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace gradfuse::cpu {
 namespace {
+
+template <class T>
+auto RowsFunctionFor(bool masked, bool streams) {
+  if (masked) return streams ? GRADFUSE_DISPATCH(GradRows<T, true, true>) : GRADFUSE_DISPATCH(GradRows<T, false, true>);
+  return streams ? GRADFUSE_DISPATCH(GradRows<T, true, false>) : GRADFUSE_DISPATCH(GradRows<T, false, false>);
+}
 
 template <class T>
 void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& parallel) {
@@ -94,28 +96,23 @@ void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& pa
 
   const int64_t bytes = 3 * args.y.NumBytes();
   const bool streams = bytes >= StreamBytes();
-  const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true>) : GRADFUSE_DISPATCH(GradRow<T, false>);
-  const auto masked_grad_row =
-      streams ? GRADFUSE_DISPATCH(MaskedGradRow<T, true>) : GRADFUSE_DISPATCH(MaskedGradRow<T, false>);
-  const auto run_row = [&](int64_t row) {
-    const T* grad = grad_output + row * size;
-    const T* y_row = y + row * size;
-    if (mask == nullptr) {
-      grad_row(grad, y_row, args.scale, size, out + row * size);
-      return;
-    }
-    const int64_t batch = row / (heads * queries);
-    const int64_t head = row / queries % heads;
-    const uint8_t* mask_row = mask + batch * mask_batch_stride + head * mask_head_stride + row % queries * size;
-    masked_grad_row(grad, y_row, mask_row, args.scale, size, out + row * size);
-  };
+  const auto grad_rows = RowsFunctionFor<T>(mask != nullptr, streams);
 
   constexpr int64_t kTask = 16384;
   const int64_t rows_per_task = std::max<int64_t>(1, kTask / size);
   parallel(CeilDiv(rows, rows_per_task), bytes, [&](int64_t task) {
     const StreamFence fence(streams);
-    const int64_t first = task * rows_per_task;
-    for (int64_t row = first; row < std::min(rows, first + rows_per_task); ++row) run_row(row);
+    const int64_t end = std::min(rows, (task + 1) * rows_per_task);
+    for (int64_t row = task * rows_per_task; row < end;) {
+      // Rows of one head, whose masks lie one after the other too.
+      const int64_t query = row % queries;
+      const int64_t count = std::min(end - row, queries - query);
+      const int64_t plane = row / queries;
+      const int64_t mask_begin = plane / heads * mask_batch_stride + plane % heads * mask_head_stride + query * size;
+      grad_rows(grad_output + row * size, y + row * size, mask ? mask + mask_begin : nullptr, args.scale, count, size,
+                out + row * size);
+      row += count;
+    }
   });
 }
 

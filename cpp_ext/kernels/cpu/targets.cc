@@ -32,10 +32,18 @@ size_t AvailableTargets() {
 #if defined(GRADFUSE_HAVE_HIGHWAY) && defined(__x86_64__)
   // No processor has AVX2 and FMA but lacks F16C, which not every compiler can ask for.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2")) return 1;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512cd");
-  return avx512 ? 3 : 2;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512cd")) {
+    return 2;
+  }
+  // What Highway's HWY_AVX3_ZEN4 lets the compiler use.
+  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                    __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
+                    __builtin_cpu_supports("avx512bitalg") && __builtin_cpu_supports("avx512vpopcntdq") &&
+                    __builtin_cpu_supports("gfni") && __builtin_cpu_supports("vpclmulqdq") &&
+                    __builtin_cpu_supports("vaes");
+  return bf16 ? 4 : 3;
 #elif defined(GRADFUSE_HAVE_HIGHWAY)
   return std::size(kTargetNames);
 #else

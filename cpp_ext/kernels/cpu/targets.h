@@ -8,7 +8,7 @@
 namespace gradfuse::cpu {
 
 #if defined(__x86_64__)
-inline constexpr const char* kTargetNames[] = {"scalar", "avx2", "avx512"};
+inline constexpr const char* kTargetNames[] = {"scalar", "avx2", "avx512", "avx512_bf16"};
 #elif defined(__aarch64__)
 inline constexpr const char* kTargetNames[] = {"scalar", "neon"};
 #else
@@ -20,7 +20,7 @@ inline constexpr const char* kTargetNames[] = {"scalar"};
 #define GRADFUSE_FOR_EACH_TARGET(VISIT, ...) VISIT(N_SCALAR, __VA_ARGS__)
 #elif defined(__x86_64__)
 #define GRADFUSE_FOR_EACH_TARGET(VISIT, ...) \
-  VISIT(N_SCALAR, __VA_ARGS__) VISIT(N_AVX2, __VA_ARGS__) VISIT(N_AVX3, __VA_ARGS__)
+  VISIT(N_SCALAR, __VA_ARGS__) VISIT(N_AVX2, __VA_ARGS__) VISIT(N_AVX3, __VA_ARGS__) VISIT(N_AVX3_ZEN4, __VA_ARGS__)
 #elif defined(__aarch64__)
 #define GRADFUSE_FOR_EACH_TARGET(VISIT, ...) VISIT(N_SCALAR, __VA_ARGS__) VISIT(N_NEON_WITHOUT_AES, __VA_ARGS__)
 #endif

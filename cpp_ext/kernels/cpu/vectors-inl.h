@@ -15,6 +15,16 @@
 #include "gradfuse/float16.h"
 #include "kernels/cpu/one_lane.h"
 
+#undef GRADFUSE_AVX512
+#undef GRADFUSE_AVX512_BF16
+#ifdef GRADFUSE_HAVE_HIGHWAY
+#define GRADFUSE_AVX512 (HWY_TARGET <= HWY_AVX3)
+#define GRADFUSE_AVX512_BF16 (HWY_TARGET <= HWY_AVX3_ZEN4)
+#else
+#define GRADFUSE_AVX512 0
+#define GRADFUSE_AVX512_BF16 0
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 
@@ -53,7 +63,7 @@ struct Whole {
 // The same for sweeps over tensors, which may come from beyond the caches: asks early for what comes later in the
 // sweep, further ahead than the processor does by itself.
 struct Sweep : Whole {
-  static constexpr size_t kAhead = 4096;  // bytes
+  static constexpr size_t kAhead = 3072;  // bytes
 
   template <class D>
   GRADFUSE_INLINE hn::Vec<D> LoadBits(D d, const hn::TFromD<D>* from) const {
@@ -94,13 +104,24 @@ GRADFUSE_INLINE hn::Vec<D> Widened(D d, hn::Vec<Tag16<D>> bits, const BFloat16*)
   return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<D>(), bits)));
 }
 template <class D>
-GRADFUSE_INLINE hn::Vec<Tag16<D>> Narrowed(D, hn::Vec<D> value, const BFloat16*) {
+GRADFUSE_INLINE hn::Vec<Tag16<D>> RoundedToBFloat16(D, hn::Vec<D> value) {
   const hn::RebindToUnsigned<D> u;
   const auto bits = hn::BitCast(u, value);
   const auto high = hn::ShiftRight<16>(bits);
   const auto rounded = hn::ShiftRight<16>(bits + hn::Set(u, 0x7fff) + (high & hn::Set(u, 1)));
   const auto is_nan = hn::RebindMask(u, hn::IsNaN(value));
   return hn::TruncateTo(Tag16<D>(), hn::IfThenElse(is_nan, high | hn::Set(u, 0x40), rounded));
+}
+template <class D>
+GRADFUSE_INLINE hn::Vec<Tag16<D>> Narrowed(D d, hn::Vec<D> value, const BFloat16*) {
+#if GRADFUSE_AVX512_BF16
+  // The instruction for it takes subnormal numbers for 0.
+  constexpr int kSubnormal = 0x20;
+  if (HWY_LIKELY(_mm512_fpclass_ps_mask(value.raw, kSubnormal) == 0)) {
+    return hn::BitCast(Tag16<D>(), hn::DemoteTo(hn::Rebind<hwy::bfloat16_t, D>(), value));
+  }
+#endif
+  return RoundedToBFloat16(d, value);
 }
 #if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
 // These targets have instructions for it, which keep NaN and subnormals, also while those of float are flushed.
@@ -142,8 +163,8 @@ GRADFUSE_INLINE void Store(At at, hn::Vec<D> value, D d, T16* to) {
 // Lanes whose byte is not 0.
 template <class At, class D>
 GRADFUSE_INLINE Mask<D> LoadMask(At at, D d, const uint8_t* from) {
-  const hn::RebindToUnsigned<D> u;
-  return hn::RebindMask(d, hn::PromoteTo(u, at.LoadBits(hn::Rebind<uint8_t, D>(), from)) != hn::Zero(u));
+  const hn::Rebind<uint8_t, D> bytes;
+  return hn::PromoteMaskTo(d, bytes, at.LoadBits(bytes, from) != hn::Zero(bytes));
 }
 
 // Calls body(index, at) for vectors of D's width at index 0, 1 width, ... of `count` elements; `at` is Part for the
@@ -158,19 +179,39 @@ GRADFUSE_INLINE void ForEachVector(D d, int64_t count, const Body& body) {
   }
 }
 
+// How many vectors a loop with a long chain of operations computes side by side: while one waits for a result, others
+// go on.
+template <class D>
+constexpr int kSideBySide = hn::MaxLanes(D()) > 1 ? 2 : 1;
+
+// How many elements of to[0], ..., to[count - 1] lie before the first place that is aligned for At to write vectors to.
+template <class At, class D, class T>
+GRADFUSE_INLINE int64_t Unaligned(D d, const T* to, int64_t count) {
+  if constexpr (hn::MaxLanes(D()) == 1 || !At::kStreams) return 0;
+  const size_t lanes = hn::Lanes(d);
+  const size_t behind = reinterpret_cast<uintptr_t>(to) / sizeof(T) % lanes;
+  return behind == 0 ? 0 : std::min(count, static_cast<int64_t>(lanes - behind));
+}
+
 // The same for a loop that writes to[index], ...; before streaming stores its first vector is Part, up to an alignment.
 template <class At, class D, class T, class Body>
 GRADFUSE_INLINE void ForEachVectorInto(T* to, D d, int64_t count, const Body& body) {
-  int64_t head = 0;
-  if constexpr (hn::MaxLanes(D()) > 1 && At::kStreams) {
-    const size_t lanes = hn::Lanes(d);
-    const size_t behind = reinterpret_cast<uintptr_t>(to) / sizeof(T) % lanes;
-    if (behind != 0) {
-      head = std::min(count, static_cast<int64_t>(lanes - behind));
-      body(0, Part{static_cast<size_t>(head)});
-    }
-  }
+  const int64_t head = Unaligned<At>(d, to, count);
+  if (head != 0) body(0, Part{static_cast<size_t>(head)});
   ForEachVector<At>(d, count - head, [&](int64_t index, auto at) HWY_ATTR { body(head + index, at); });
+}
+
+// The same for a loop that has a faster way for four vectors side by side: four(index) stands for body(index, At()),
+// body(index + lanes, At()) and two more.
+template <class At, class D, class T, class Four, class Body>
+GRADFUSE_INLINE void ForEachFourInto(T* to, D d, int64_t count, const Four& four, const Body& body) {
+  int64_t index = Unaligned<At>(d, to, count);
+  if (index != 0) body(0, Part{static_cast<size_t>(index)});
+  if constexpr (hn::MaxLanes(D()) > 1) {
+    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+    for (; index + 4 * lanes <= count; index += 4 * lanes) four(index);
+  }
+  ForEachVector<At>(d, count - index, [&](int64_t rest, auto at) HWY_ATTR { body(index + rest, at); });
 }
 
 }  // namespace gradfuse::cpu::HWY_NAMESPACE
