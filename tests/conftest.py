@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import hypothesis
+import pytest
 
 # Tests run in as many processes as there are cores already; onnxruntime's threads are set where they are tested.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,3 +16,13 @@ hypothesis.settings.register_profile(
     "gradfuse", deadline=None, derandomize=os.environ.get("CI") == "true", print_blob=True
 )
 hypothesis.settings.load_profile("gradfuse")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signatures_of_translations_are_kept() -> None:
+    """torch.onnx.export parses the sources of all its translations again in each call, a quarter of its time."""
+    from onnxscript.values import TracedOnnxFunction
+
+    signature = functools.cached_property(TracedOnnxFunction.function_ir.fget)
+    signature.__set_name__(TracedOnnxFunction, "function_ir")
+    TracedOnnxFunction.function_ir = signature
