@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,8 +22,9 @@ hypothesis.settings.load_profile("gradfuse")
 @pytest.fixture(scope="session", autouse=True)
 def _signatures_of_translations_are_kept() -> None:
     """torch.onnx.export parses the sources of all its translations again in each call, a quarter of its time."""
-    from onnxscript.values import TracedOnnxFunction
+    from onnxscript import values
 
-    signature = functools.cached_property(TracedOnnxFunction.function_ir.fget)
-    signature.__set_name__(TracedOnnxFunction, "function_ir")
-    TracedOnnxFunction.function_ir = signature
+    translation: Any = values.TracedOnnxFunction
+    signature = functools.cached_property(translation.function_ir.fget)
+    signature.__set_name__(translation, "function_ir")
+    translation.function_ir = signature
