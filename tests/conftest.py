@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from typing import Any
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -20,11 +21,17 @@ hypothesis.settings.load_profile("gradfuse")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _signatures_of_translations_are_kept() -> None:
-    """torch.onnx.export parses the sources of all its translations again in each call, a quarter of its time."""
-    from onnxscript import values
+def _translations_are_collected_once() -> Iterator[None]:
+    """torch.onnx.export reads the sources of all its translations in each call, which takes a quarter of the time."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    translation: Any = values.TracedOnnxFunction
-    signature = functools.cached_property(translation.function_ir.fget)
-    signature.__set_name__(translation, "function_ir")
-    translation.function_ir = signature
+    collected = functools.cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(opset_version: int) -> ONNXRegistry:
+        registry = copy.copy(collected(opset_version))
+        registry.functions = {operator: [*found] for operator, found in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        yield
