@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,21 @@ hypothesis.settings.register_profile(
     "gradfuse", deadline=None, derandomize=os.environ.get("CI") == "true", print_blob=True
 )
 hypothesis.settings.load_profile("gradfuse")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the search for cyclic garbage from all that was imported, which stays, and make it rarer."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture
+def without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infer shapes in this process, as where the system has no fork: to fork a process of this size is slow.
+
+    For models of which it is known that onnx's inference does not abort on them.
+    """
+    monkeypatch.delattr(os, "fork")
 
 
 @pytest.fixture(scope="session", autouse=True)

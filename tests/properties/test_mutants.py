@@ -6,7 +6,6 @@ an infinity nothing is compared: there the fused operators may give their zeros 
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping
 
@@ -135,6 +134,9 @@ MUTATIONS: list[Callable[[ir.Model, random.Random], bool]] = [
 ]
 
 
+# The checker has inferred the shapes of each mutant in this process before.
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 Subject = tuple[ir.Model, Mapping[str, Array], str]
 
 
@@ -209,12 +211,6 @@ def _check(model: ir.Model, feeds: Mapping[str, Array], name: str) -> bool | Non
         difference = np.abs(got[output][where].astype(np.float64) - before[where].astype(np.float64))
         assert np.all(difference <= bound), f"{name}: {output} differs by {difference.max()}\n{result.report}"
     return True
-
-
-@pytest.fixture(autouse=True)
-def _as_without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infer shapes in this process, not in a child of it: the checker has done so here before, and a fork is slow."""
-    monkeypatch.delattr(os, "fork")
 
 
 @pytest.mark.parametrize("part", range(8))
