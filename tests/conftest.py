@@ -43,8 +43,8 @@ def _translations_are_collected_once() -> Iterator[None]:
 
     collected = functools.cache(ONNXRegistry.from_torchlib)
 
-    def from_torchlib(opset_version: int) -> ONNXRegistry:
-        registry = copy.copy(collected(opset_version))
+    def from_torchlib(**named: int) -> ONNXRegistry:
+        registry = copy.copy(collected(**named))
         registry.functions = {operator: [*found] for operator, found in registry.functions.items()}
         return registry
 
