@@ -10,7 +10,7 @@ DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 CXX_SOURCES := CMakeLists.txt $(shell find cpp_ext -type f -not -path '*/__pycache__/*' 2>/dev/null)
 CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] benchmarks/*.c)
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

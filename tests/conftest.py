@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 # Tests run in as many processes as there are cores already; onnxruntime's threads are set where they are tested.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,3 +19,35 @@ hypothesis.settings.register_profile(
     "gradfuse", deadline=None, derandomize=os.environ.get("CI") == "true", print_blob=True
 )
 hypothesis.settings.load_profile("gradfuse")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the search for cyclic garbage from all that was imported, which stays, and make it rarer."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture
+def without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infer shapes in this process, as where the system has no fork: to fork a process of this size is slow.
+
+    For models of which it is known that onnx's inference does not abort on them.
+    """
+    monkeypatch.delattr(os, "fork")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _translations_are_collected_once() -> Iterator[None]:
+    """torch.onnx.export reads the sources of all its translations in each call, which takes a quarter of the time."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    collected = functools.cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(**named: int) -> ONNXRegistry:
+        registry = copy.copy(collected(**named))
+        registry.functions = {operator: [*found] for operator, found in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        yield

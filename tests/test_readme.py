@@ -9,21 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from gradfuse import cli
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def run(*arguments: str, folder: Path) -> str:
-    result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
     (example,) = EXAMPLES
     assert len([line for line in example.splitlines() if line.strip()]) <= 22
-    output = run("-c", example, folder=tmp_path)
+    command = [sys.executable, "-c", example]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    output = result.stdout
     assert "CrossEntropyLossGrad" in output
     assert (tmp_path / "trained.safetensors").is_file()
     # Random labels of 32 points: guessing has loss log 5 = 1.61, and the module has parameters enough to learn them.
@@ -32,15 +31,20 @@ def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.5
 
 
-def test_the_commands_run(tmp_path: Path) -> None:
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^    gradfuse (.+)$", README, re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["explain", "fuse", "check", "expand", "ops", "info"]
     (example,) = EXAMPLES
     exporting = example[: example.index("session =")].replace(
         "dynamic_shapes=shapes", "dynamic_shapes=shapes, fuse=False"
     )
-    run("-c", exporting + 'step.save("step.onnx")', folder=tmp_path)
-    output = {command: run("-m", "gradfuse", *command.split(), folder=tmp_path) for command in commands}
+    exec(exporting + 'step.save("step.onnx")', {})
+    capsys.readouterr()
+    output = {}
+    for command in commands:
+        assert cli.run(command.split()) == 0
+        output[command] = capsys.readouterr().out
     (shown,) = re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert output["explain step.onnx"] == shown
     assert (tmp_path / "fused.onnx").is_file()

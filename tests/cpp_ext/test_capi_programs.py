@@ -213,7 +213,6 @@ def sanitized(variant: str, source: str, folder: Path) -> Path:
     return compile_program(CPP_EXT / "tests" / source, folder, *options, library=library)
 
 
-@pytest.mark.xdist_group("sanitized")
 def test_the_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: Path) -> None:
     """On the CPU, and with the CUDA kernels on the machine of the tests."""
     program = sanitized("simt-sanitized", "capi_check.cc", tmp_path)
@@ -222,7 +221,6 @@ def test_the_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize("source", ("capi_threads.cc", "capi_check.cc"))
-@pytest.mark.xdist_group("thread_sanitized")
 def test_the_thread_sanitizer_finds_nothing(source: str, tmp_path: Path) -> None:
     program = sanitized("thread-sanitized", source, tmp_path)
     assert output_of(program, GRADFUSE_NUM_THREADS="3").endswith("0 failures\n")

@@ -55,7 +55,6 @@ def test_errors_of_kernels_are_found(tmp_path: Path) -> None:
     assert result.stdout == EXPECTED
 
 
-@pytest.mark.xdist_group("sanitized")
 def test_kernels_agree_with_numpy_under_the_sanitizers() -> None:
     """What `make gpu-test` runs on a GPU, on the host machine: nothing is read or written out of bounds."""
     program = CPP_EXT / "tests" / "device" / "gpu_test.py"

@@ -10,7 +10,7 @@ import pytest
 from ort_training import environment
 from ort_training.operator_cases import CASES
 
-pytestmark = [pytest.mark.ort_training, pytest.mark.xdist_group("operators")]
+pytestmark = pytest.mark.ort_training
 
 
 @pytest.fixture(scope="module")

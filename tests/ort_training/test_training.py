@@ -12,7 +12,7 @@ from ort_training.runs import Run
 
 from gradfuse.testing import assert_gradients_close
 
-pytestmark = [pytest.mark.ort_training, pytest.mark.xdist_group("training")]
+pytestmark = pytest.mark.ort_training
 
 FUSED = {
     "classifier": {"CrossEntropyLossGrad"},

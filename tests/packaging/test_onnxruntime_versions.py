@@ -133,7 +133,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("onnxruntime versions")
 @pytest.mark.parametrize("kernels", ["kernels", "bodies"])
 @pytest.mark.parametrize("version", ["oldest", "newest"])
 def test_one_file_runs_anywhere(version: str, kernels: str, folder: Path) -> None:
@@ -151,7 +150,6 @@ def test_one_file_runs_anywhere(version: str, kernels: str, folder: Path) -> Non
             assert_gradients_close(outputs[output], native, exact, np.float32)
 
 
-@pytest.mark.xdist_group("onnxruntime versions")
 def test_a_training_session_runs_on_the_oldest_as_on_the_newest(tmp_path: Path) -> None:
     torch.manual_seed(0)
     # No bias ahead of the normalisation: its gradient would be rounding, of which Adam makes steps of full size.

@@ -17,8 +17,6 @@ import gradfuse
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "cpp_ext" / "capi" / "include"
 
-pytestmark = pytest.mark.xdist_group("build")
-
 
 def build(kind: str, folder: Path) -> Path:
     """Build a wheel or sdist with the project's own backend; object files of an earlier build are used again."""

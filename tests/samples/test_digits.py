@@ -11,36 +11,29 @@ from pathlib import Path
 import onnx
 import pytest
 from cpp_ext.single_node import CUDA_SIMT, library_of
+from sample_runs import SAMPLES, sample
 
 from gradfuse import TrainingStep
 
-SAMPLE = Path(__file__).parents[2] / "samples" / "digits.py"
-
-
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SAMPLE), "--rounds", "3", *arguments], capture_output=True, text=True, check=False
-    )
-
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What is printed, and the folder of the models."""
     folder = tmp_path_factory.mktemp("digits") / "models"
-    return demo("--epochs", "4", "--accuracy", "0.85", "--save", str(folder)), folder
+    return sample("digits", "--rounds", 3, "--epochs", 4, "--accuracy", 0.85, "--save", folder), folder
 
 
-def test_both_models_learn(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    result, _ = saved
-    assert result.returncode == 0, result.stdout + result.stderr
-    accuracies = [float(value) for value in re.findall(r"test accuracy (\d+\.\d+)%", result.stdout)]
+def test_both_models_learn(saved: tuple[str, Path]) -> None:
+    output, _ = saved
+    accuracies = [float(value) for value in re.findall(r"test accuracy (\d+\.\d+)%", output)]
     assert len(accuracies) == 2
     assert min(accuracies) >= 85
-    assert result.stdout.count("random batches: the same outputs") == 2
+    assert output.count("random batches: the same outputs") == 2
 
 
-def test_at_least_two_operators_are_fused(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    result, folder = saved
-    assert set(re.findall(r"^  (\w+) replaces \d+ nodes$", result.stdout, re.MULTILINE)) == {
+def test_at_least_two_operators_are_fused(saved: tuple[str, Path]) -> None:
+    output, folder = saved
+    assert set(re.findall(r"^  (\w+) replaces \d+ nodes$", output, re.MULTILINE)) == {
         "CrossEntropyLossGrad",
         "ScaledMaskedSoftmaxBackward",
     }
@@ -49,15 +42,18 @@ def test_at_least_two_operators_are_fused(saved: tuple[subprocess.CompletedProce
     assert fused == {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}
 
 
-def test_output_that_is_no_terminal_is_plain_text(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    result, _ = saved
+def test_a_missed_accuracy_is_a_failure_in_plain_text() -> None:
+    command = [sys.executable, str(SAMPLES / "digits.py"), "--model", "cnn", "--rounds", "3", "--epochs", "1"]
+    result = subprocess.run([*command, "--accuracy", "1.0"], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "expected at least 100%" in result.stdout
     assert result.stdout.isascii()
     assert "\x1b" not in result.stdout
     assert "\r" not in result.stdout
     assert result.stderr == ""
 
 
-def test_the_saved_models_are_training_steps(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_the_saved_models_are_training_steps(saved: tuple[str, Path]) -> None:
     _, folder = saved
     for model in ("cnn", "rowattention"):
         for kind in ("plain", "fused", "adam"):
@@ -67,10 +63,10 @@ def test_the_saved_models_are_training_steps(saved: tuple[subprocess.CompletedPr
             assert ("head.weight.exp_avg" in step.optimizer_state) == (kind == "adam")
 
 
-def test_a_saved_model_trains_on_a_gpu(saved: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_a_saved_model_trains_on_a_gpu(saved: tuple[str, Path]) -> None:
     _, folder = saved
     model = folder / "digits_rowattention_fused.onnx"
-    command = [sys.executable, str(SAMPLE.with_name("gpu.py")), str(model), "--library", library_of(CUDA_SIMT)]
+    command = [sys.executable, str(SAMPLES / "gpu.py"), str(model), "--library", library_of(CUDA_SIMT)]
     result = subprocess.run(
         [*command, "--steps", "4", "--batch-size", "8"], capture_output=True, text=True, check=False
     )
@@ -85,9 +81,3 @@ def test_a_saved_model_trains_on_a_gpu(saved: tuple[subprocess.CompletedProcess[
     assert result.returncode == 2
     assert "offers no device: there is no virtual GPU" in result.stderr
     assert "There is no GPU to run on" in result.stderr
-
-
-def test_a_missed_accuracy_is_a_failure() -> None:
-    result = demo("--model", "cnn", "--epochs", "1", "--accuracy", "1.0")
-    assert result.returncode == 1
-    assert "expected at least 100%" in result.stdout

@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from safetensors.numpy import load_file
+from sample_runs import SAMPLES, loaded, numbers, run, sample
 from training.models import assert_trained
 
-SAMPLES = Path(__file__).parents[2] / "samples"
 CORPUS = Path(__file__).parents[1] / "corpus"
-
-
-def run(*arguments: object, status: int = 0) -> str:
-    """Run Python in a process of its own; the output is plain text, and nothing is written to stderr."""
-    result = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert result.returncode == status, result.stdout + result.stderr
-    assert "\x1b" not in result.stdout and "\r" not in result.stdout
-    return result.stdout
-
-
-def sample(name: str, *arguments: object, status: int = 0) -> str:
-    """Run a sample in this process, which has torch already."""
-    with torch.random.fork_rng():
-        result = CliRunner().invoke(loaded(name).main, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    assert result.exit_code == status, result.output
-    assert "\x1b" not in result.output and "\r" not in result.output
-    return result.output
-
-
-def numbers(pattern: str, output: str) -> list[float]:
-    """The numbers that stand for `#` in a pattern."""
-    found = re.search(pattern.replace("#", r"(\d+(?:\.\d+)?)"), output)
-    assert found is not None, output
-    return [float(group) for group in found.groups()]
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_readme_names_every_sample() -> None:
@@ -136,7 +99,8 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path: Path) -> 
     output = run(*launcher, SAMPLES / "data_parallel.py", *options, "--accuracy", 0.2)
     assert output.startswith("2 ranks over gloo: 11 steps")
     saved = torch.load(tmp_path / "saved.pt")
-    output = run(SAMPLES / "data_parallel.py", *options, "--accuracy", 1.0, status=1)
+    with patch.dict(os.environ):
+        output = sample("data_parallel", *options, "--accuracy", 1.0, status=1)
     assert output.startswith("1 rank over gloo: 11 steps")
     assert "expected at least 100%" in output
     alone = torch.load(tmp_path / "saved.pt")
