@@ -563,6 +563,12 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
     _refuse_random_operators(joint)
     with _quiet():
         program = _decomposed(_with_user_outputs(joint))
+    drawn = len(dropout.masks(program.graph))
+    if drawn != native.dropouts:
+        raise ExportError(
+            f"{_WHO}: the step draws random numbers in {drawn} operators, of which {native.dropouts} are dropouts on "
+            "the CPU; expected no others"
+        )
     if DROPOUT_SEED in others:
         dropout.connect(program.graph, len(used) + others.index(DROPOUT_SEED))
     return program
