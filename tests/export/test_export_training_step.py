@@ -608,6 +608,23 @@ def test_a_trainable_tensor_outside_the_module_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
+    module = Mlp()
+    handle = getattr(module.first.bias, register)(lambda tensor: None)
+    batch = torch.randn(4, 6), classes(4)
+    with pytest.raises(ExportError, match=r"parameter 'first\.bias' has a hook on its gradient; expected none"):
+        export_training_step(module, F.cross_entropy, batch)
+    handle.remove()
+    export_training_step(module, F.cross_entropy, batch, fuse=False)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    module = nn.Sequential(nn.Embedding(7, 5, sparse=True))
+    with pytest.raises(ExportError, match=r"gradient of '0\.weight' is torch\.sparse_coo; expected torch\.strided"):
+        export_training_step(module, F.cross_entropy, (classes(4), classes(4)))
+
+
 def test_a_step_that_changes_a_parameter_is_refused() -> None:
     class Clamping(Mlp):
         def forward(self, x: Tensor) -> Tensor:

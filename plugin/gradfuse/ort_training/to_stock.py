@@ -205,7 +205,7 @@ def _optimizer(path: str, saved: Checkpoint, parameters: tuple[str, ...]) -> opt
         if name in _STATES
     }
     group = optimizers.ParameterGroup(parameters, options)
-    return optimizers.Optimizer(algorithm, (group,), saved.steps, state, max_grad_norm)
+    return optimizers.Optimizer(algorithm, (group,), dict.fromkeys(parameters, saved.steps), state, max_grad_norm)
 
 
 def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
