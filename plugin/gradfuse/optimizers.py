@@ -457,10 +457,8 @@ def _conditional(
 
 def _finite(nodes: _Nodes, gradients: Mapping[str, _Tensor]) -> _Tensor:
     """Return whether no element of any gradient is infinite or NaN: all of them times 0 are 0 then."""
-    sums = [
-        nodes.op("ReduceSum", [(_widened(gradient) * 0).value], _widened(gradient).dtype, (), {"keepdims": 0})
-        for gradient in gradients.values()
-    ]
+    zeros = [_widened(gradient) * 0 for gradient in gradients.values()]
+    sums = [nodes.op("ReduceSum", [one.value], one.dtype, (), {"keepdims": 0}) for one in zeros]
     dtype = _widest(sums)
     total = sums[0].cast(dtype)
     for term in sums[1:]:
@@ -515,17 +513,14 @@ def _widened(tensor: _Tensor) -> _Tensor:
 def _clipped(nodes: _Nodes, gradients: Mapping[str, _Tensor], max_norm: float) -> dict[str, _Tensor]:
     """Scale gradients as `torch.nn.utils.clip_grad_norm_` does with the 2-norm."""
     dtype = _widest(gradients.values())
+    axis = nodes.op("Constant", [], ir.DataType.INT64, (1,), {"value_ints": [0]}).value
     norms = [
-        nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, _axis(nodes).value], dtype, (1,)).value
+        nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, axis], dtype, (1,)).value
         for gradient in gradients.values()
     ]
     total = nodes.op("Concat", norms, dtype, (len(norms),), {"axis": 0}).norm()
     factor = (nodes.constant(max_norm, dtype) / (total + 1e-6)).op("Min", 1.0)
     return {name: gradient * factor.cast(gradient.dtype) for name, gradient in gradients.items()}
-
-
-def _axis(nodes: _Nodes) -> _Tensor:
-    return nodes.op("Constant", [], ir.DataType.INT64, (1,), {"value_ints": [0]})
 
 
 def _widest(tensors: Iterable[_Tensor]) -> ir.DataType:
