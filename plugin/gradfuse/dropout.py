@@ -51,7 +51,8 @@ class SeededDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What all of PyTorch's dropouts draw their noise by, when they are not traced.
         if func is torch.ops.aten.bernoulli_.float:
-            noise, share = args
+            # PyTorch leaves out an argument that is the default.
+            noise, share = args if len(args) > 1 else (*args, 0.5)
             noise.copy_(mask(self.seed, self.count, noise, 1 - share))
             self.count += 1
             return noise
@@ -80,19 +81,17 @@ def native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor,
     """aten::native_dropout with the mask of `gradfuse::dropout_mask`, for `run_decompositions`."""
     if not train:
         return input, torch.ones_like(input, dtype=torch.bool)
-    kept = torch.ops.gradfuse.dropout_mask(input, p)
-    return _dropped(input, kept, p), kept
+    if p == 1:
+        # Nothing is kept; nor does PyTorch draw any number then.
+        return input * 0.0, torch.zeros_like(input, dtype=torch.bool)
+    kept: Tensor = torch.ops.gradfuse.dropout_mask(input, p)
+    return kept * input * (1.0 / (1.0 - p)), kept
 
 
 def bernoulli(self: Tensor, p: float, *, generator: Any = None) -> Tensor:
     """aten::bernoulli.p, with which PyTorch drops in place and by channels: 1 where a mask of 1 - p keeps."""
     kept: Tensor = torch.ops.gradfuse.dropout_mask(self, 1 - p)
     return kept.to(self.dtype)
-
-
-def _dropped(input: Tensor, kept: Tensor, p: float) -> Tensor:
-    # With p = 1 nothing is kept, whatever the factor.
-    return kept * input * (1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
 def _threshold(p: float) -> int:
@@ -164,9 +163,13 @@ def translations() -> dict[Any, Callable[..., Any]]:
     return {torch.ops.gradfuse.dropout_mask.default: dropout_mask}
 
 
+def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Return the masks of a program, in the order of the forward pass."""
+    return [node for node in graph.nodes if node.target is torch.ops.gradfuse.dropout_mask.default]
+
+
 def connect(graph: torch.fx.Graph, seed: int) -> None:
-    """Give every mask of a program its number, in the order of the forward pass, and the seed, by its place."""
+    """Give every mask of a program its number, and the seed, by its place among the inputs."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    masks = [node for node in graph.nodes if node.target is torch.ops.gradfuse.dropout_mask.default]
-    for layer, node in enumerate(masks):
+    for layer, node in enumerate(masks(graph)):
         node.args = (*node.args[:2], placeholders[seed], layer)

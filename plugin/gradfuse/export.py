@@ -123,6 +123,7 @@ def export_training_step(
         if native.dropouts:
             step = step.with_dropout_seed()
             native = step.run()
+        described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, _WHO)
         program = _joint_program(step, native, dims)
         order = (*native.gradients, *(name for name in step.state if name not in native.gradients))
         free = {*step.trainable, *native.changed}
@@ -142,8 +143,7 @@ def export_training_step(
     parameters = {name: to_numpy(step.state[name]) for name in step.trainable}
     state: Arrays = {}
     hyperparameters: Arrays = {}
-    if step.optimizer is not None and optimizer is not None:
-        described = step.optimizer.restricted(native.gradients)
+    if described is not None and optimizer is not None:
         state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
         model = ir.from_proto(plain)
         optimizers.append(model, described, step.batch)
@@ -253,6 +253,10 @@ class _Step:
         trainable = tuple(name for name, tensor in state.items() if tensor.requires_grad and name not in buffers)
         if not trainable:
             raise ExportError(f"{_WHO}: module has no parameter that requires a gradient; expected at least one")
+        for name in trainable:
+            # The step runs on copies, which have none of them.
+            if state[name]._backward_hooks or state[name]._post_accumulate_grad_hooks:
+                raise ExportError(f"{_WHO}: parameter {name!r} has a hook on its gradient; expected none")
 
         optimizer = describe({key: name for key, name in names.items() if name in trainable})
         added = [] if optimizer is None else optimizer.input_names()
@@ -366,6 +370,9 @@ class _Step:
             gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
         except RuntimeError as error:
             raise ExportError(f"{_WHO}: PyTorch's own backward pass fails: {one_line(error)}") from error
+        for name, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ExportError(f"{_WHO}: the gradient of {name!r} is {gradient.layout}; expected torch.strided")
         return _Outcome(
             value.detach(),
             {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None},
@@ -563,6 +570,12 @@ def _joint_program(step: _Step, native: _Outcome, dims: _Dims) -> torch.export.E
     _refuse_random_operators(joint)
     with _quiet():
         program = _decomposed(_with_user_outputs(joint))
+    drawn = len(dropout.masks(program.graph))
+    if drawn != native.dropouts:
+        raise ExportError(
+            f"{_WHO}: the step draws random numbers in {drawn} operators, of which {native.dropouts} are dropouts on "
+            "the CPU; expected no others"
+        )
     if DROPOUT_SEED in others:
         dropout.connect(program.graph, len(used) + others.index(DROPOUT_SEED))
     return program

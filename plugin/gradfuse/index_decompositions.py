@@ -57,7 +57,12 @@ def searchsorted(
     if sorted_sequence.dim() > 1:
         sorted_sequence = sorted_sequence.unsqueeze(-2)
     values = self.unsqueeze(-1)
-    before = values >= sorted_sequence if right or side == "right" else values > sorted_sequence
+    after_equal = right or side == "right"
+    if torch.is_floating_point(self):
+        # A NaN is after all others.
+        before = (sorted_sequence > values if after_equal else sorted_sequence >= values).logical_not()
+    else:
+        before = values >= sorted_sequence if after_equal else values > sorted_sequence
     return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
@@ -84,12 +89,18 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Tensor:
-    """aten::segment_reduce with reduce "sum": sums of rows of data, (R, *), by (G) lengths or (G + 1) offsets."""
+    """aten::segment_reduce with reduce "sum": sums of rows of data, (R, *), by (G) lengths or (G + 1) offsets.
+
+    Lengths have the sum R; with `unsafe` they need not, which is not decomposed. Rows before the first offset, or from
+    the last one on, are of no segment.
+    """
     ends = _ends(reduce, lengths, offsets, axis, initial)
-    if ends is None:
+    if ends is None or (lengths is not None and unsafe):
         return NotImplemented  # type: ignore[no-any-return]
-    sums = data.new_zeros((ends.shape[0], *data.shape[1:]))
-    return sums.index_add(0, _index_of_rows(ends, data.shape[0]), data)
+    index = _index_of_rows(ends, data.shape[0])
+    if lengths is not None:
+        return data.new_zeros((ends.shape[0], *data.shape[1:])).index_add(0, index, data)
+    return data.new_zeros((ends.shape[0] + 1, *data.shape[1:])).index_add(0, index, data)[1:-1]
 
 
 def segment_reduce_backward(
@@ -107,17 +118,20 @@ def segment_reduce_backward(
     ends = _ends(reduce, lengths, offsets, axis, initial)
     if ends is None:
         return NotImplemented  # type: ignore[no-any-return]
+    if lengths is None:
+        none = grad.new_zeros((1, *grad.shape[1:]))
+        grad = torch.cat([none, grad, none])
     return grad[_index_of_rows(ends, data.shape[0])]
 
 
 def _ends(
     reduce: str, lengths: Tensor | None, offsets: Tensor | None, axis: int, initial: float | None
 ) -> Tensor | None:
-    """The ends of the segments; None for what is not decomposed."""
+    """The ends of the segments, after the beginning of the first one if by offsets; None for what is not decomposed."""
     given = lengths if lengths is not None else offsets
     if given is None or given.dim() != 1 or reduce != "sum" or axis != 0 or initial:
         return None
-    return given.cumsum(0) if lengths is not None else given[1:]
+    return given.cumsum(0) if lengths is not None else given
 
 
 def _index_of_rows(ends: Tensor, rows: Any) -> Tensor:

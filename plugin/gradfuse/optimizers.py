@@ -262,7 +262,7 @@ class Optimizer:
     Attributes:
         algorithm: a key of `RULES`.
         groups: the parameter groups.
-        steps: how many steps were done before.
+        steps: how many steps were done before, by parameter; none for one that is left out.
         state: `<parameter>.<state>` -> array, where it is not zeros.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
@@ -271,7 +271,7 @@ class Optimizer:
 
     algorithm: str
     groups: tuple[ParameterGroup, ...]
-    steps: int = 0
+    steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_grad_norm: float | None = None
     accumulate: int = 1
@@ -290,13 +290,26 @@ class Optimizer:
     def counts_steps(self) -> bool:
         return any(self.rule.counts_steps(group.options) for group in self.groups)
 
-    def restricted(self, names: Collection[str]) -> Optimizer:
-        """Return the optimizer for those of its parameters only."""
-        groups = (
+    def restricted(self, names: Collection[str], who: str) -> Optimizer:
+        """Return the optimizer for those of its parameters only.
+
+        Raises:
+            ExportError: there are none, or they were updated a different number of times where that is counted; `who`
+                is what the message names.
+        """
+        groups = tuple(
             dataclasses.replace(group, parameters=tuple(name for name in group.parameters if name in names))
             for group in self.groups
         )
-        return dataclasses.replace(self, groups=tuple(groups))
+        if not any(group.parameters for group in groups):
+            raise ExportError(f"{who}: the loss depends on no parameter of the optimizer; expected at least one")
+        counting = (group for group in groups if self.rule.counts_steps(group.options))
+        steps = {name: self.steps.get(name, 0) for group in counting for name in group.parameters}
+        if len(set(steps.values())) > 1:
+            ends = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+            told = " and ".join(f"{name!r} {steps[name]} times" for name in ends)
+            raise ExportError(f"{who}: the optimizer has updated {told}; expected one number of steps")
+        return dataclasses.replace(self, groups=groups, steps=steps)
 
     def hyperparameters(self) -> Arrays:
         """Return name -> value of the inputs that no step changes."""
@@ -327,7 +340,7 @@ class Optimizer:
 
     def scalars(self) -> Arrays:
         """Return name -> value of the state of shape (): what is counted in int64, and the scale of the loss."""
-        counters = {STEP: self.steps} if self.counts_steps else {}
+        counters = {STEP: max(self.steps.values(), default=0)} if self.counts_steps else {}
         counters |= {MICRO_STEP: 0} if self.accumulate > 1 else {}
         scaling = self.loss_scaling
         counters |= {GROWTH_TRACKER: scaling.growth_tracker} if scaling is not None else {}
@@ -444,10 +457,8 @@ def _conditional(
 
 def _finite(nodes: _Nodes, gradients: Mapping[str, _Tensor]) -> _Tensor:
     """Return whether no element of any gradient is infinite or NaN: all of them times 0 are 0 then."""
-    sums = [
-        nodes.op("ReduceSum", [(_widened(gradient) * 0).value], _widened(gradient).dtype, (), {"keepdims": 0})
-        for gradient in gradients.values()
-    ]
+    zeros = [_widened(gradient) * 0 for gradient in gradients.values()]
+    sums = [nodes.op("ReduceSum", [one.value], one.dtype, (), {"keepdims": 0}) for one in zeros]
     dtype = _widest(sums)
     total = sums[0].cast(dtype)
     for term in sums[1:]:
@@ -502,17 +513,14 @@ def _widened(tensor: _Tensor) -> _Tensor:
 def _clipped(nodes: _Nodes, gradients: Mapping[str, _Tensor], max_norm: float) -> dict[str, _Tensor]:
     """Scale gradients as `torch.nn.utils.clip_grad_norm_` does with the 2-norm."""
     dtype = _widest(gradients.values())
+    axis = nodes.op("Constant", [], ir.DataType.INT64, (1,), {"value_ints": [0]}).value
     norms = [
-        nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, _axis(nodes).value], dtype, (1,)).value
+        nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, axis], dtype, (1,)).value
         for gradient in gradients.values()
     ]
     total = nodes.op("Concat", norms, dtype, (len(norms),), {"axis": 0}).norm()
     factor = (nodes.constant(max_norm, dtype) / (total + 1e-6)).op("Min", 1.0)
     return {name: gradient * factor.cast(gradient.dtype) for name, gradient in gradients.items()}
-
-
-def _axis(nodes: _Nodes) -> _Tensor:
-    return nodes.op("Constant", [], ir.DataType.INT64, (1,), {"value_ints": [0]})
 
 
 def _widest(tensors: Iterable[_Tensor]) -> ir.DataType:
@@ -540,8 +548,8 @@ def from_torch(
         grad_scaler: how the loss is scaled, and the state to begin at; None, or one that is not enabled: it is not.
 
     Raises:
-        ExportError: another optimizer, an option that no graph can have, a parameter that is not among the names, or
-            parameters that were updated a different number of times.
+        ExportError: another optimizer or one with hooks, an option that no graph can have, or a parameter that is not
+            among the names.
     """
     import torch
 
@@ -552,9 +560,11 @@ def from_torch(
         raise ExportError(
             f"{who}: optimizer is {type(optimizer).__name__}; expected torch.optim.SGD, Adam or AdamW, no subclass"
         )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ExportError(f"{who}: optimizer has a hook on its step; expected none")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
         raise ExportError(f"{who}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ExportError(f"{who}: accumulate is {accumulate!r}; expected a positive integer")
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -569,14 +579,9 @@ def from_torch(
                 )
         groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
     scaling = _loss_scaling(grad_scaler, who)
-    described = Optimizer(algorithm, tuple(groups), 0, {}, max_grad_norm, accumulate, scaling)
+    described = Optimizer(algorithm, tuple(groups), {}, {}, max_grad_norm, accumulate, scaling)
     state, steps = _torch_state(optimizer, names, described)
-    if len(steps) > 1:
-        raise ExportError(
-            f"{who}: the optimizer has updated some parameters {min(steps)} and others {max(steps)} times; "
-            "expected one number of steps"
-        )
-    return dataclasses.replace(described, state=state, steps=steps.pop() if steps else 0)
+    return dataclasses.replace(described, state=state, steps=steps)
 
 
 def _loss_scaling(grad_scaler: Any, who: str) -> LossScaling | None:
@@ -599,20 +604,21 @@ def _loss_scaling(grad_scaler: Any, who: str) -> LossScaling | None:
 
 def _torch_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], described: Optimizer
-) -> tuple[dict[str, Any], set[int]]:
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return `<parameter>.<state>` -> array, and parameter -> number of steps."""
     from gradfuse.export import to_numpy
 
     known = described.state_names()
     state: dict[str, Any] = {}
-    steps: set[int] = set()
+    steps: dict[str, int] = {}
     for parameter, entries in optimizer.state.items():
         name = names[id(parameter)]
         state |= {f"{name}.{key}": to_numpy(entries[key]) for key in known[name] if entries.get(key) is not None}
         if entries.get("step") is not None:
-            steps.add(int(entries["step"]))
+            steps[name] = int(entries["step"])
         elif entries.get("momentum_buffer") is not None:
             # SGD counts no steps; all that matters is that the first one is done.
-            steps.add(1)
+            steps[name] = 1
     return state, steps
 
 

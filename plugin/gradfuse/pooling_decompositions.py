@@ -1,4 +1,4 @@
-"""Backward passes of pooling and of replicated borders, written in operators that torch.onnx knows.
+"""Backward passes of pooling and of replicated borders, and adaptive pooling, in operators that torch.onnx knows.
 
 Average pooling and replication are linear and act on each spatial axis by itself: with A the (out, in) matrix of an
 axis that holds the share of each input in each output, the gradient of the input is A^T times that of the output, axis
@@ -7,6 +7,7 @@ after axis. Maximum pooling adds to the positions that the forward pass has foun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
         aten._adaptive_avg_pool3d_backward.default: adaptive_avg_pool3d_backward,
         aten.max_pool3d_with_indices_backward.default: max_pool3d_with_indices_backward,
+        aten.adaptive_max_pool2d.default: adaptive_max_pool,
         aten.adaptive_max_pool2d_backward.default: adaptive_max_pool2d_backward,
+        aten.adaptive_max_pool3d.default: adaptive_max_pool,
         aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
         aten.replication_pad1d_backward.default: replication_pad_backward,
         aten.replication_pad2d_backward.default: replication_pad_backward,
@@ -102,14 +105,38 @@ def adaptive_avg_pool3d_backward(grad_output: Tensor, self: Tensor) -> Tensor:
 
 
 def _adaptive_averages(sizes: Sequence[Any], outputs: Sequence[Any], like: Tensor) -> list[Tensor]:
-    """Window i of an axis covers floor(i in / out) up to ceil((i + 1) in / out)."""
     matrices = []
     for size, out in zip(sizes, outputs, strict=True):
-        index = torch.arange(out, device=like.device).unsqueeze(1)
-        start = torch.div(index * size, out, rounding_mode="floor")
-        end = torch.div((index + 1) * size + out - 1, out, rounding_mode="floor")
+        start, end = _adaptive_windows(size, out, like)
         matrices.append(_averages(start, end, end - start, size, like))
     return matrices
+
+
+def _adaptive_windows(size: Any, out: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, each (out, 1), where the windows of an axis begin and end: floor(i in / out), ceil((i + 1) in / out)."""
+    index = torch.arange(out, device=like.device).unsqueeze(1)
+    start = torch.div(index * size, out, rounding_mode="floor")
+    return start, torch.div((index + 1) * size + out - 1, out, rounding_mode="floor")
+
+
+def adaptive_max_pool(self: Tensor, output_size: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """aten::adaptive_max_pool2d and 3d: maxima of (*, sizes) over output_size windows an axis, and their positions.
+
+    Positions are those in the product of all sizes, in int64; of equal maxima the first.
+    """
+    sizes = self.shape[-len(output_size) :]
+    values, positions = self, torch.arange(math.prod(sizes), device=self.device).view(sizes).expand_as(self)
+    for axis in range(-1, -len(sizes) - 1, -1):
+        size, out = sizes[axis], output_size[axis]
+        start, end = _adaptive_windows(size, out, self)
+        # No window is wider; narrower ones have their last element several times.
+        widest = (size + out - 1) // out + 1
+        taken = (start + torch.arange(widest, device=self.device)).minimum(end - 1).flatten()
+        windows = (out, widest)
+        values, first = torch.unflatten(values.index_select(axis, taken), axis, windows).max(axis, keepdim=True)
+        positions = torch.unflatten(positions.index_select(axis, taken), axis, windows).gather(axis, first)
+        values, positions = values.squeeze(axis), positions.squeeze(axis)
+    return values, positions
 
 
 def max_pool3d_with_indices_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:

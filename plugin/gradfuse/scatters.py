@@ -51,20 +51,22 @@ def _replace(node: ir.Node, data: ir.Value, rank: int, depth: int, index_rank: i
         return op("Cast", line, rank=1, dtype=wide, to=wide) if dtype in _NARROW else line
 
     wide = ir.DataType.FLOAT if data.dtype in _NARROW else data.dtype
-    minus_one, shape = integers(-1), op("Shape", data, rank=1)
+    minus_one, zero, shape = integers(-1), integers(0), op("Shape", data, rank=1)
     element: ir.Value | None = None
     for axis in range(depth):
         size, at = op("Gather", shape, integers(axis), rank=1), integers(axis)
-        # Negative indices count from the end.
-        place = op("Mod", op("Gather", indices, at, rank=index_rank, axis=-1), size, rank=index_rank)
+        place = op("Gather", indices, at, rank=index_rank, axis=-1)
+        # Negative indices count from the end. Out of range on the first axis stays so, for onnxruntime to refuse.
+        negative = op("Less", place, zero, rank=index_rank, dtype=ir.DataType.BOOL)
+        place = op("Where", negative, op("Add", place, size, rank=index_rank), place, rank=index_rank)
         before = None if element is None else op("Mul", element, size, rank=index_rank)
         element = place if before is None else op("Add", before, place, rank=index_rank)
     assert element is not None
     if depth < rank:
         sizes = op("Slice", shape, integers(depth), integers(rank), rank=1)
         width = op("ReduceProd", sizes, rank=0, keepdims=0)
-        zero, one = (op("Squeeze", integers(number), rank=0) for number in (0, 1))
-        column = op("Range", zero, width, one, rank=1)
+        begin, step = (op("Squeeze", integers(number), rank=0) for number in (0, 1))
+        column = op("Range", begin, width, step, rank=1)
         element = op("Add", op("Mul", element, width, rank=index_rank), column, rank=index_rank)
     sums = op(
         "ScatterElements",

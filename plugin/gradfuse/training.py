@@ -164,7 +164,7 @@ class TrainingSession:
 
         Raises:
             GradfuseError: the step has no optimizer.
-            ArgumentError: another number of them is set.
+            ArgumentError: what is set are no numbers, or another number of them.
         """
         rates = tuple(float(self.ort_values[name].numpy()) for name in self._learning_rates())
         return rates[0] if len(rates) == 1 else rates
@@ -172,10 +172,11 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float | Sequence[float]) -> None:
         names = self._learning_rates()
-        rates = list(value) if isinstance(value, Sequence) else [value] * len(names)
-        if len(rates) != len(names):
+        rates = _array(value)
+        if rates.dtype.kind not in "fiu" or rates.shape not in ((), (len(names),)):
             raise ArgumentError(f"{_WHO}: learning_rate is {value!r}; expected a number or one each of {len(names)}")
-        self._assign({name: np.array(rate, dtype=np.float32) for name, rate in zip(names, rates, strict=True)})
+        rates = np.broadcast_to(rates, len(names)).astype(np.float32)
+        self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
 
     @property
     def ort_values(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class TrainingSession:
         """
         step, values = self.training_step, self.ort_values
         return {
-            name: step.constants[source] if source in step.constants else _copied(values[source])
+            name: np.array(step.constants[source]) if source in step.constants else _copied(values[source])
             for name, source in step.state_dict_names.items()
         }
 
@@ -396,10 +397,15 @@ def _device(provider: Any) -> tuple[str, int]:
 
 
 def _array(value: Any) -> npt.NDArray[Any]:
-    """Return a numpy array of what may be a torch tensor, without importing torch."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    return np.asarray(value)
+    """Return a numpy array of what may be a torch tensor, without importing torch.
+
+    Raises:
+        ArgumentError: a tensor of a type that numpy does not have, or a sequence of unlike things.
+    """
+    try:
+        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{_WHO}: a value cannot be an array: {model_io.one_line(error)}; expected one") from error
 
 
 def _copied(value: Any) -> npt.NDArray[Any]:

@@ -15,6 +15,9 @@ FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 TABLE = attention_decompositions.table()
 MASK = torch.linspace(-2, 1, 35, dtype=torch.float64).view(5, 7)
+# One row that sees nothing, and one that sees a single column.
+BLIND = torch.zeros(5, 7, dtype=torch.float64)
+BLIND[1], BLIND[3, 1:] = -torch.inf, -torch.inf
 
 
 def _assert_equal(actual: Tensor, expected: Tensor) -> None:
@@ -24,11 +27,18 @@ def _assert_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "columns, causal, named", [(7, False, {}), (5, True, {"scale": 0.3}), (7, False, {"attn_mask": MASK})]
+    "columns, groups, causal, named",
+    [
+        (7, 4, False, {}),
+        (5, 2, True, {"scale": 0.3}),
+        (7, 1, False, {"attn_mask": MASK}),
+        (7, 4, False, {"attn_mask": BLIND}),
+    ],
 )
-def test_attention(columns: int, causal: bool, named: dict[str, Any]) -> None:
+def test_attention(columns: int, groups: int, causal: bool, named: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 3, size, 8, dtype=torch.float64) for size in (5, columns, columns))
+    query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, groups, columns, 8, dtype=torch.float64) for _ in range(2))
     out, logsumexp = FORWARD(query, key, value, 0.0, causal, **named)
     for one, other in zip(TABLE[FORWARD](query, key, value, 0.0, causal, **named), (out, logsumexp), strict=True):
         _assert_equal(one, other)

@@ -57,18 +57,21 @@ def test_masks_are_random(p: float) -> None:
 
 
 class Dropping(nn.Module):
-    """Dropout as a module, in place, by channels, within attention and between recurrent layers."""
+    """Dropout as a module, in place, by channels, of all, within attention and between recurrent layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 8)
-        self.module = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2, inplace=True))
+        # 0.5, PyTorch's default.
+        self.module = nn.Sequential(nn.Dropout(), nn.Dropout(0.2, inplace=True))
+        self.all = nn.Dropout(1.0)
         self.channels = nn.Dropout1d(0.4)
         self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.3)
         self.outer = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.channels(self.module(self.inner(x).relu()))
+        inner = inner + self.all(inner)
         states, _ = self.recurrent(inner)
         mixed = F.scaled_dot_product_attention(states, inner, inner, dropout_p=0.2 if self.training else 0.0)
         return self.outer(mixed.mean(1))  # type: ignore[no-any-return]

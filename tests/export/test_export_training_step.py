@@ -307,7 +307,8 @@ def test_pictures_of_other_sizes() -> None:
     module = nn.Sequential(
         nn.Conv2d(1, 4, 3, stride=2, padding=1),
         nn.Tanh(),
-        nn.AvgPool2d(3),
+        nn.AvgPool2d(2),
+        nn.AdaptiveMaxPool2d((3, 2)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(4, 5),
@@ -551,14 +552,22 @@ def test_arguments_of_a_wrong_kind(module: Any, loss: Any, batch: Any, message: 
     assert message in one_line(error)
 
 
-def test_random_numbers_other_than_for_dropout_are_refused() -> None:
+@pytest.mark.parametrize(
+    "noise, message",
+    [
+        (torch.randn_like, r"random numbers \(aten.randn.*; expected a step that draws none but for drop"),
+        (
+            lambda x: torch.bernoulli(x, 0.5),
+            "random numbers in 1 operators, of which 0 are dropouts on the CPU; expected no others",
+        ),
+    ],
+)
+def test_random_numbers_other_than_for_dropout_are_refused(noise: Callable[[Tensor], Tensor], message: str) -> None:
     class Noisy(Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x + torch.randn_like(x))
+            return super().forward(x + noise(x))
 
-    with pytest.raises(
-        ExportError, match=r"random numbers \(aten.randn.*; expected a step that draws none but for drop"
-    ):
+    with pytest.raises(ExportError, match=message):
         export_training_step(Noisy(), F.cross_entropy, (torch.randn(4, 6), classes(4)))
 
 
@@ -597,6 +606,20 @@ def test_a_trainable_tensor_outside_the_module_is_refused() -> None:
         export_training_step(
             Mlp(), lambda output, t: F.cross_entropy(output * outside, t), (torch.randn(4, 6), classes(4))
         )
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
+    module = Mlp()
+    getattr(module.first.bias, register)(lambda tensor: None)
+    with pytest.raises(ExportError, match=r"parameter 'first\.bias' has a hook on its gradient; expected none"):
+        export_training_step(module, F.cross_entropy, (torch.randn(4, 6), classes(4)))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    module = nn.Sequential(nn.Embedding(7, 5, sparse=True))
+    with pytest.raises(ExportError, match=r"gradient of '0\.weight' is torch\.sparse_coo; expected torch\.strided"):
+        export_training_step(module, F.cross_entropy, (classes(4), classes(4)))
 
 
 def test_a_step_that_changes_a_parameter_is_refused() -> None:

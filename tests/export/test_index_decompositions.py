@@ -31,6 +31,12 @@ def test_positions_among_boundaries(out_int32: bool, right: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_a_nan_is_after_all_boundaries(right: bool) -> None:
+    values, ends = torch.tensor([2.0, torch.nan, 9.0, torch.inf]), ENDS.float()
+    _assert_same(TABLE[aten.bucketize.Tensor](values, ends, right=right), torch.bucketize(values, ends, right=right))
+
+
 def test_positions_in_a_sequence_for_each_row() -> None:
     torch.manual_seed(0)
     table, values = torch.randint(0, 9, (2, 3, 7)), torch.randint(-1, 10, (2, 3, 4))
@@ -58,7 +64,14 @@ def test_repeated_indices() -> None:
     assert TABLE[aten.repeat_interleave.Tensor](repeats) is NotImplemented
 
 
-@pytest.mark.parametrize("given", [{"lengths": torch.tensor([2, 0, 3, 1])}, {"offsets": torch.tensor([0, 2, 2, 5, 6])}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lengths": torch.tensor([2, 0, 3, 1])},
+        {"offsets": torch.tensor([0, 2, 2, 5, 6])},
+        {"offsets": torch.tensor([1, 2, 2, 3, 5])},
+    ],
+)
 def test_sums_of_segments(given: dict[str, Any]) -> None:
     data = torch.arange(12.0).view(6, 2)
     sums = torch.segment_reduce(data, "sum", **given)
@@ -69,3 +82,5 @@ def test_sums_of_segments(given: dict[str, Any]) -> None:
         aten._segment_reduce_backward(grad, sums, data, "sum", **given),
     )
     assert TABLE[aten.segment_reduce.default](data, "max", **given) is NotImplemented
+    if "lengths" in given:
+        assert TABLE[aten.segment_reduce.default](data, "sum", unsafe=True, **given) is NotImplemented

@@ -93,6 +93,16 @@ def test_max_pool_backward(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("size", [(1, 1, 1), (2, 5, 3), (6, 9, 8), (7, 11, 2)])
+def test_adaptive_max_pool(size: tuple[int, ...]) -> None:
+    for axes in (2, 3):
+        # With equal maxima, of which the first counts.
+        images, out = (4 * _images(axes)).round(), size[3 - axes :]
+        forward = getattr(aten, f"adaptive_max_pool{axes}d").default
+        for one, other in zip(TABLE[forward](images, out), forward(images, out), strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("padding", [(1, 2), (0, 3, 2, 0), (1, 0, 2, 3, 0, 1)])
 def test_replication_pad_backward(padding: tuple[int, ...]) -> None:
     axes = len(padding) // 2

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from training_models import autograd, run
 
-from gradfuse import recurrences
+from gradfuse import export_training_step, recurrences
+from gradfuse.testing import assert_gradients_close
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one layer": {},
@@ -19,27 +23,55 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _results(layer: nn.GRU | nn.LSTM, x: Tensor) -> tuple[Tensor, ...]:
-    """Outputs, last states and the gradients of a function of all of them."""
-    states, last = layer(x)
+def _results(layer: nn.GRU | nn.LSTM, x: Tensor, first: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Outputs, last states and the gradients of a function of all of them; without first states these are zeros."""
+    states, last = layer(x, (first if len(first) > 1 else first[0]) if first else None)
     outputs = (states, *(last if isinstance(last, tuple) else (last,)))
     loss = sum((one * torch.arange(one.numel()).to(one).cos().view(one.shape)).sum() for one in outputs)
-    return (*outputs, *torch.autograd.grad(loss, (x, *layer.parameters())))
+    return (*outputs, *torch.autograd.grad(loss, (x, *first, *layer.parameters())))
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_layers_by_steps(kind: type[nn.GRU] | type[nn.LSTM], name: str) -> None:
+def test_layers_by_steps(kind: type[nn.GRU] | type[nn.LSTM], name: str, given: bool) -> None:
     torch.manual_seed(0)
     layer = kind(3, 4, dtype=torch.float64, **SETTINGS[name])
     x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    expected = _results(layer, x)
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    shape = (count, 5 if layer.batch_first else 2, 4)
+    states = (1 if kind is nn.GRU else 2) if given else 0
+    first = tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(states))
+    expected = _results(layer, x, first)
     with recurrences.scanned():
-        actual = _results(layer, x)
+        actual = _results(layer, x, first)
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape
         # Some hundred roundings behind each other.
         assert ((one - other).abs() <= 1e3 * torch.finfo(torch.float64).eps * other.abs().max()).all()
+
+
+@pytest.mark.parametrize("kind", [pytest.param(nn.GRU, marks=pytest.mark.slow), nn.LSTM])
+def test_a_first_state_that_is_learned_trains_at_any_length(kind: type[nn.GRU] | type[nn.LSTM]) -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(3, 4)
+            self.first, self.cell = (nn.Parameter(torch.randn(1, 1, 4)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, cell = (one.expand(-1, x.shape[1], -1).contiguous() for one in (self.first, self.cell))
+            states, last = self.layer(x, first if kind is nn.GRU else (first, cell))
+            return states.sum(0) * last[-1].reshape(-1, 4)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    module, dynamic = Learned(), ({0: "length", 1: "batch"}, {0: "batch"})
+    step = export_training_step(module, F.mse_loss, (torch.randn(5, 2, 3), torch.randn(2, 4)), dynamic_shapes=dynamic)
+    batch = (torch.randn(1, 3, 3),), (torch.randn(3, 4),)
+    results = run(step, batch, kernels=False)
+    native, exact = (autograd(module, F.mse_loss, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, wanted in exact.items():
+        assert_gradients_close(results[name], native[name], wanted, np.float32)
 
 
 def test_what_is_no_plain_layer_stays_as_it_is() -> None:

@@ -200,6 +200,17 @@ def _cross_entropies() -> list[OperatorCase]:
                 values = [normal(*shape), *([] if weight is None else [weight])]
                 case = gradient("SoftmaxCrossEntropyLossGrad", forward, values, inputs, attributes=attributes)
                 cases.append(case)
+    # No row counts.
+    ignored = target.clone().fill_(-100)
+    cases.append(
+        gradient(
+            "SoftmaxCrossEntropyLossGrad",
+            lambda logits: F.cross_entropy(logits, ignored),
+            [normal(5, 4)],
+            lambda dy, y, logits: [dy, logits.log_softmax(1), ignored],
+            attributes={"reduction": "mean", "ignore_index": -100},
+        )
+    )
     return cases
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ort_training.operator_cases import CASES
 
-from gradfuse import ModelError
+from gradfuse import ModelError, fuse
 from gradfuse.ort_training import operators
 
 # These use operators that opset 18 has changed.
@@ -26,6 +26,22 @@ _OF_BOTH_OPSETS = ("Normalization", "BatchNorm", "Split")
 def test_replacement_is_as_near_as_pytorch(index: int, opset: int) -> None:
     native = [result.numpy() for result in CASES[index].evaluated(torch.float32)[1]]
     CASES[index].require_replacement(native, opset)
+
+
+@pytest.mark.parametrize("attributes", ['reduction = "sum"', "ignore_index = 1", 'reduction = "sum", ignore_index = 1'])
+@pytest.mark.parametrize("weight", ["", ", float[4] weight"])
+def test_what_replaces_the_gradient_of_cross_entropy_is_fused(attributes: str, weight: str) -> None:
+    model = ir.from_onnx_text(f"""
+        <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float dy, float[n, 4] logits, int64[n] label {weight}) => (float[n, 4] dx) <float[n, 4] log_prob>
+        {{
+            log_prob = LogSoftmax <axis = 1> (logits)
+            dx = com.microsoft.SoftmaxCrossEntropyLossGrad <{attributes}> (dy, log_prob, label{weight and ", weight"})
+        }}
+    """)
+    operators.replace(model.graph, "m.onnx")
+    del model.opset_imports["com.microsoft"]
+    assert [fusion.op for fusion in fuse(model, policy="all").report.fusions] == ["CrossEntropyLossGrad"]
 
 
 def test_every_replacement_has_a_case() -> None:

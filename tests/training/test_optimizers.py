@@ -260,6 +260,27 @@ class Own(torch.optim.SGD):
     pass
 
 
+def hooked(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = SGD(module.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def of_no_use(module: nn.Module) -> torch.optim.Optimizer:
+    module.spare = nn.Linear(2, 2)
+    return SGD(module.spare.parameters())
+
+
+def thawed(kind: Callable[..., torch.optim.Optimizer], module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer that gets its last layer after a step of the first."""
+    optimizer = kind(module.get_submodule("first").parameters(), **options)
+    x, y = batches(1, 3)[0]
+    F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.add_param_group({"params": list(module.get_submodule("last").parameters())})
+    return optimizer
+
+
 @pytest.mark.parametrize(
     "make, options, message",
     [
@@ -277,10 +298,20 @@ class Own(torch.optim.SGD):
             {"autocast": torch.float64},
             "autocast is torch.float64; expected torch.float16",
         ),
+        (hooked, {}, "optimizer has a hook on its step; expected none"),
+        (of_no_use, {}, "the loss depends on no parameter of the optimizer; expected at least one"),
+        (lambda m: thawed(ADAM, m), {}, "has updated 'last.weight' 0 times and 'first.weight' 1 times; expected one"),
+        (lambda m: thawed(SGD, m, momentum=0.9, dampening=0.5), {}, "'last.weight' 0 times and 'first.weight' 1 times"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     assert message in refused(make, **options)
+
+
+def test_momentum_without_dampening_may_begin_later_for_some_parameters() -> None:
+    step = export(Mlp(), lambda m: thawed(SGD, m, momentum=0.9), batches(1, 3)[0])
+    assert step.optimizer_state["first.bias.momentum_buffer"].any()
+    assert not step.optimizer_state["last.bias.momentum_buffer"].any()
 
 
 def test_options_that_only_choose_an_implementation_are_accepted() -> None:
@@ -305,7 +336,7 @@ def test_names_that_the_optimizer_needs_are_refused_for_parameters_and_changed_f
 def test_a_wrong_update_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradfuse import optimizers
 
-    def plain(self: optimizers.Optimizer, names: Any) -> optimizers.Optimizer:
+    def plain(self: optimizers.Optimizer, names: Any, who: str) -> optimizers.Optimizer:
         for group in self.groups:
             group.options["weight_decay"] = 0.5  # type: ignore[index]
         return self

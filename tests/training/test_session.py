@@ -112,6 +112,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(step: TrainingStep, tmp_path: Pat
         session.step(*batch)
     session.save(tmp_path / "state.safetensors")
     resumed = TrainingSession(step)
+    for array in resumed.state_dict().values():
+        # They are copies.
+        array += 1
     resumed.step(*DATA[-1])
     resumed.load(tmp_path / "state.safetensors")
     assert resumed.learning_rate == session.learning_rate
@@ -305,7 +308,11 @@ MISUSES: list[tuple[Callable[[TrainingSession], Any], str]] = [
         lambda s: s.load_state_dict({**s.state_dict(), "again.weight": np.ones((6, 4), np.float32)}),
         LOADING + "'again.weight' differs from 'embed.weight'; expected equal values, as tied",
     ),
-    (lambda s: setattr(s, "learning_rate", [1.0]), "learning_rate is [1.0]; expected a number or one each of 2"),
+    *(
+        (lambda s, rate=rate: setattr(s, "learning_rate", rate), "; expected a number or one each of 2")
+        for rate in ([1.0], np.ones(3), torch.ones(1, 2), None, "0.1", [0.1, None])
+    ),
+    (lambda s: s.step(X.bfloat16(), Y), "a value cannot be an array: Got unsupported ScalarType BFloat16"),
 ]
 
 

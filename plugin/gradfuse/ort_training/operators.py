@@ -73,7 +73,7 @@ class Operators:
 
     def ints(self, values: Iterable[int]) -> Value:
         """A vector of int64."""
-        return self.Constant(value_ints=list(values))
+        return self.Constant(value=ir.tensor(np.array(list(values), np.int64)))
 
     def zeros(self, shape: Value, like: Value) -> Value:
         dtype = dtype_of(like)
@@ -214,21 +214,19 @@ def softmax_cross_entropy_loss_grad(
 
     dy: shape (), or label's for reduction "none"; log_prob: (N, C, ...); label: (N, ...); weight: (C,).
     """
-    kept = factor = None
-    if ignore_index is not None:
-        kept = op.Not(op.Equal(label, op.number(ignore_index, label)))
-        label_zero = op.number(0, label)
-        label_used = op.Where(kept, label, label_zero)
+    zero, one, factor = op.number(0, log_prob), op.number(1, log_prob), None
+    if ignore_index is None:
+        factor = None if weight is None else op.Gather(weight, label)
     else:
-        label_used = label
-    if weight is not None:
-        factor = op.Gather(weight, label_used)
-    if kept is not None:
-        counted = op.cast(kept, log_prob)
-        factor = counted if factor is None else op.Mul(factor, counted)
-    if reduction == "mean":
-        total = op.cast(op.Size(label), log_prob) if factor is None else op.ReduceSum(factor, keepdims=0)
-        dy = op.Div(dy, total)
+        ignored = op.Equal(label, op.number(ignore_index, label))
+        used = op.Where(ignored, op.number(0, label), label)
+        factor = op.Where(ignored, zero, one if weight is None else op.Gather(weight, used))
+    if reduction == "mean" and factor is None:
+        dy = op.Div(dy, op.cast(op.Size(label), log_prob))
+    elif reduction == "mean":
+        total = op.ReduceSum(factor, keepdims=0)
+        # Where no row counts, the kernel gives zeros.
+        dy = op.Div(dy, op.Where(op.Equal(total, zero), one, total))
     if factor is not None:
         dy = op.Mul(dy, factor)
     channel = op.ints([1])
@@ -236,7 +234,7 @@ def softmax_cross_entropy_loss_grad(
         dy = op.Unsqueeze(dy, channel)
     classes = op.Range(op.integer(0), op.Squeeze(op.Shape(log_prob, start=1, end=2)), op.integer(1))
     classes = op.Reshape(op.cast(classes, label), op.ints([-1, *[1] * (rank(log_prob) - 2)]))
-    at_label = op.cast(op.Equal(op.Unsqueeze(label_used, channel), classes), log_prob)
+    at_label = op.cast(op.Equal(op.Unsqueeze(label, channel), classes), log_prob)
     return op.Mul(op.Sub(op.Exp(log_prob), at_label), dy)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from gradfuse.errors import ModelError
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
+from gradfuse.scatters import replace_scatter_nd
 from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def to_stock(
     if fuse:
         result = fuse_model(model)
         model, report = result.model, result.report
+    _add_in_order(model)
     if optimizer is not None:
         optimizers.append(model, optimizer, batch)
     evaluation_model = None if files.eval is None else _evaluation_model(files.eval, constants, {*values, *targets})
@@ -153,10 +155,21 @@ def _load(path: str) -> ir.Model:
             # It had more in training mode, which generate_artifacts forgets in the eval model.
             node.resize_outputs(1)
     # What was an output before generate_artifacts added the loss, among others, has lost its type.
-    untyped = [value for node in nodes for value in node.outputs if value.dtype is None or value.shape is None]
+    _infer(model, (value for node in nodes for value in node.outputs))
+    return model
+
+
+def _infer(model: ir.Model, values: Iterable[ir.Value | None]) -> None:
+    """Give types and shapes to those of the values that lack them."""
+    untyped = [value for value in values if value is not None and (value.dtype is None or value.shape is None)]
     if untyped:
         shapes.infer(model, untyped)
-    return model
+
+
+def _add_in_order(model: ir.Model) -> None:
+    """Let onnxruntime's threads lose no addend: see `gradfuse.scatters`."""
+    _infer(model, (value for node in model.graph.all_nodes() if node.op_type == "ScatterND" for value in node.inputs))
+    replace_scatter_nd(model)
 
 
 def _require_fitting(graph: ir.Graph, gradients: Mapping[str, ir.Value], files: _Files, saved: Checkpoint) -> None:
@@ -205,7 +218,7 @@ def _optimizer(path: str, saved: Checkpoint, parameters: tuple[str, ...]) -> opt
         if name in _STATES
     }
     group = optimizers.ParameterGroup(parameters, options)
-    return optimizers.Optimizer(algorithm, (group,), saved.steps, state, max_grad_norm)
+    return optimizers.Optimizer(algorithm, (group,), dict.fromkeys(parameters, saved.steps), state, max_grad_norm)
 
 
 def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
@@ -302,6 +315,7 @@ def _evaluation_model(path: str, constants: Arrays, optional: Collection[str]) -
     if results:
         graph.outputs[:] = results
     _tidy(model)
+    _add_in_order(model)
     for value in list(graph.inputs):
         if value.name in optional and not value.uses() and value not in graph.outputs:
             graph.inputs.remove(value)
