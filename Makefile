@@ -15,7 +15,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo samples test test-slow test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
-    bench-step bench-training gpu-test gpu-bench lint format wheel clean
+    bench-step bench-streaming bench-training gpu-test gpu-bench lint format wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-export   export the models of docs/export.md, and write its table (five minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (ten minutes)"
+	@echo "make bench-streaming   measure from which size on results are to be written around the caches"
 	@echo "make bench-training   measure TrainingSession beside steps that pass numpy arrays"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
 	@echo "make gpu-bench   measure them, against PyTorch where there is one with CUDA"
@@ -105,6 +106,9 @@ bench-scale: $(INSTALLED)
 
 bench-step: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)
+
+bench-streaming: $(INSTALLED)
+	$(BIN)/python benchmarks/streaming.py --out benchmarks/results/streaming.md
 
 bench-training: $(INSTALLED)
 	$(BIN)/python benchmarks/training_session.py --out benchmarks/results/training_session.md

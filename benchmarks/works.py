@@ -139,7 +139,7 @@ CTC = {"S": (50, 4, 64, 10), "M": (400, 16, 1024, 60), "L": (800, 32, 4096, 100)
 
 def _of_dtype(dtype: str) -> Iterator[Work]:
     for size, shape in CROSS_ENTROPY.items():
-        yield _cross_entropy(size, "", dtype, shape)
+        yield cross_entropy(size, "", dtype, shape)
     for size, shape in MSE.items():
         yield _mse(size, "", dtype, (), shape, shape)
     for size, shape4 in SOFTMAX.items():
@@ -149,9 +149,9 @@ def _of_dtype(dtype: str) -> Iterator[Work]:
     for size, shape3 in GROUPED_3D.items():
         yield _grouped_3d(size, dtype, shape3)
     rows, classes = CROSS_ENTROPY["L"]
-    yield _cross_entropy("L", "odd classes", dtype, (rows, classes + 1))
-    yield _cross_entropy("L", "log-probs of -100", dtype, (rows, classes))
-    yield _cross_entropy("L", "ignored rows", dtype, (rows, classes))
+    yield cross_entropy("L", "odd classes", dtype, (rows, classes + 1))
+    yield cross_entropy("L", "log-probs of -100", dtype, (rows, classes))
+    yield cross_entropy("L", "ignored rows", dtype, (rows, classes))
     large = MSE["L"]
     yield _mse("L", "full gradient", dtype, large, large, large)
     yield _mse("L", "row target", dtype, (), large, (1, large[1]))
@@ -168,7 +168,7 @@ def _rows(shape: Sequence[int]) -> slice:
     return slice(0, max(1, _PART // math.prod(shape[1:])))
 
 
-def _cross_entropy(size: str, case: str, dtype: str, shape: tuple[int, int]) -> Work:
+def cross_entropy(size: str, case: str, dtype: str, shape: tuple[int, int]) -> Work:
     rows, classes = shape
     width = DTYPES[dtype].itemsize
 

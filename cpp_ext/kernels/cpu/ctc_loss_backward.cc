@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/ctc_labels.h"
 #include "kernels/cpu/flush_subnormals.h"
+#include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
@@ -105,6 +106,13 @@ void Widen(const T* from, const T* next, int64_t count, ComputeType<T>* to) {
   });
 }
 
+// Copies around the caches.
+void StreamBytesTo(const uint8_t* from, int64_t count, uint8_t* to) {
+  const hn::ScalableTag<uint8_t> d;
+  ForEachVectorInto<Streaming<Whole>>(
+      to, d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Load(at, d, from + i), d, to + i); });
+}
+
 }  // namespace
 }  // namespace gradfuse::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -180,15 +188,21 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
   const auto exp_row = GRADFUSE_DISPATCH(ExpRow<T>);
   const auto mend = GRADFUSE_DISPATCH(Mend<Real>);
   const auto widen = GRADFUSE_DISPATCH(Widen<T>);
+  const auto stream_bytes_to = GRADFUSE_DISPATCH(StreamBytesTo);
   const CtcLabels labels(args.targets, args.target_lengths);
   const UsedClasses used(labels, items, args.blank);
   // Eight rows of states an item, where log_alpha has one a step.
   Scratch<Real> scratch(items, /*arrays=*/8, 2 * labels.longest() + 1);
 
+  // Rows that are mended in places are made in the cache, and streamed from there.
+  const bool streams = 2 * args.grad_input.NumBytes() + args.log_alpha.NumBytes() >= StreamBytes();
+  Scratch<T> made_rows(streams ? items : 0, /*arrays=*/1, classes);
+
   constexpr int64_t kCostOfState = 64;  // about what a state's three exponentials take, in bytes moved
   const int64_t cost = 2 * args.grad_input.NumBytes() + items * steps * (2 * labels.longest() + 1) * kCostOfState;
   parallel(items, cost, [&](int64_t item) {
     const FlushSubnormals flush;
+    const StreamFence fence(streams);
     const int64_t input_length = args.input_lengths.Data<int64_t>()[item];
     const Real grad_out = ToCompute(args.grad_out.Data<T>()[item]);
     const Real loss = ToCompute(args.neg_log_likelihood.Data<T>()[item]);
@@ -240,12 +254,16 @@ void RunTyped(const CtcLossBackwardArgs& args, const ParallelFor& parallel) {
       for (int64_t index = 0; index < length; ++index) occupied[slots[index]] += gamma[2 * index + 1];
 
       const T* row = log_probs_row(t);
-      T* gradient = out_row(t);
+      T* gradient = streams ? made_rows.Array(item, 0) : out_row(t);
       exp_row(row, log_probs_row(next_t), grad_out, classes, gradient);
       for (int64_t index = 0; index < used_count; ++index) mended[index] = ToCompute(row[used_classes[index]]);
       mend(occupied, grad_out, used_count, mended);
       for (int64_t index = 0; index < used_count; ++index) {
         gradient[used_classes[index]] = FromCompute<T>(mended[index]);
+      }
+      if (streams) {
+        stream_bytes_to(reinterpret_cast<const uint8_t*>(gradient), classes * static_cast<int64_t>(sizeof(T)),
+                        reinterpret_cast<uint8_t*>(out_row(t)));
       }
     }
   });

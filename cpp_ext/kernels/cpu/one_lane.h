@@ -13,6 +13,7 @@
 #define HWY_AFTER_NAMESPACE() static_assert(true, "for the semicolon")
 #define HWY_ATTR
 #define HWY_ONCE 1
+#define HWY_LIKELY(condition) __builtin_expect(!!(condition), 1)
 #endif
 
 // The operations of Highway that loops use, on vectors of one lane: plain numbers. Loops over these are the scalar
