@@ -292,7 +292,10 @@ class Algebra:
         if found is None:
             places: dict[object, int] = {}
             terms = tuple([(c, *self._placed(m, places)) for m, c in poly.terms.items()])
-            found = poly.pattern = (self._pattern_number(terms), tuple(places))
+            found = (self._pattern_number(terms), tuple(places))
+            # Numbers are shared by all algebras, each of which counts its patterns for itself.
+            if poly.constant is None:
+                poly.pattern = found
         return found
 
     def joint_pattern(self, polys: Iterable[Poly]) -> tuple[tuple[int, ...], ...]:

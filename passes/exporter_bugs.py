@@ -1,4 +1,4 @@
-"""Known bugs of exporters, as far as the graph itself shows them.
+"""Known bugs of exporters, and of onnxruntime, as far as the graph itself shows them.
 
 One small function a bug, whose docstring says what causes it. A function reports only what the graph proves: where a
 graph may also be meant as it is, it says nothing.
@@ -6,6 +6,7 @@ graph may also be meant as it is, it says nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gradfuse import custom_ops
 from gradfuse.passes import training_ops
 from gradfuse.passes.algebra import ONE, UNIT, Poly
 from gradfuse.passes.forms import attribute
+from gradfuse.passes.order import Order
 from gradfuse.passes.report import ExporterBug
 from gradfuse.passes.rewriting import TOLERANCE, Site, Sites, names_of
 
@@ -185,6 +187,43 @@ def _dropped_label_smoothing(exported: Exported) -> Iterator[tuple[str, str]]:
 
 # The sixth argument of aten.cross_entropy_loss(self, target, weight, reduction, ignore_index, label_smoothing).
 _CROSS_ENTROPY = re.compile(r"aten\.cross_entropy_loss\.default\]\(args = \((?:[^,()]+, ){5}([0-9.eE+-]+)\)")
+
+
+@detects("lost-updates")
+def _lost_updates(exported: Exported) -> Iterator[tuple[str, str]]:
+    """onnxruntime's CPU kernel of ScatterND shares the index tuples among its threads without a lock, so that of two
+    updates of one element one is lost now and then (its issues 18048 and 23396; tried in 1.18.1 and 1.31.1). So it is
+    for every reduction and all types but float16 and bfloat16, which it refuses. ScatterElements has one thread."""
+    order = Order(exported.site.forms)
+    for node in exported.site.graph:
+        if node.domain or node.op_type != "ScatterND" or attribute(node, "reduction", "none") == "none":
+            continue
+        data, indices, updates = node.inputs
+        if indices is None or data is None or data.dtype in _WITHOUT_REDUCTION or _is_serial(exported.site, updates):
+            continue
+        if not order.names_apart(indices):
+            (name,) = names_of([node])
+            yield (
+                name,
+                (
+                    "onnxruntime's CPU kernel of ScatterND loses updates where an index comes twice, once they have "
+                    f"{_PARALLEL_UPDATES:,} elements and there is more than one thread (onnxruntime issues 18048 and "
+                    "23396): write it as ScatterElements, as gradfuse.export_training_step does, or set "
+                    "intra_op_num_threads to 1"
+                ),
+            )
+
+
+_WITHOUT_REDUCTION = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_PARALLEL_UPDATES = 210_000
+"""So many elements are the least that onnxruntime's model of costs gives to a second thread."""
+
+
+def _is_serial(site: Site, updates: ir.Value | None) -> bool:
+    """Whether the updates of a ScatterND are known to be too few for a second thread."""
+    form = None if updates is None else site.forms.get(updates)
+    sizes = [None] if form is None else [size.integer for size in form.sizes]
+    return math.prod(math.inf if n is None else n for n in sizes) < _PARALLEL_UPDATES
 
 
 @detects("empty-graph")

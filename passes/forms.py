@@ -692,13 +692,17 @@ def _paired_dims(node: ir.Node) -> Iterator[list[tuple[ir.Value, int]]]:
         return
     # GatherElements and ScatterElements pair every dimension but one; a fused op would refuse other sizes.
     indexed = {"GatherElements": 2, "ScatterElements": 3}.get(node.op_type, 0)
-    if not indexed and node.op_type not in _ELEMENTWISE:
+    batched = node.op_type == "MatMul"
+    if not indexed and not batched and node.op_type not in _ELEMENTWISE:
         return
     values = node.inputs[:indexed] if indexed else (*node.inputs, *node.outputs)
     ranks = {v: len(v.shape) for v in values if v is not None and v.shape is not None}
+    # Ahead of rows and columns, products of matrices are paired as sums are; products with vectors have no columns.
+    if batched and not all(v is not None and ranks.get(v, 0) > 1 for v in node.inputs):
+        return
     rank = max(ranks.values(), default=0)
     apart = attribute(node, "axis", 0) % rank if indexed and rank else None
-    for k in range(1, rank + 1):
+    for k in range(3 if batched else 1, rank + 1):
         if rank - k != apart:
             yield [(v, own - k) for v, own in ranks.items() if own >= k]
 

@@ -1,4 +1,4 @@
-"""Bounds of the integers of a graph, and whether they are in order: what holds for every input.
+"""Bounds of the integers of a graph, their order, and whether one comes twice: what holds for every input.
 
 The canonical forms take some of it for granted, such as that no index is negative. What is said here takes nothing for
 granted but that no sum of integers overflows, so that it holds where a graph drops or wraps an index.
@@ -11,9 +11,11 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.forms import Forms, attribute
+from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.forms import Array, Forms, Opaque, attribute, sliced
 
 _T = TypeVar("_T")
 _DEPTH_LIMIT = 100  # nodes behind each other that are looked at
@@ -59,6 +61,10 @@ class Order:
     def rises(self, value: ir.Value) -> bool:
         """Whether a tensor that has one dimension, but for others of size 1, never decreases along it."""
         return self._looked_up("rises", value, self._rises, False)
+
+    def names_apart(self, indices: ir.Value) -> bool:
+        """Whether no two of the index tuples, which lie along the last dimension, name one element."""
+        return self._looked_up("apart", indices, self._names_apart, False)
 
     def _looked_up(self, name: str, value: ir.Value, compute: Callable[[ir.Value], _T], unknown: _T) -> _T:
         key = (name, value)
@@ -157,19 +163,75 @@ class Order:
         op, node, inputs = self._opened(value)
         if node is not None and op in _SCATTERS and attribute(node, "reduction", "none") == "add":
             return self._total(inputs[0]) + self._total(inputs[2])
-        if op == "Gather" and self._is_of_positions(inputs[1]) and self._is_line(inputs[0]):
+        if op == "Gather" and self._is_distinct(inputs[1]) and self._is_line(inputs[0]):
             return self._total(inputs[0])
         form, most = self._forms.get(value), self.most(value)
         counts = [None] if form is None else [size.integer for size in form.sizes]
         return most and most * math.prod(math.inf if n is None else n for n in counts)
 
-    def _is_of_positions(self, value: ir.Value) -> bool:
-        """Whether an index has no element twice, as those have that NonZero finds."""
-        return self._looked_up("positions", value, self._find_of_positions, False)
+    def _is_distinct(self, value: ir.Value) -> bool:
+        """Whether no two elements are indices of one place, as is so of those that NonZero finds in a line."""
+        return self._looked_up("distinct", value, self._find_distinct, False)
 
-    def _find_of_positions(self, value: ir.Value) -> bool:
-        op, _, inputs = self._opened(value)
-        return op == "NonZero" or (op in _VIEWS - {"Expand"} and self._is_of_positions(inputs[0]))
+    def _find_distinct(self, value: ir.Value) -> bool:
+        array, form = self._forms.constant(value), self._forms.get(value)
+        if array is not None:
+            return _has_no_row_twice(array.reshape(-1, 1))
+        op, node, inputs = self._opened(value)
+        match op:
+            case "Where":
+                taken = self._taken(inputs)
+                return len(taken) == 1 and self._is_as_large(value, taken[0]) and self._is_distinct(taken[0])
+            case "Expand" if not self._is_as_large(value, inputs[0]):
+                return False
+            case _ if op in _VIEWS | {"Slice"}:
+                return _is_kept(value, inputs[0]) and self._is_distinct(inputs[0])
+            case "NonZero":
+                source = self._forms.get(inputs[0])
+                return source is not None and len(source.groups) == 1
+            case "TopK" if node is not None:
+                return value is node.outputs[1] and self._sorts_along(node)
+            case "Gather":
+                return all(map(self._is_distinct, inputs))
+        return form is not None and self._tells_apart(form.poly) >= set(range(len(form.sizes)))
+
+    def _names_apart(self, indices: ir.Value) -> bool:
+        form = self._forms.get(indices)
+        depth = self._forms.extent(form.groups[-1]).integer if form is not None and form.groups else None
+        if form is None or depth is None:
+            return False
+        if depth == 1 and self._is_distinct(indices):
+            return True
+        array, last = self._forms.constant(indices), len(form.groups) - 1
+        if array is not None:
+            return _has_no_row_twice(array.reshape(-1, depth))
+        op, node, inputs = self._opened(indices)
+        if op in ("Identity", "Cast"):
+            return _is_kept(indices, inputs[0]) and self.names_apart(inputs[0])
+        if op == "Transpose" and self._opened(inputs[0])[0] == "NonZero":
+            return True
+        if node is not None and op == "Concat" and attribute(node, "axis", 0) in (-1, last):
+            # Tuples that differ in one number are not the same.
+            if any(map(self.names_apart, inputs)):
+                return True
+        try:
+            numbers = [form if depth == 1 else sliced(self._forms, form, last, k, 1, UNIT) for k in range(depth)]
+        except Opaque:
+            return False
+        told = frozenset().union(*(self._tells_apart(n.poly) for n in numbers))
+        return told >= {v for axis in range(last) for v in form.variables(axis)}
+
+    def _tells_apart(self, poly: Poly) -> frozenset[int]:
+        """The variable that a number belongs to, where each of its values has a number of its own, none negative."""
+        algebra = self._forms.algebra
+        free = algebra.free(poly)
+        if len(free) != 1:
+            return frozenset()
+        position = algebra.var(*free)
+        (monomial,) = position.terms
+        slope = poly.terms.get(monomial, 0.0)
+        start = (poly - position.scaled(slope)).constant
+        return free if slope > 0 and start is not None and start >= 0 else frozenset()
 
     def _least_first(self, value: ir.Value) -> float:
         """A number that the first element is not below."""
@@ -315,6 +377,11 @@ class Order:
         form = self._forms.get(value)
         return form is not None and sum(bool(group) for group in form.groups) <= 1
 
+    def _is_as_large(self, value: ir.Value, source: ir.Value) -> bool:
+        """Whether a value that is broadcast from another has as many elements."""
+        own, other = self._forms.get(value), self._forms.get(source)
+        return own is not None and other is not None and own.sizes == other.sizes
+
     def _is_level(self, value: ir.Value) -> bool:
         """Whether all elements are one number."""
         form = self._forms.get(value)
@@ -328,3 +395,8 @@ def _is_exact(value: ir.Value) -> bool:
 def _is_kept(view: ir.Value, source: ir.Value) -> bool:
     """Whether a view or cast of integers or conditions has their numbers."""
     return _is_exact(source) and (source.dtype == view.dtype or view.dtype != ir.DataType.BOOL)
+
+
+def _has_no_row_twice(array: Array) -> bool:
+    """Whether no two rows are index tuples of one place, for any sizes: negative numbers count from the end."""
+    return bool((array >= 0).all()) and len(np.unique(array, axis=0)) == len(array)

@@ -50,7 +50,8 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class ExporterBug:
-    """A known bug of the exporter that the graph carries: its name, the node that shows it, and what to do about it."""
+    """A known bug of the exporter that the graph carries, or of onnxruntime that it meets: its name, the node that
+    shows it, and what to do about it."""
 
     bug: str
     node: str

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, ZERO, Poly
+from gradfuse.passes.algebra import ONE, UNIT, ZERO, Poly
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 
@@ -100,10 +100,48 @@ def _rows(site: Site, form: Form) -> list[tuple[Poly, int]]:
 def _cofactors(site: Site, form: Form, y: Poly, j: int) -> tuple[Poly, Poly] | None:
     """K and G of P = K y G - K y sum(G y); None where P is not of that form."""
     algebra = site.algebra
+    picked = _picked(site, form.poly, y, j)
+    if picked is None:
+        return None
+    sizes = dict(enumerate(form.sizes))
+    rest = form.poly - algebra.mul(y, picked - algebra.sum(algebra.mul(picked, y), {j: sizes[j]}, sizes))
+    if not rest:
+        return UNIT, picked
+    cofactors = _cofactors_of_sums(site, rest, y, j)
+    if cofactors is None or not picked:
+        return cofactors
+    k, g = cofactors
+    return None if k.constant is None else (k, g + picked.scaled(1 / k.constant))
+
+
+def _picked(site: Site, poly: Poly, y: Poly, j: int) -> Poly | None:
+    """The part of G that is there at one element c of a row only, as K y G then has y[c] [j = c] for y [j = c]."""
+    algebra = site.algebra
+    (ym,) = y.terms
+    found = ZERO
+    for monomial, coefficient in poly.terms.items():
+        if site.divides(ym, monomial):
+            continue
+        for a, _ in monomial:
+            atom = algebra.atoms[a]
+            place = algebra.solve(atom, j) if atom.kind == "eq" else None
+            there = ZERO if place is None else algebra.substitute(y, {j: place})
+            factor = next(iter(there.terms), ONE)
+            if len(there) == 1 and site.divides(factor, monomial):
+                found = found + algebra.divide_monomial(Poly({monomial: coefficient}), factor)
+                break
+        else:
+            return None
+    return found
+
+
+def _cofactors_of_sums(site: Site, poly: Poly, y: Poly, j: int) -> tuple[Poly, Poly] | None:
+    """K and G of P, whose every term has the factor y."""
+    algebra = site.algebra
     (ym,) = y.terms
     along = [(a, e) for a, e in ym if j in algebra.atoms[a].free]
     summed: dict[int, Poly] = {}
-    for monomial, c in form.poly.terms.items():
+    for monomial, c in poly.terms.items():
         if not site.divides(ym, monomial):
             return None
         for a, e in monomial:
@@ -114,7 +152,7 @@ def _cofactors(site: Site, form: Form, y: Poly, j: int) -> tuple[Poly, Poly] | N
                 rest = algebra.divide_monomial(Poly({monomial: -c}), ((a, 1),))
                 summed[a] = summed.get(a, ZERO) + rest
                 break
-    if not summed or len(summed) == len(form.poly) == 1:
+    if not summed or len(summed) == len(poly) == 1:
         return None
     # The second part is the sum of R_a A_a over its sum atoms, R_a = K y r_a. What of y does not run along the row has
     # left the sums, so R has it twice. G is the sum of r_a times the summand of A_a without y.

@@ -168,6 +168,28 @@ def _decomposed(g: GraphBuilder) -> str:
     return g.op("Mul", y, g.op("Sub", u, last(g, g.op("Einsum", u, y, equation="bhij,bhij->bhi"))))
 
 
+def _at_the_target(g: GraphBuilder) -> str:
+    """A gradient that is there at one element of each row."""
+    zeros = g.constant(np.zeros((N, C)))
+    return g.op("ScatterElements", zeros, last(g, given(g, "t")), last(g, given(g, "row")), axis=1)
+
+
+def _of_chances(g: GraphBuilder, u: str, in_sum: str) -> str:
+    """The backward pass of a router's softmax; the gradients of a product with y and of the sum are apart."""
+    y = g.op("Softmax", given(g, "z"))
+    return g.op("Sub", g.op("Mul", u, y), g.op("Mul", y, g.sum(g.op("Mul", in_sum, y), -1)))
+
+
+def _at_the_target_alone(g: GraphBuilder) -> str:
+    u = _at_the_target(g)
+    return _of_chances(g, u, u)
+
+
+def _at_the_target_above_all(g: GraphBuilder, twice: float = 1.0) -> str:
+    u, x = _at_the_target(g), given(g, "x")
+    return _of_chances(g, g.op("Add", u, x), g.op("Add", g.op("Mul", u, g.constant(twice)), x))
+
+
 SOFTMAX: dict[str, Build] = {
     **{f"dot: {k}": lambda g, way=way: softmax_gradient(g, way) for k, way in DOTS.items()},  # type: ignore[misc]
     **{f"mask: {k}": lambda g, way=way: way(g, softmax_gradient(g)) for k, way in MASKS.items()},  # type: ignore[misc]
@@ -177,6 +199,8 @@ SOFTMAX: dict[str, Build] = {
     "sizes without names": _nameless_sizes,
     "along another axis": _another_axis,
     "decomposed softmax": _decomposed,
+    "one element of each row": _at_the_target_alone,
+    "one element of each row and the others": _at_the_target_above_all,
 }
 
 # Cross entropy
@@ -604,6 +628,10 @@ OTHERS: dict[str, tuple[str, Build]] = {
     "sum along another axis": (
         "ScaledMaskedSoftmaxBackward",
         lambda g: softmax_gradient(g, lambda g, u, y: g.sum(g.op("Mul", u, y), 2)),
+    ),
+    "one element of each row, of another weight in the sum": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: _at_the_target_above_all(g, 2.0),
     ),
     "mean for sum": (
         "ScaledMaskedSoftmaxBackward",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse import model_io
+from gradfuse import model_io, scatters
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.execution import FLOATS, Arrays, Session, float_types, widened
 from gradfuse.inputs import random_inputs
@@ -73,7 +73,7 @@ class CheckReport:
         ok: every comparable output agrees in every run.
         runs: how many runs with random inputs were made.
         outputs: one entry an output, in the model's order.
-        notes: what limits the check: outputs that are random, types that were replaced.
+        notes: what limits the check: outputs that are random, types that were replaced, threads that were left out.
     """
 
     ok: bool
@@ -125,7 +125,8 @@ def check(a: ModelLike, b: ModelLike, runs: int = 3, *, seed: int = 0) -> CheckR
     rounding does to the first model: its own error against the reference, and its change when every input and weight is
     moved by one rounding; see `gradfuse.testing.peer_error`. NaN and infinities must be in the same
     places; integers and truth values must be equal. Where onnxruntime lacks kernels for a 16-bit type, both are run in
-    float32, and a note says so. Outputs that depend on random operators are not compared, and a note says so.
+    float32, and a note says so. Outputs that depend on random operators are not compared, and a note says so. Models
+    with a ScatterND of which onnxruntime may lose updates are run in one thread, and a note says so.
 
     Args:
         a: the model to trust: a path, `onnx.ModelProto`, `onnx_ir.Model` or `torch.onnx.ONNXProgram`.
@@ -169,6 +170,8 @@ class _Pair:
         self._seed = seed
         self._symbolic = any(value.shape is not None and not value.shape.is_static() for value in _inputs(first.ir))
         self.notes: list[str] = []
+        if any(scatters.reduces_by_scatter_nd(model) for model in (first.ir, second.ir)):
+            self.notes.append("ScatterND with a reduction: run in one thread, as onnxruntime loses updates in several")
         # The spacing of the models' own type, where they are run in a wider one.
         self._eps = 0.0
         narrow = (float_types(first.ir) | float_types(second.ir)) & {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse import library, model_io
+from gradfuse import library, model_io, scatters
 from gradfuse.errors import GradfuseError, ModelError
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -26,6 +26,8 @@ _SILENT = 4
 
 class Session:
     """An onnxruntime CPU session that takes and gives numpy arrays, bfloat16 included.
+
+    It has one thread where several might compute a ScatterND wrongly (gradfuse.scatters).
 
     Args:
         model: the model; it is not changed.
@@ -44,6 +46,8 @@ class Session:
         options = onnxruntime.SessionOptions()
         # onnxruntime raises what it would log as well.
         options.log_severity_level = _SILENT
+        if scatters.reduces_by_scatter_nd(model):
+            options.intra_op_num_threads = 1
         if kernels and library.find_library() is not None:
             library.register(options)
         self._session = inference_session(_with_float32_borders(model), source, options, ["CPUExecutionProvider"])

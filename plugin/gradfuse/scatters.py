@@ -1,4 +1,4 @@
-"""`ScatterND` with a reduction, written as `ScatterElements`.
+"""`ScatterND` with a reduction, which onnxruntime computes wrongly in several threads, written as `ScatterElements`.
 
 onnxruntime's CPU kernel of ScatterND shares the indices among its threads, and where two threads meet in one element,
 an addend is lost (onnxruntime issues 18048 and 23396). ScatterND is how exporters write the gradients of embeddings and
@@ -15,13 +15,23 @@ import onnx_ir as ir
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
+def reduces_by_scatter_nd(model: ir.Model) -> bool:
+    """Return whether a model has a ScatterND with a reduction."""
+    groups = (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values()))
+    return any(_reduces(node) for group in groups for node in group)
+
+
+def _reduces(node: ir.Node) -> bool:
+    return node.op_type == "ScatterND" and not node.domain and node.attributes.get_string("reduction", "none") != "none"
+
+
 def replace_scatter_nd(model: ir.Model) -> None:
     """Put ScatterElements in the place of every ScatterND of a model that has a reduction, and known ranks.
 
     Numbers of 16 bits, for which onnxruntime has no kernel of either, are added in float32.
     """
     for node in list(model.graph.all_nodes()):
-        if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") == "none":
+        if not _reduces(node):
             continue
         data, indices, _ = node.inputs
         if data is None or indices is None or data.shape is None or indices.shape is None:

@@ -1,11 +1,14 @@
-"""Warnings of exporter bugs, on small graphs; tests/plugin/test_explain.py asks for them on the corpus."""
+"""Warnings of bugs of exporters and of onnxruntime, on small graphs; tests/plugin/test_explain.py asks the corpus."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime as ort
+import pytest
 import small_models
 import torch
 
@@ -13,6 +16,7 @@ import gradfuse
 from gradfuse.passes.report import ExporterBug
 
 MEAN = "mean-without-divisor"
+LOST = "lost-updates"
 
 
 def bugs(model: object) -> list[str]:
@@ -125,3 +129,52 @@ def test_inputs_of_two_types() -> None:
     (warning,) = gradfuse.fuse(onnx.parser.parse_model(text)).report.warnings
     assert warning.bug == "invalid-types" and warning.node == "y" and "at 1 more node" in warning.text
     assert bugs(onnx.parser.parse_model(text.replace("float[4] b", "float16[4] b"))) == []
+
+
+SCATTER = """<ir_version: 10, opset_import: ["": 20]>
+m (float[v,64] data, int64[n,1] indices, float[n,64] updates) => (float[v,64] sums)
+{ sums = ScatterND <reduction = "add"> (data, indices, updates) }"""
+SERIAL = 209_999 // 64
+
+
+def scatter(**changes: str) -> onnx.ModelProto:
+    text = SCATTER
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return onnx.parser.parse_model(text)
+
+
+def test_updates_that_onnxruntime_may_lose() -> None:
+    (warning,) = gradfuse.fuse(scatter()).report.warnings
+    assert (warning.bug, warning.node) == (LOST, "sums") and "ScatterElements" in warning.text
+    assert gradfuse.explain(scatter()).warnings == (warning,)
+    assert bugs(scatter(**{'"add"': '"max"'})) == [LOST]
+    assert bugs(scatter(**{"[n,": f"[{SERIAL + 1},"})) == [LOST]
+
+
+def test_updates_that_onnxruntime_does_not_lose() -> None:
+    assert bugs(scatter(**{'"add"': '"none"'})) == []
+    assert bugs(scatter(**{"[n,": f"[{SERIAL},"})) == []
+    # A kernel that it has not, and one of a single thread.
+    assert bugs(scatter(**{"float[": "float16["})) == []
+    assert bugs(scatter(**{"ScatterND": "ScatterElements <axis = 0,", "<reduction": "reduction", "n,1": "n,64"})) == []
+    picked = {"int64[n,1] indices": "bool[v] mask", "{ sums": "{ at = NonZero (mask) indices = Transpose (at) sums"}
+    assert bugs(scatter(**picked)) == []
+
+
+@pytest.mark.parametrize("reduction", ["add", "mul", "max"])
+def test_so_few_updates_have_one_thread(reduction: str) -> None:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 4
+    model = scatter(**{'"add"': f'"{reduction}"'}).SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    data = rng.integers(-9, 9, (3, 64)).astype(np.float32)
+    indices = rng.integers(0, 3, (SERIAL, 1))
+    updates = rng.choice([-1.0, 1.0], (SERIAL, 64)).astype(np.float32)
+    expected = data.copy()
+    {"add": np.add, "mul": np.multiply, "max": np.maximum}[reduction].at(expected, indices[:, 0], updates)
+    for _ in range(5):
+        (sums,) = session.run(None, {"data": data, "indices": indices, "updates": updates})
+        assert np.array_equal(sums, expected)

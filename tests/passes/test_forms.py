@@ -130,6 +130,32 @@ def test_forms_of_nodes_that_differ_by_which_operands_are_the_same() -> None:
 _PAIRS = [("a", "x", "y"), ("b", "y", "x"), ("c", "x", "x"), ("d", "z", "z"), ("e", "y", "z"), ("f", "aMul", "z")]
 
 
+def test_forms_of_a_graph_do_not_depend_on_those_of_another() -> None:
+    feeds = {name: np.arange(100, dtype=np.float32) for name in ("x", "y")}
+
+    def of_products(*factors: float) -> tuple[int, int]:
+        outputs = ", ".join(f"float[100] z{k}" for k in range(len(factors)))
+        nodes = "\n".join(f"z{k} = Mul(xy, c{k})" for k in range(len(factors)))
+        text = f'<ir_version: 8, opset_import: ["": 18]> g (float[100] x, float[100] y) => ({outputs})'
+        model = onnx.parser.parse_model(f"{text} {{ xy = Mul(x, y) {nodes} }}")
+        constants = [np.full(100, factor, np.float32) for factor in factors]
+        model.graph.initializer.extend(onnx.numpy_helper.from_array(c, f"c{k}") for k, c in enumerate(constants))
+        return _compared(ir.from_proto(model), feeds)
+
+    assert of_products(5.125) == (2, 2)
+    assert of_products(7.25, 5.125) == (3, 3)
+
+
+@pytest.mark.parametrize("product", ["MatMul(x, v)", "MatMul(v, x)", "MatMul(x, of_some_rank)"])
+def test_forms_of_sizes_beside_a_product_with_a_vector(product: str) -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[a, b, 5, 5] x, float[5] v, int64[n] shape) => (float[a, b, 5] y, int64[1] first, int64[1] second)
+        {{ of_some_rank = Reshape(v, shape) y = {product}
+           first = Shape<start = 0, end = 1>(x) second = Shape<start = 1, end = 2>(x) }}""")
+    feeds = {"x": np.ones((2, 3, 5, 5), np.float32), "v": np.ones(5, np.float32), "shape": np.asarray([5])}
+    assert _compared(ir.from_proto(model), feeds)[0] == 2
+
+
 def _is_opaque(algebra: Algebra, form: Form) -> bool:
     """Whether the form is only a name."""
     monomials = list(form.poly.terms)

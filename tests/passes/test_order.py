@@ -1,4 +1,4 @@
-"""What is said of the integers of a graph, their bounds and their order, holds for every input."""
+"""What is said of the integers of a graph, their bounds, order and repetition, holds for every input."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Build = Callable[[GraphBuilder], str]
 ROWS = 6
 
 
-def _x(g: GraphBuilder) -> str:
-    return g.input("x", TensorProto.INT64, [ROWS])
+def _x(g: GraphBuilder, name: str = "x") -> str:
+    return g.input(name, TensorProto.INT64, [ROWS])
 
 
 def _flags(g: GraphBuilder) -> str:
@@ -30,8 +30,8 @@ def _sum(g: GraphBuilder, x: str, **attributes: int) -> str:
     return g.op("CumSum", x, g.constant(0, np.int64), **attributes)
 
 
-def _range(g: GraphBuilder, step: int = 1) -> str:
-    return g.op("Range", *(g.constant(k, np.int64) for k in (0, ROWS * step, step)))
+def _range(g: GraphBuilder, start: int = 0, stop: int = ROWS, step: int = 1) -> str:
+    return g.op("Range", *(g.constant(k, np.int64) for k in (start, stop, step)))
 
 
 def _marks(g: GraphBuilder, starts: str, count: int) -> str:
@@ -147,6 +147,102 @@ def test_is_known_to_be_in_order(name: str) -> None:
 def test_is_in_no_order(name: str) -> None:
     order, value = _checked(IN_NO_ORDER[name])
     assert not order.rises(value)
+
+
+def _column(g: GraphBuilder, x: str) -> str:
+    return g.op("Unsqueeze", x, g.ints(-1))
+
+
+def _tuples(g: GraphBuilder, *columns: str) -> str:
+    return g.op("Concat", *(_column(g, x) for x in columns), axis=-1)
+
+
+def _permutation(g: GraphBuilder) -> str:
+    return f"{_sorted(g, _x(g))}_1"
+
+
+def _positions(g: GraphBuilder, x: str) -> str:
+    """Where the integers of a line are positive."""
+    return g.op("Squeeze", g.op("NonZero", g.op("Greater", x, g.constant(0, np.int64))), g.ints(0))
+
+
+def _grid(g: GraphBuilder, across: str) -> str:
+    down = g.op("Expand", _column(g, _range(g)), g.ints(ROWS, ROWS))
+    return _tuples(g, down, g.op("Expand", across, g.ints(ROWS, ROWS)))
+
+
+def _square(g: GraphBuilder) -> str:
+    """Positive and negative numbers in two dimensions."""
+    return g.op("Sub", _column(g, _x(g)), _range(g))
+
+
+APART: dict[str, Build] = {
+    "range": lambda g: _column(g, _range(g)),
+    "every second": lambda g: _column(g, _range(g, 1, ROWS, 2)),
+    "range, counted from the end where negative": lambda g: _column(g, _where(g, _range(g))),
+    "listed": lambda g: _column(g, g.ints(3, 1, 2)),
+    "listed pairs": lambda g: g.constant([[0, 1], [1, 1], [1, 0]], np.int64),
+    "one": lambda g: _column(g, g.op("Slice", _x(g), g.ints(2), g.ints(3))),
+    "permutation": lambda g: _column(g, _permutation(g)),
+    "permutation, counted from the end where negative": lambda g: _column(g, _where(g, _permutation(g))),
+    "positions": lambda g: _column(g, _positions(g, _x(g))),
+    "positions in two dimensions": lambda g: g.op("Transpose", g.op("NonZero", _square(g)), perm=[1, 0]),
+    "places of positions": lambda g: _column(g, g.op("Gather", _permutation(g), _positions(g, _x(g, "z")))),
+    "a pair of range and anything": lambda g: _tuples(g, _range(g), _x(g)),
+    "a pair of anything and permutation": lambda g: _tuples(g, _x(g, "z"), _permutation(g)),
+    "grid": lambda g: _grid(g, _range(g)),
+}
+
+NOT_APART: dict[str, Build] = {
+    "anything": lambda g: _column(g, _x(g)),
+    "range around zero": lambda g: _column(g, _range(g, -ROWS, ROWS)),
+    "blocks": lambda g: _column(g, g.op("Div", _range(g), g.constant(2, np.int64))),
+    "range, twice": lambda g: _column(g, g.op("Expand", _range(g), g.ints(2, ROWS))),
+    "range, twice by a condition": lambda g: _column(
+        g, g.op("Where", g.constant(np.ones((2, 1)), bool), _range(g), g.constant(0, np.int64))
+    ),
+    "listed twice": lambda g: _column(g, g.ints(3, 1, 3)),
+    "listed from either end": lambda g: _column(g, g.ints(5, 1, -1)),
+    "listed pairs, twice": lambda g: g.constant([[0, 1], [1, 1], [0, 1]], np.int64),
+    "permutations": lambda g: _column(g, f"{g.op('TopK', _square(g), g.ints(2), outputs=2, axis=0)}_1"),
+    "what is sorted": lambda g: _column(g, _sorted(g, _x(g))),
+    "rows of positions": lambda g: _column(g, g.op("Gather", g.op("NonZero", _square(g)), g.constant(0, np.int64))),
+    "anything at positions": lambda g: _column(g, g.op("Gather", _x(g), _positions(g, _x(g, "z")))),
+    "a pair of anything": lambda g: _tuples(g, _x(g), _x(g, "z")),
+    "grid of anything": lambda g: _grid(g, _x(g)),
+    "pairs of one range": lambda g: _grid(g, _column(g, _range(g))),
+}
+
+
+@pytest.mark.parametrize("name", [*APART, *NOT_APART])
+def test_whether_index_tuples_name_one_element_twice(name: str) -> None:
+    g = GraphBuilder()
+    g.output(g.op("Identity", {**APART, **NOT_APART}[name](g)), TensorProto.INT64)
+    model = g.model()
+    graph = ir.from_proto(model).graph
+    order = Order(Forms(graph))
+    assert order.names_apart(graph.outputs[0]) == (name in APART)
+    evaluator = ReferenceEvaluator(model)
+    rng = np.random.default_rng(0)
+    repeats = False
+    for _ in range(20):
+        feeds = {str(v.name): rng.integers(-ROWS, ROWS, ROWS) for v in graph.inputs}
+        (result,) = map(np.asarray, evaluator.run(None, feeds))
+        places = result.reshape(-1, result.shape[-1]) % ROWS
+        repeats |= len(np.unique(places, axis=0)) < len(places)
+    assert repeats == (name in NOT_APART)
+
+
+def test_positions_in_two_dimensions_pick_an_element_often() -> None:
+    g = GraphBuilder()
+    positions = g.op("Reshape", g.op("NonZero", g.op("Unsqueeze", _x(g, "z"), g.ints(0))), g.ints(-1))
+    blank = g.constant(np.zeros(ROWS), np.int64)
+    marks = g.op("ScatterElements", blank, positions, g.op("Gather", _flags(g), positions), reduction="add")
+    g.output(_sum(g, marks), TensorProto.INT64)
+    model = g.model()
+    graph = ir.from_proto(model).graph
+    (sums,) = ReferenceEvaluator(model).run(None, {"x": np.full(ROWS, -1), "z": np.ones(ROWS, np.int64)})
+    assert Order(Forms(graph)).most(graph.outputs[0]) >= np.asarray(sums).max() > ROWS
 
 
 def test_a_long_way_to_an_integer_is_no_fact() -> None:

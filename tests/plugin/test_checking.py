@@ -122,6 +122,14 @@ def test_outputs_that_depend_on_random_operators_are_not_compared() -> None:
     assert not gradfuse.check(parsed(RANDOM), parsed(RANDOM.replace("Exp", "Sqrt"))).ok
 
 
+def test_updates_that_onnxruntime_would_lose_are_kept_by_one_thread() -> None:
+    scatter = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[4,16] x, int64[30000,1] i, float[30000,16] u) => (float[4,16] y)
+        { y = ScatterND <reduction = "add"> (x, i, u) }""")
+    report = gradfuse.check(scatter, scatter, runs=1)
+    assert report.ok and "run in one thread" in report.notes[0]
+
+
 def test_random_operators_in_branches_are_seen() -> None:
     text = """<ir_version: 10, opset_import: ["" : 20]> g (bool c, float[3] x) => (float[3] y)
     { y = If (c) <then_branch = a () => (float[3] p) { p = RandomNormalLike (x) },

@@ -5,12 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 from pathlib import Path
 
 import pytest
 
 import gradfuse
 from gradfuse import library
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for folder in ("cpp_ext/capi", "cpp_ext/include", "cpp_ext/kernels", "cpp_ext/ort", "cpp_ext/runtime", "plugin")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".cc", ".cu", ".h", ".py") and path.name != "environment.py"
+]
+VARIABLES = {name for path in SOURCES for name in re.findall(r'"(GRADFUSE_[A-Z_]+)"', path.read_text("utf-8"))}
 
 
 def test_it_is_data_for_json() -> None:
@@ -51,3 +61,12 @@ def test_a_broken_library_is_told_in_one_line(tmp_path: Path, monkeypatch: pytes
 def test_the_processor_is_described() -> None:
     cpu = gradfuse.info()["cpu"]
     assert cpu["model"] and 1 <= cpu["usable"] <= cpu["cores"]
+
+
+def test_every_variable_that_gradfuse_reads_is_shown_and_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(VARIABLES) > 1
+    documented = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "some value")
+        assert gradfuse.info()["variables"][name] == "some value"
+        assert f"`{name}`" in documented

@@ -66,7 +66,8 @@ def test_every_region_of_a_graph_is_named_once_and_where_it_is_wrong(case: Case)
 
 def assert_warned_where_it_is_wrong(case: Case, bugs: set[str]) -> None:
     if case.runs and case.agrees:
-        assert bugs == set()
+        # The producer's arrays are too small to lose updates; others of the model's shapes need not be.
+        assert bugs <= {"lost-updates"}
     # The graphs of torch that run and differ are those without a divisor, and those that draw random numbers.
     wrong = case.producer.startswith("torch") and case.runs and not case.agrees and "dropout" not in case.name
     assert ("mean-without-divisor" in bugs) == (wrong or str(case) in WRONG_IN_BFLOAT16)
