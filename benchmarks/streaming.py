@@ -36,7 +36,7 @@ def main() -> None:
     lines = [
         "# Stores into and around the caches",
         "",
-        f"{environment()['cpu']}, {THREADS} threads. Milliseconds of CrossEntropyLossGrad and of an operator that reads "
+        f"{environment()['cpu']}, {THREADS} threads. Milliseconds of CrossEntropyLossGrad and of what reads "
         "and writes its result, by `benchmarks/streaming.py`.",
         "",
         "| MiB moved | type | same tensors, ordinary stores | streaming | three sets in turn, ordinary | streaming |",
