@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-_SECONDS = 300
+_SECONDS = 120
 _Inferred = tuple[int | None, list[int | str | None] | None]
 
 
@@ -36,12 +37,19 @@ def infer(model: ir.Model, values: Sequence[ir.Value]) -> None:
 
 def _in_child(model: ir.Model, values: Sequence[ir.Value]) -> list[_Inferred]:
     receive, send = os.pipe()
-    with warnings.catch_warnings():
-        # The child of a process with threads only runs the inference, which needs none of their locks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        _answer(model, values, send)
+    collects = gc.isenabled()
+    # The child has none of the threads: to collect what waits for them, as sessions of onnxruntime do, would never end.
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            # The inference needs none of the threads' locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            _answer(model, values, send)
+    finally:
+        if collects:
+            gc.enable()
     os.close(send)
     answer = bytearray()
     with os.fdopen(receive, "rb", buffering=0) as pipe:
