@@ -159,22 +159,20 @@ class Traffic:
             self._run = ctypes.CDLL(str(library)).gradfuse_traffic
         self._run.restype = ctypes.c_uint64
 
-    def call(
+    def calls(
         self, inputs: int, writes: bool, size: int, threads: int, copies: int, streaming: bool
-    ) -> tuple[Call, int]:
-        """What moves about `size` bytes through so many tensors, and how many it moves."""
+    ) -> tuple[list[Call], int]:
+        """What moves about `size` bytes through each of several sets of tensors, and how many it moves."""
         tensors = inputs + writes
         each = max(64, size // tensors // 64 * 64)
-        buffers = [[_aligned(each) for _ in range(tensors)] for _ in range(copies)]
-        turn = iter(range(10**12))
 
-        def run() -> object:
-            own = buffers[next(turn) % copies]
+        def run(own: list[np.ndarray[Any, np.dtype[np.uint8]]]) -> object:
             pointers = (ctypes.c_void_p * inputs)(*(b.ctypes.data for b in own[:inputs]))
             out = ctypes.c_void_p(own[-1].ctypes.data if writes else None)
             return self._run(pointers, inputs, out, ctypes.c_int64(each), threads, int(streaming))
 
-        return run, each * tensors
+        sets = [[_aligned(each) for _ in range(tensors)] for _ in range(copies)]
+        return [partial(run, own) for own in sets], each * tensors
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -290,9 +288,8 @@ def measure(work: Work, threads: int, traffic: Traffic, *, compiled: bool) -> Ro
         roofs: dict[str, tuple[float, str]] = {}
         for kind, reads, writes in (("copy", 1, True), ("traffic", work.reads, work.writes)):
             for streaming in (False, True):
-                call, moved = traffic.call(reads, writes, work.bytes, threads, copies, streaming)
                 name = f"{kind} {streaming}"
-                calls[name] = [call]
+                calls[name], moved = traffic.calls(reads, writes, work.bytes, threads, copies, streaming)
                 roofs[name] = (work.bytes / moved, kind)
         times = in_turns(calls, ROUNDS[work.size])
 
@@ -317,6 +314,8 @@ def _terms(work: Work, inputs: Inputs) -> float | None:
 
 
 def _copies(work: Work) -> int:
+    if work.size == "S":
+        return 4  # How small tensors lie to each other makes a difference of a half and more.
     if work.size != "M":
         return 1
     cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 32 << 20
@@ -339,6 +338,8 @@ def in_turns(calls: dict[str, list[Call]], rounds: int) -> dict[str, Time]:
                 continue
             # Nobody gets tensors that the one before has just brought into a cache.
             call = own[(k + place) % len(own)]
+            if repeats[name] > 1:
+                call()  # So that what fits a cache is there for each, and not for those only who come after another.
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 call()
