@@ -66,8 +66,8 @@ Status CheckCtc(const Tensor& log_probs, const Tensor& targets, const Tensor& in
   const Shape per_item{log_probs.shape[1]};
   const int64_t classes = log_probs.shape[2];
   constexpr int64_t kMostClasses = std::numeric_limits<int32_t>::max();  // vectors look classes up by 32 bits
-  GRADFUSE_EXPECT(classes <= kMostClasses, "log_probs", std::to_string(classes) + " classes",
-                  "at most " + std::to_string(kMostClasses));
+  GRADFUSE_EXPECT(classes <= kMostClasses, "log_probs", Describe(log_probs),
+                  "at most " + std::to_string(kMostClasses) + " classes");
   GRADFUSE_EXPECT(blank >= 0 && blank < classes, "blank", std::to_string(blank),
                   "a class in [0, " + std::to_string(classes) + ")");
   GRADFUSE_EXPECT(zero_infinity == 0 || zero_infinity == 1, "zero_infinity", std::to_string(zero_infinity), "0 or 1");

@@ -88,6 +88,8 @@ def refused(message: str, **changes: Any) -> tuple[str, dict[str, Any]]:
 
 BAD_ARGUMENTS = [
     refused("log_probs is float32(5,3); expected 3 dimensions (T,N,C)", log_probs=torch.zeros(5, 3)),
+    refused("log_probs is float32(0,2,2147483648); expected at most 2147483647 classes",
+            log_probs=torch.zeros(0, 2, 2**31)),
     refused("blank is 4; expected a class in [0, 4)", blank=4),
     refused("blank is -1; expected a class in [0, 4)", blank=-1),
     refused("zero_infinity is 2; expected 0 or 1", zero_infinity=2),

@@ -17,7 +17,9 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from cpp_ext.ctc_samples import Item, sample
 from cpp_ext.single_node import FLOATS, run
+from cpp_ext.test_ctc_loss_backward import check, inputs_of
 from numpy.typing import NDArray
 
 import gradfuse
@@ -183,6 +185,7 @@ def test_functions_are_within_their_bounds(through: Filter, real: Any, bound: fl
     assert worst <= bound
     x = np.concatenate([generator.uniform(1, 3, 100_000), 1 + np.geomspace(limits.eps, 1e-3, 1000)]).astype(real)
     assert worst_ulp(through(f"log_{name}", x, real), np.log(x.astype(wider))) < 1
+    assert worst_ulp(through(f"reciprocal_{name}", x, real), 1 / x.astype(wider)) < 1
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -215,3 +218,14 @@ def test_operators_at_all_lengths_and_alignments(target: str, dtype: torch.dtype
             inputs = (torch.tensor(1.5, dtype=dtype), log_prob, label, weight)
             judge("CrossEntropyLossGrad", oracles.cross_entropy_loss_grad, *inputs, label_smoothing=smoothing)
         judge("GroupedBiasAddGrad", oracles.grouped_bias_add_grad, randn(3, 1 + length % 7, length, offset=offset))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.usefixtures("target", "stores")
+def test_ctc_at_all_numbers_of_classes_and_states(dtype: torch.dtype) -> None:
+    # Rows of an odd number of classes begin at all alignments.
+    for classes, length in zip(
+        (2, 3, 7, 15, 16, 17, 31, 33, 63, 65, 257), (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 40), strict=True
+    ):
+        items = [Item(2 * length + 1, length), Item(2 * length, max(0, length - 1))]
+        check(*inputs_of(sample(items, steps=2 * length + 2, classes=classes, dtype=dtype)))

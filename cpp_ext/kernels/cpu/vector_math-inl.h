@@ -200,7 +200,7 @@ GRADFUSE_INLINE hn::Vec<D> LogTail(D d, hn::Vec<D> f, hn::Vec<D> square, double)
   return s * hn::MulAdd(square, hn::Set(d, 0.5), series);
 }
 
-// 1 / x of 1 <= x <= 3, at most 2 units in the last place from the true value.
+// 1 / x of 1 <= x <= 3, less than 1 unit in the last place from the true value.
 template <class D>
 GRADFUSE_INLINE hn::Vec<D> ReciprocalUpTo3(D d, hn::Vec<D> x) {
 #if GRADFUSE_AVX512
