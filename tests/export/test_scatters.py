@@ -24,6 +24,10 @@ CASES = {
     "all axes": ("4,5", "7,2", "7", "mul"),
     "largest": ("4,5,3", "7,2", "7,3", "max"),
     "no indices": ("4,3", "0,1", "0,3", "add"),
+    "few rows": ("28,3", "7,1", "7,3", "add"),
+    "few rows, index of two dimensions": ("28,5,3", "3,2,1", "3,2,5,3", "mul"),
+    "few rows of no columns": ("28,0", "7,1", "7,0", "add"),
+    "few numbers": ("28", "7,1", "7", "max"),
 }
 
 
