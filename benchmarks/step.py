@@ -33,12 +33,12 @@ import gradfuse
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIANTS = ("fused", "plain", "torch", "torch.compile")
-ROUNDS, PATIENCE = 40, 12.0
-"""Rounds of a model, and seconds after which there are no more, beyond three."""
-REST = 5e-3
+ROUNDS, FEWEST, PATIENCE = 40, 7, 15.0
+"""Rounds of a model, the fewest of them, and seconds after which there are no more than those."""
+REST = 25e-3
 """Seconds after which threads of a variant that wait for more work no longer do so by spinning."""
-SHORTEST = 5e-3
-"""Seconds that are measured at once: shorter steps are repeated."""
+SHORTEST = 50e-3
+"""Seconds that are measured at once: shorter steps are repeated, as in training, where threads do not go to sleep."""
 
 Call = Callable[[], float]
 
@@ -147,12 +147,13 @@ def in_turns(calls: Mapping[str, Call]) -> dict[str, list[float]]:
         repeats[key] = max(1, int(SHORTEST / (time.perf_counter() - start)))
     begin = time.perf_counter()
     for k in range(ROUNDS):
-        if k >= 3 and time.perf_counter() - begin > PATIENCE:
+        if k >= FEWEST and time.perf_counter() - begin > PATIENCE:
             break
         # One way and the other, so that nobody always comes after the same.
         for key, call in list(calls.items())[:: 1 if k % 2 else -1]:
             time.sleep(REST)
-            call()  # Brings back to the caches what is its own.
+            for _ in range(-(-repeats[key] // 4)):
+                call()  # Brings back to the caches what is its own.
             start = time.perf_counter()
             for _ in range(repeats[key]):
                 call()

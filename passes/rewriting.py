@@ -35,6 +35,7 @@ Policy = Literal["profitable", "all"]
 ASSUMED_DIM = 64  # size of a symbolic dimension
 NODE = 4096  # bytes that move in the time that a node takes beside its work
 POWER = 128  # bytes that move in the time that Pow takes for an element, unless it squares or cubes
+SCATTERED = 128  # bytes that move in the time that ScatterElements takes for an update
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Expand", "Flatten", "Shape", "Size", "Constant"}
 _FREE = VIEWS - {"Transpose", "Expand"}
@@ -618,6 +619,12 @@ class Site:
             exponent = self.forms.constant(node.inputs[1]) if node.op_type == "Pow" else None
             if node.op_type == "Pow" and (exponent is None or exponent.size != 1 or exponent.item() not in (2, 3)):
                 equivalent += POWER * self._count(node.outputs[0])
+            updates = node.inputs[2] if node.op_type in {"ScatterElements", "ScatterND"} and not own else None
+            if updates is not None and updates.dtype is not None:
+                count = self._count(updates)
+                moved += count * updates.dtype.itemsize  # What is updated is read once more than the data it is in.
+                each = updates.dtype.itemsize + (SCATTERED if node.op_type == "ScatterElements" else 0)
+                equivalent += count * each
             for value in (*node.inputs, *node.outputs):
                 if value is None or value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
                     continue
