@@ -1,13 +1,14 @@
 """Measures whole training steps on the CPU, loss and all gradients: `make bench-step`.
 
-    python benchmarks/step.py [--only NAME] [--no-compile] [--out FOLDER]
+    python benchmarks/step.py [--only NAME] [--no-compile] [--profile] [--out FOLDER]
 
 Each model is exported from PyTorch for each size of batch, plain and fused, and run in stock onnxruntime by
 `gradfuse.TrainingSession`; beside them PyTorch runs the same module eagerly and by torch.compile. All start from the
 same parameters, and their losses and gradients are compared first. Then they take turns, and times are medians. A CTC
 loss has no plain form in ONNX but gradfuse's function bodies; they are the plain side there.
 
-Writes FOLDER/step.json and step.md; a choice of models is printed, and written only where --out says so.
+Writes FOLDER/step.json and step.md; a choice of models is printed, and written only where --out says so. With --profile
+it prints instead what onnxruntime's profiler says of plain and fused: the milliseconds of each kind of node.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import dataclasses
 import json
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import torch
 from ops import environment
 from step_models import MODELS, Model, Tensors
@@ -41,6 +45,8 @@ SHORTEST = 50e-3
 """Seconds that are measured at once: shorter steps are repeated, as in training, where threads do not go to sleep."""
 
 Call = Callable[[], float]
+Arrays = tuple[np.ndarray[Any, Any], ...]
+Batch = tuple[Tensors, Tensors]
 
 
 @dataclasses.dataclass
@@ -60,15 +66,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, help="one model")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
+    parser.add_argument("--profile", action="store_true", help="print times of nodes by their operator")
     parser.add_argument("--out", type=Path, help="where results go; for all models benchmarks/results if not given")
     options = parser.parse_args()
     out = options.out or (None if options.only or options.no_compile else ROOT / "benchmarks" / "results")
     rows = []
     for name, model in MODELS.items():
         for size in model.sizes if options.only in (None, name) else ():
+            if options.profile:
+                print(f"{model.title}, batch {size}\n\n{profiled(model, size)}")
+                continue
             rows.append(measure(name, model, size, compiled=not options.no_compile))
             shown = ", ".join(f"{variant} {ms:.3g} ms" for variant, ms in rows[-1].times.items())
             print(f"{name} {size}: {shown}; fused over plain {rows[-1].speedup[1]:.2f}", flush=True)
+    if options.profile:
+        return
     print(page(rows))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -79,14 +91,9 @@ def main() -> None:
 
 
 def measure(name: str, model: Model, size: int, *, compiled: bool) -> Row:
-    torch.manual_seed(0)
-    module = model.module()
-    inputs, targets = batch = model.batch(size)
-    fused = gradfuse.export_training_step(module, model.loss, batch)
-    plain = gradfuse.export_training_step(module, model.loss, batch, fuse=False)
-    plain = dataclasses.replace(plain, model=gradfuse.expand(plain.model))
+    module, batch, fused, plain = exported(model, size)
     sessions = {"fused": gradfuse.TrainingSession(fused), "plain": gradfuse.TrainingSession(plain)}
-    arrays = tuple(x.numpy() for x in inputs), tuple(x.numpy() for x in targets)
+    arrays = as_arrays(batch)
     calls: dict[str, Call] = {key: partial(session.step, *arrays) for key, session in sessions.items()}
 
     def compute(inputs: Tensors, targets: Tensors) -> Tensor:
@@ -110,6 +117,20 @@ def measure(name: str, model: Model, size: int, *, compiled: bool) -> Row:
     domain = "aclnn::"
     operators = {op.removeprefix(domain): n for op, n in report.after.items() if op.startswith(domain)}
     return Row(name, size, operators, times, statistics.quantiles(ratios, n=4))
+
+
+def exported(model: Model, size: int) -> tuple[nn.Module, Batch, gradfuse.TrainingStep, gradfuse.TrainingStep]:
+    """The module, a batch, and the step fused and plain."""
+    torch.manual_seed(0)
+    module, batch = model.module(), model.batch(size)
+    fused = gradfuse.export_training_step(module, model.loss, batch)
+    plain = gradfuse.export_training_step(module, model.loss, batch, fuse=False)
+    return module, batch, fused, dataclasses.replace(plain, model=gradfuse.expand(plain.model))
+
+
+def as_arrays(batch: Batch) -> tuple[Arrays, Arrays]:
+    inputs, targets = batch
+    return tuple(x.numpy() for x in inputs), tuple(x.numpy() for x in targets)
 
 
 def in_torch(module: nn.Module, compute: Callable[[], Tensor]) -> Call:
@@ -159,6 +180,40 @@ def in_turns(calls: Mapping[str, Call]) -> dict[str, list[float]]:
                 call()
             seconds[key].append((time.perf_counter() - start) / repeats[key])
     return seconds
+
+
+def profiled(model: Model, size: int) -> str:
+    """A table of the milliseconds that nodes take in a step, by operator, those first that differ most."""
+    _, batch, fused, plain = exported(model, size)
+    sides = [node_times(step, as_arrays(batch)) for step in (plain, fused)]
+    names = sorted({*sides[0], *sides[1]}, key=lambda name: -abs(sides[0][name] - sides[1][name]))
+    totals = [sum(side.values()) for side in sides]
+    lines = ["| operator | plain, ms | fused, ms |", "|---|---:|---:|"]
+    lines += [f"| {name} | {sides[0][name]:.2f} | {sides[1][name]:.2f} |" for name in names]
+    return "\n".join([*lines, f"| all | {totals[0]:.1f} | {totals[1]:.1f} |"]) + "\n"
+
+
+def node_times(step: gradfuse.TrainingStep, arrays: tuple[Arrays, Arrays]) -> dict[str, float]:
+    """Milliseconds by operator, of the medians of each node."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ort.SessionOptions()
+        options.enable_profiling = True
+        options.profile_file_prefix = f"{folder}/step"
+        gradfuse.register(options)
+        session = gradfuse.TrainingSession(step, session_options=options)
+        for _ in range(FEWEST):
+            session.step(*arrays)
+        del session  # It writes the profile.
+        (profile,) = Path(folder).iterdir()
+        events = json.loads(profile.read_text())
+    nodes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            nodes[event["args"]["op_name"], event["name"]].append(event["dur"] / 1e3)
+    times: defaultdict[str, float] = defaultdict(float)
+    for (operator, _), durations in nodes.items():
+        times[operator] += statistics.median(durations)
+    return times
 
 
 def page(rows: list[Row], document: Mapping[str, Any] | None = None) -> str:

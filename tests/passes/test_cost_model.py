@@ -124,3 +124,19 @@ def test_zeros_of_a_real_size_do_not_hide_a_match() -> None:
     assert "zeros" not in {t.name for t in result.model.graph.initializer}
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.eye(rows, classes, dtype=np.float32), "zeros"))
     assert not fuse(model).report.fusions
+
+
+@pytest.mark.parametrize("size", [512, 4096])
+@pytest.mark.parametrize("scatter", ["ScatterND", "ScatterElements"])
+def test_rows_that_a_sorted_index_scatters_are_worth_a_sum_over_groups(scatter: str, size: int) -> None:
+    places = "like = Shape(rows)  places = Expand(column, like)" if scatter == "ScatterElements" else ""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        m (float[{size},8] x, float[{size},256] y) => (float[8,256] r) <int64[{size}] group, int64[{size},1] column> {{
+          chosen = ArgMax<axis=1, keepdims=0>(x)  count = Shape(chosen)  group, order = TopK<largest=0>(chosen, count)
+          last = Constant<value_ints=[-1]>()  column = Unsqueeze(group, last)  rows = Exp(y)  {places}
+          shape = Constant<value_ints=[8,256]>()  zeros = ConstantOfShape(shape)
+          r = {scatter}<reduction="add">(zeros, {"places" if places else "column"}, rows)
+        }}"""
+    )
+    assert [fusion.op for fusion in fuse(model).report.fusions] == ["GroupedBiasAddGrad"]
