@@ -14,7 +14,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-slow test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
+.PHONY: help demo samples test test-slow test-aarch64 test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint format wheel clean
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (five minutes)"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
+	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
@@ -70,6 +71,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-aarch64: $(INSTALLED)
+	$(BIN)/python tools/test_aarch64.py $(PYTEST_ARGS)
 
 # onnxruntime-training takes the import name of onnxruntime; all else it finds in the environment of the other tests. Its
 # last version has wheels for Python up to 3.12.

@@ -214,8 +214,9 @@ def test_operators_at_all_lengths_and_alignments(target: str, dtype: torch.dtype
         log_prob = rows[1].float().log_softmax(-1).to(dtype)
         weight = torch.rand(length, generator=generator)
         label = torch.tensor([0, length - 1])
-        for smoothing in (0.0, 0.1):
-            inputs = (torch.tensor(1.5, dtype=dtype), log_prob, label, weight)
+        # Smoothed by 1, gradients are small differences of larger numbers.
+        for smoothing, weights in ((0.0, [weight]), (0.1, [weight]), (0.1, []), (1.0, [])):
+            inputs = (torch.tensor(1.5, dtype=dtype), log_prob, label, *weights)
             judge("CrossEntropyLossGrad", oracles.cross_entropy_loss_grad, *inputs, label_smoothing=smoothing)
         judge("GroupedBiasAddGrad", oracles.grouped_bias_add_grad, randn(3, 1 + length % 7, length, offset=offset))
 

@@ -17,8 +17,9 @@ HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
-// grad_input = exp(log_prob) scale - shift, with one shift for all classes.
-template <class T, bool kStreams>
+// grad_input = exp(log_prob) scale - shift, with one shift for all classes. Precision is T, or float where the
+// difference may be much smaller than its terms.
+template <class T, bool kStreams, class Precision>
 void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out) {
   const TagOf<T> d;
   const auto scales = hn::Set(d, scale);
@@ -34,19 +35,19 @@ void GradRow(const T* log_prob, float scale, float shift, int64_t count, T* out)
         const auto x2 = Load(At(), d, log_prob + c + 2 * lanes);
         const auto x3 = Load(At(), d, log_prob + c + 3 * lanes);
         if (HWY_LIKELY(AreUsualLogProbs(d, x0, x1, x2, x3))) {
-          store(c, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x0, shifts));
-          store(c + lanes, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x1, shifts));
-          store(c + 2 * lanes, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x2, shifts));
-          store(c + 3 * lanes, At(), ScaledExpMinus<T, Of::kUsualLogProb>(d, scales, x3, shifts));
+          store(c, At(), ScaledExpMinus<Precision, Of::kUsualLogProb>(d, scales, x0, shifts));
+          store(c + lanes, At(), ScaledExpMinus<Precision, Of::kUsualLogProb>(d, scales, x1, shifts));
+          store(c + 2 * lanes, At(), ScaledExpMinus<Precision, Of::kUsualLogProb>(d, scales, x2, shifts));
+          store(c + 3 * lanes, At(), ScaledExpMinus<Precision, Of::kUsualLogProb>(d, scales, x3, shifts));
         } else {
-          store(c, At(), ScaledExpMinus<T>(d, scales, x0, shifts));
-          store(c + lanes, At(), ScaledExpMinus<T>(d, scales, x1, shifts));
-          store(c + 2 * lanes, At(), ScaledExpMinus<T>(d, scales, x2, shifts));
-          store(c + 3 * lanes, At(), ScaledExpMinus<T>(d, scales, x3, shifts));
+          store(c, At(), ScaledExpMinus<Precision>(d, scales, x0, shifts));
+          store(c + lanes, At(), ScaledExpMinus<Precision>(d, scales, x1, shifts));
+          store(c + 2 * lanes, At(), ScaledExpMinus<Precision>(d, scales, x2, shifts));
+          store(c + 3 * lanes, At(), ScaledExpMinus<Precision>(d, scales, x3, shifts));
         }
       },
       [&](int64_t c, auto at)
-          HWY_ATTR { store(c, at, ScaledExpMinus<T>(d, scales, Load(at, d, log_prob + c), shifts)); });
+          HWY_ATTR { store(c, at, ScaledExpMinus<Precision>(d, scales, Load(at, d, log_prob + c), shifts)); });
 }
 
 // The same with a weight for each class.
@@ -56,7 +57,7 @@ void WeightedGradRow(const T* log_prob, const float* weight, float scale, float 
   const auto scales = hn::Set(d, scale);
   const auto shifts = hn::Set(d, shift);
   ForEachVectorInto<Sink<kStreams, Sweep>>(out, d, count, [&](int64_t c, auto at) HWY_ATTR {
-    const auto scaled = Exp<T>(d, Load(at, d, log_prob + c)) * scales;
+    const auto scaled = Exp<float>(d, Load(at, d, log_prob + c)) * scales;
     Store(at, hn::NegMulAdd(shifts, Load(at, d, weight + c), scaled), d, out + c);
   });
 }
@@ -118,7 +119,9 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   const bool smooths = args.label_smoothing != 0;
   const int64_t bytes = 2 * args.log_prob.NumBytes();
   const bool streams = bytes >= StreamBytes();
-  const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true>) : GRADFUSE_DISPATCH(GradRow<T, false>);
+  const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true, T>) : GRADFUSE_DISPATCH(GradRow<T, false, T>);
+  const auto smoothed_grad_row =
+      streams ? GRADFUSE_DISPATCH(GradRow<T, true, float>) : GRADFUSE_DISPATCH(GradRow<T, false, float>);
   const auto zero_row = streams ? GRADFUSE_DISPATCH(ZeroRow<T, true>) : GRADFUSE_DISPATCH(ZeroRow<T, false>);
   const auto weighted_grad_row =
       streams ? GRADFUSE_DISPATCH(WeightedGradRow<T, true>) : GRADFUSE_DISPATCH(WeightedGradRow<T, false>);
@@ -141,7 +144,7 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
     if (weight && smooths) {
       weighted_grad_row(part, weight + begin, scale, shift, end - begin, out_part);
     } else {
-      grad_row(part, scale, shift, end - begin, out_part);
+      (smooths ? smoothed_grad_row : grad_row)(part, scale, shift, end - begin, out_part);
     }
     if (label >= begin && label < end) {
       // exp(log_prob) - 1 would cancel where the label is likely.

@@ -71,12 +71,31 @@ GRADFUSE_INLINE bool AreUsualLogProbs(D d, hn::Vec<D> x0, hn::Vec<D> x1, hn::Vec
   return hn::AllFalse(i, most > hn::BitCast(i, hn::Set(d, ExpConstants<hn::TFromD<D>>::kLowestUsual)));
 }
 
+// The larger and the smaller of a bound and x, or NaN where x is one: with x second, x86's own instructions do that;
+// those of AArch64 give the bound.
+template <class V>
+GRADFUSE_INLINE V AtLeast(V bound, V x) {
+#if HWY_ARCH_X86
+  return hn::Max(bound, x);
+#else
+  return hn::IfThenElse(x < bound, bound, x);
+#endif
+}
+template <class V>
+GRADFUSE_INLINE V AtMost(V bound, V x) {
+#if HWY_ARCH_X86
+  return hn::Min(bound, x);
+#else
+  return hn::IfThenElse(x > bound, bound, x);
+#endif
+}
+
 template <Of kOf, int kHalvings, class D>
 GRADFUSE_INLINE hn::Vec<D> Bounded(D d, hn::Vec<D> x) {
   using C = ExpConstants<hn::TFromD<D>>;
   if constexpr (kOf == Of::kUsualLogProb) return x;
-  const auto bounded = hn::Max(hn::Set(d, C::kLowest + kHalvings), x);  // NaN stays NaN
-  return kOf == Of::kNotPositive ? bounded : hn::Min(hn::Set(d, C::kHighest), bounded);
+  const auto bounded = AtLeast(hn::Set(d, C::kLowest + kHalvings), x);
+  return kOf == Of::kNotPositive ? bounded : AtMost(hn::Set(d, C::kHighest), bounded);
 }
 
 // power = 2^(n - kHalvings).
