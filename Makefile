@@ -73,7 +73,7 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-aarch64: $(INSTALLED)
-	$(BIN)/python tools/test_aarch64.py $(PYTEST_ARGS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/test_aarch64.py
 
 # onnxruntime-training takes the import name of onnxruntime; all else it finds in the environment of the other tests. Its
 # last version has wheels for Python up to 3.12.
