@@ -119,18 +119,8 @@ def compile_libraries() -> None:
     """The libraries of this source, and beside them the Python package, as if built there."""
     cross = {"SYSTEM_NAME": "Linux", "SYSTEM_PROCESSOR": "aarch64", "CXX_COMPILER": "aarch64-linux-gnu-g++"}
     settings = [f"-DCMAKE_{name}={value}" for name, value in cross.items()]
-    run(
-        "cmake",
-        "-G",
-        "Ninja",
-        "-S",
-        ROOT,
-        "-B",
-        LIBRARIES,
-        *settings,
-        f"-DPython3_EXECUTABLE={sys.executable}",
-        "-DGRADFUSE_SIMD=ON",
-    )
+    settings += [f"-DPython3_EXECUTABLE={sys.executable}", "-DGRADFUSE_SIMD=ON"]
+    run("cmake", "-G", "Ninja", "-S", ROOT, "-B", LIBRARIES, *settings)
     run("cmake", "--build", LIBRARIES)
     package = BUILD / "plugin" / "gradfuse"
     shutil.rmtree(package, ignore_errors=True)
