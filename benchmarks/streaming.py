@@ -6,7 +6,7 @@ CrossEntropyLossGrad runs in onnxruntime on tensors of several sizes, with ordin
 PyTorch reads and writes its result, as the next operator of a training step does. Either the same tensors come again
 and again, as those of a small model do, or three sets of them in turn. All variants take turns, and times are medians.
 
-Writes FILE, a table in Markdown; prints it where there is none.
+Prints the rows of a table in Markdown as they come, and writes the table to FILE.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.passes import bodies, shapes, training_ops
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
-from gradfuse.passes.forms import Form, Forms, Opaque
+from gradfuse.passes.forms import Form, Forms, Opaque, attribute
 from gradfuse.passes.progress import Progress, counted
 from gradfuse.passes.proof import Refuted, Unproved, prove
 from gradfuse.passes.report import Fusion, NearMiss
@@ -622,9 +622,10 @@ class Site:
             updates = node.inputs[2] if node.op_type in {"ScatterElements", "ScatterND"} and not own else None
             if updates is not None and updates.dtype is not None:
                 count = self._count(updates)
-                moved += count * updates.dtype.itemsize  # What is updated is read once more than the data it is in.
-                each = updates.dtype.itemsize + (SCATTERED if node.op_type == "ScatterElements" else 0)
-                equivalent += count * each
+                # What a reduction updates is read once more than the data it is in.
+                again = 0 if attribute(node, "reduction", "none") == "none" else count * updates.dtype.itemsize
+                moved += again
+                equivalent += again + (SCATTERED * count if node.op_type == "ScatterElements" else 0)
             for value in (*node.inputs, *node.outputs):
                 if value is None or value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
                     continue

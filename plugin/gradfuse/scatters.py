@@ -4,7 +4,7 @@ onnxruntime's CPU kernel of ScatterND shares the indices among its threads, and 
 an addend is lost (onnxruntime issues 18048 and 23396). ScatterND is how exporters write the gradients of embeddings and
 of indexing, where indices come many times. onnxruntime's ScatterElements adds in the order of the indices.
 
-It takes rows as they are, along the first axis, or elements of flat data, by number. Numbers take three quarters of
+It takes rows as they are, along the first axis, or elements of flat data, by number. Numbers take about two thirds of
 the time, but the result has to get its shape back, which onnxruntime copies where it is an output of the model. So rows
 stay rows where they are few and go to many places, as in the embedding of a large vocabulary.
 """

@@ -126,17 +126,30 @@ def test_zeros_of_a_real_size_do_not_hide_a_match() -> None:
     assert not fuse(model).report.fusions
 
 
-@pytest.mark.parametrize("size", [512, 4096])
-@pytest.mark.parametrize("scatter", ["ScatterND", "ScatterElements"])
-def test_rows_that_a_sorted_index_scatters_are_worth_a_sum_over_groups(scatter: str, size: int) -> None:
+def scattered_rows(scatter: str, size: int, width: int) -> onnx.ModelProto:
+    """Sums of rows over 8 groups by a sorted index."""
     places = "like = Shape(rows)  places = Expand(column, like)" if scatter == "ScatterElements" else ""
-    model = onnx.parser.parse_model(
+    return onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
-        m (float[{size},8] x, float[{size},256] y) => (float[8,256] r) <int64[{size}] group, int64[{size},1] column> {{
+        m (float[{size},8] x, float[{size},{width}] y) => (float[8,{width}] r)
+        <int64[{size}] group, int64[{size},1] column> {{
           chosen = ArgMax<axis=1, keepdims=0>(x)  count = Shape(chosen)  group, order = TopK<largest=0>(chosen, count)
           last = Constant<value_ints=[-1]>()  column = Unsqueeze(group, last)  rows = Exp(y)  {places}
-          shape = Constant<value_ints=[8,256]>()  zeros = ConstantOfShape(shape)
+          shape = Constant<value_ints=[8,{width}]>()  zeros = ConstantOfShape(shape)
           r = {scatter}<reduction="add">(zeros, {"places" if places else "column"}, rows)
         }}"""
     )
-    assert [fusion.op for fusion in fuse(model).report.fusions] == ["GroupedBiasAddGrad"]
+
+
+@pytest.mark.parametrize("size", [512, 4096])
+@pytest.mark.parametrize("scatter", ["ScatterND", "ScatterElements"])
+def test_rows_that_a_sorted_index_scatters_are_worth_a_sum_over_groups(scatter: str, size: int) -> None:
+    fusions = fuse(scattered_rows(scatter, size, width=256)).report.fusions
+    assert [fusion.op for fusion in fusions] == ["GroupedBiasAddGrad"]
+
+
+def test_to_count_the_rows_of_groups_takes_longer_than_to_add_narrow_ones() -> None:
+    report = fuse(scattered_rows("ScatterND", 4096, width=16)).report
+    assert not report.fusions
+    assert any("not profitable: would take as long" in miss.reason for miss in report.near_misses)
+    assert fuse(scattered_rows("ScatterElements", 4096, width=16)).report.fusions
