@@ -8,7 +8,8 @@ same parameters, and their losses and gradients are compared first. Then they ta
 loss has no plain form in ONNX but gradfuse's function bodies; they are the plain side there.
 
 Writes FOLDER/step.json and step.md; a choice of models is printed, and written only where --out says so. With --profile
-it prints instead what onnxruntime's profiler says of plain and fused: the milliseconds of each kind of node.
+it prints instead what onnxruntime's profiler says of plain and fused: the milliseconds of each kind of node. Of loops
+those are most of all the profiler's own.
 """
 
 from __future__ import annotations
