@@ -23,7 +23,7 @@ LIBRARIES, BUILD = ROOT / "build" / "aarch64", ROOT / "build" / "aarch64-emulate
 SYSTEM, SITE = BUILD / "system", BUILD / "site"
 TOOLS = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "apt-get": "apt"}
 EMULATOR = ["qemu-aarch64", "-cpu", "cortex-a76", "-L", str(SYSTEM)]
-# For this processor PyTorch 2.13 asks for CUDA, and onnxruntime 1.31 does not start in qemu 7; these do neither.
+# PyTorch 2.13 for this processor asks for CUDA, and onnxruntime 1.31 does not start in qemu 7. These versions run.
 PINNED = (
     "torch==2.7.1",
     "onnxruntime==1.22.1",
