@@ -474,7 +474,9 @@ class Proof:
         return picks + [table.get(n, n) for n in ignored if self._tests(n)]
 
     def _compared(self, dtype: np.dtype[Any]) -> list[int]:
-        """Integers for which conditions may hold, and others for which they may not."""
+        """Integers for which conditions may hold, and others for which they may not; groups are none below 0."""
+        if self.operator == "GroupedBiasAddGrad":
+            return [0, 1]
         arrays = [a for a in self.region.constants.values() if a.dtype.kind in "iu" and a.size == 1]
         limits = np.iinfo(dtype)
         found = {0, 1, *(int(a.flat[0]) for a in arrays)}
