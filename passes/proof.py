@@ -297,18 +297,19 @@ class Proof:
         failure: Exception | None = None
         for sample in self._samples(constants.values()):
             env = dict(zip(self.dims, sample.sizes, strict=True))
-            leaves = self._leaves(sample, env, table)
+            leaves: dict[str, Array] | None = None
             with np.errstate(all="ignore"), warnings.catch_warnings():
                 # Of a mean over nothing, which some samples ask for.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 try:
+                    leaves = self._leaves(sample, env, table)
                     plain, fused = (np.asarray(a) for a in evaluator.run(None, constants | leaves))
                     others = [
                         np.asarray(original.run(None, constants | feeds)[0]) for feeds in _variants(sample, leaves)
                     ]
                 except Exception as error:  # The evaluator raises whatever its NumPy code raises.
                     failure = error
-                    if 0 not in sample.sizes and self._runs(original, constants | leaves):
+                    if leaves is not None and 0 not in sample.sizes and self._runs(original, constants | leaves):
                         raise Unproved(
                             f"the operator does not take what the original takes ({self._at(sample)})"
                         ) from error
@@ -471,7 +472,7 @@ class Proof:
             classes = _evaluated(self.site, self.site.extents(logits)[1], env, table)
             ignored.append(attribute(node, "ignore_index", -100))
         picks = [n for n in range(classes) if n not in ignored]
-        return picks + [table.get(n, n) for n in ignored if self._tests(n)]
+        return picks + [table.get(n, n) for n in ignored if self._tests(n) or not picks]
 
     def _compared(self, dtype: np.dtype[Any]) -> list[int]:
         """Integers for which conditions may hold, and others for which they may not; groups are none below 0."""
