@@ -1,0 +1,1397 @@
+"""Graphs that are almost backward passes of the fused operators, and whether `fuse` keeps what they compute.
+
+:func:`drawn` writes a graph from a seed: a correct backward pass in a random spelling, with detours that change nothing
+and, in most graphs, a few changes that make it another computation. :func:`judged` fuses it with both policies and runs
+the original and the fused model for many run-time sizes and inputs.
+
+    python tests/fuzzing.py SEED             the verdict on one graph; --save FILE writes it, and --text shows it
+    python tests/fuzzing.py FIRST LAST       the failures among many, and the counts
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+import gradfuse
+
+Array = np.ndarray[Any, Any]
+Dim = int | str
+
+LARGEST_SIZE = 5
+RUNS = 14
+_TYPES = {
+    "f": TensorProto.FLOAT,
+    "h": TensorProto.FLOAT16,
+    "d": TensorProto.DOUBLE,
+    "i": TensorProto.INT64,
+    "j": TensorProto.INT32,
+    "b": TensorProto.BOOL,
+}
+_NUMPY: dict[str, Any] = {
+    "f": np.float32,
+    "h": np.float16,
+    "d": np.float64,
+    "i": np.int64,
+    "j": np.int32,
+    "b": np.bool_,
+}
+_MOST = np.iinfo(np.int64).max
+
+
+class Invalid(Exception):
+    """What was drawn is no valid model, or can be run for no sizes."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph: its name, the sizes of its dimensions as far as they are known, and a key of _TYPES."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    kind: str
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Input:
+    """`role` says how an input is filled: x, target, ends, counts, index, mask, positive, probabilities."""
+
+    value: Value
+    role: str
+    limit: Dim = 3
+
+
+@dataclass
+class Graph:
+    """What was drawn: a model, its inputs, and what its values mean."""
+
+    seed: int
+    model: onnx.ModelProto
+    inputs: list[Input]
+    symbols: list[str]
+    ignore: list[int]
+    constants: list[float]
+    changes: list[str]
+
+
+# Writing graphs
+
+
+class Writer:
+    """Nodes in order, every value with its symbolic shape; each float value may get a detour or a change."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.opset = rng.choice([18, 18, 20, 21])
+        self.float = rng.choices("fhd", [10, 1, 1])[0]
+        self.change_rate = rng.choice([0.0, 0.03, 0.06, 0.12])
+        self.detour_rate = rng.choice([0.0, 0.05, 0.15])
+        self.output_rate = rng.choice([0.0, 0.0, 0.05])
+        self.changes: list[str] = []
+        self.inputs: list[Input] = []
+        self.ignore: list[int] = []
+        self.constants: list[float] = []
+        self.floats: list[Value] = []
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+        self._outputs: list[Value] = []
+        self._quiet = 0
+
+    # Parts
+
+    def flip(self, p: float = 0.5) -> bool:
+        return self.rng.random() < p
+
+    def wrong(self, what: str) -> bool:
+        """Whether to go wrong here."""
+        if self._quiet or self.rng.random() >= self.change_rate:
+            return False
+        self.changes.append(what)
+        return True
+
+    def fresh(self, op: str, inputs: Sequence[str], shape: Sequence[Dim], kind: str, **attributes: Any) -> Value:
+        name = f"v{len(self._nodes)}"
+        self._nodes.append(helper.make_node(op, inputs, [name], name=f"n{len(self._nodes)}", **attributes))
+        return Value(name, tuple(shape), kind)
+
+    def constant(self, array: Any, kind: str = "") -> Value:
+        with np.errstate(over="ignore"):
+            array = np.asarray(array, _NUMPY[kind or self.float])
+        name = f"c{len(self._initializers)}"
+        self._initializers.append(numpy_helper.from_array(array, name))
+        return Value(name, array.shape, kind or self.float)
+
+    def number(self, x: float) -> Value:
+        """A float constant that is known to be near which inputs are worth being drawn."""
+        self.constants.append(x)
+        return self.constant(np.asarray(x).reshape([1] * self.rng.choice([0, 0, 0, 1])))
+
+    def ints(self, *numbers: int) -> Value:
+        return self.constant(numbers, "i")
+
+    def input(self, name: str, kind: str, shape: Sequence[Dim], role: str = "x", limit: Dim = 3) -> Value:
+        shape = list(shape)
+        if shape and self.wrong("dimension of an input"):
+            k = self.rng.randrange(len(shape))
+            shape[k] = self.rng.choice([1, 1, "K", "N", "M"])
+        if len(shape) > 1 and self.wrong("rank of an input"):
+            del shape[0]
+        value = Value(name, tuple(shape), kind)
+        self.inputs.append(Input(value, role, limit))
+        if kind == self.float:
+            self.floats.append(value)
+            return self.at(value)
+        return self.at_condition(value) if kind == "b" else self.at_integer(value) if kind in "ij" else value
+
+    def output(self, value: Value) -> None:
+        if all(o.name != value.name for o in self._outputs):
+            if any(i.value.name == value.name for i in self.inputs) or value.name.startswith("c"):
+                value = self.fresh("Identity", [value.name], value.shape, value.kind)
+            self._outputs.append(value)
+
+    def pick(self, *ways: Callable[[], Value]) -> Value:
+        return self.rng.choice(ways)()
+
+    # Operations
+
+    def raw(self, op: str, *operands: Value, kind: str = "", **attributes: Any) -> Value:
+        """An elementwise operation as it is."""
+        shape = _broadcast([v.shape for v in operands])
+        return self.fresh(op, [v.name for v in operands], shape, kind or operands[-1].kind, **attributes)
+
+    def op(self, op: str, *operands: Value, **attributes: Any) -> Value:
+        return self.at(self.raw(op, *operands, **attributes))
+
+    def add(self, a: Value, b: Value) -> Value:
+        a, b = (b, a) if self.flip() else (a, b)
+        return self.op("Sum", a, b) if self.flip(0.1) else self.op("Add", a, b)
+
+    def mul(self, a: Value, b: Value) -> Value:
+        a, b = (b, a) if self.flip() else (a, b)
+        return self.op("Mul", a, b)
+
+    def minus(self, a: Value, b: Value) -> Value:
+        if self.wrong("operands of a difference"):
+            a, b = b, a
+        return self.pick(
+            lambda: self.op("Sub", a, b),
+            lambda: self.op("Sub", a, b),
+            lambda: self.add(a, self.op("Neg", b)),
+            lambda: self.op("Neg", self.op("Sub", b, a)),
+        )
+
+    def divided(self, a: Value, b: Value) -> Value:
+        if self.wrong("operands of a quotient"):
+            a, b = b, a
+        return self.pick(
+            lambda: self.op("Div", a, b),
+            lambda: self.mul(a, self.op("Reciprocal", b)),
+            lambda: self.mul(a, self.op("Pow", b, self.number(-1.0))),
+        )
+
+    def scaled(self, x: Value, factor: float) -> Value:
+        if self.wrong("factor"):
+            factor *= self.rng.choice([-1.0, 0.5, 2.0, 1.001, 0.0, 1e-30, 1e30])
+        ways = [lambda: self.mul(x, self.number(factor)), lambda: self.mul(x, self.number(factor))]
+        if factor:
+            ways.append(lambda: self.op("Div", x, self.number(1 / factor)))
+            ways.append(lambda: self.mul(self.mul(x, self.number(factor * 4)), self.number(0.25)))
+        return self.pick(*ways)
+
+    def sum(self, x: Value, axis: int, keep: bool = True) -> Value:
+        axis %= x.rank
+        if x.rank > 1 and self.wrong("axis of a sum"):
+            axis = (axis + self.rng.randrange(1, x.rank)) % x.rank
+        kept = tuple(1 if a == axis else d for a, d in enumerate(x.shape))
+        left = tuple(d for a, d in enumerate(x.shape) if a != axis)
+        at = self.ints(self.rng.choice([axis, axis - x.rank]))
+        op = "ReduceSum"
+        if self.wrong("a sum"):
+            op = self.rng.choice(["ReduceMean", "ReduceMax", "ReduceSumSquare", "ReduceL2", "ReduceProd"])
+        way = self.rng.randrange(6)
+        if way == 0 and op == "ReduceSum" and self.float != "h":
+            letters = "abcd"[: x.rank]
+            equation = f"{letters}->{letters.replace(letters[axis], '')}"
+            value = self.at(self.fresh("Einsum", [x.name], left, x.kind, equation=equation))
+            return self.unsqueezed(value, axis) if keep else value
+        if way == 1 and op == "ReduceSum" and isinstance(x.shape[axis], int):
+            mean = self.at(self.fresh("ReduceMean", [x.name, at.name], kept, x.kind))
+            value = self.mul(mean, self.number(float(x.shape[axis])))
+            return value if keep else self.squeezed(value, axis)
+        if way < 4:
+            value = self.at(self.fresh(op, [x.name, at.name], kept, x.kind, keepdims=1))
+            return value if keep else self.squeezed(value, axis)
+        value = self.at(self.fresh(op, [x.name, at.name], left, x.kind, keepdims=0))
+        return self.unsqueezed(value, axis) if keep else value
+
+    def total(self, x: Value) -> Value:
+        return self.at(self.fresh("ReduceSum", [x.name], (), x.kind, keepdims=0))
+
+    def unsqueezed(self, x: Value, axis: int) -> Value:
+        axis %= x.rank + 1
+        if self.wrong("axis of an Unsqueeze"):
+            axis = self.rng.randrange(x.rank + 1)
+        shape = (*x.shape[:axis], 1, *x.shape[axis:])
+        if self.flip(0.3) and sum(isinstance(d, str) for d in shape) <= 1:
+            target = self.ints(*(d if isinstance(d, int) else -1 for d in shape))
+            return self.fresh("Reshape", [x.name, target.name], shape, x.kind)
+        return self.fresh("Unsqueeze", [x.name, self.ints(axis).name], shape, x.kind)
+
+    def squeezed(self, x: Value, axis: int) -> Value:
+        axis %= x.rank
+        shape = tuple(d for a, d in enumerate(x.shape) if a != axis)
+        return self.fresh("Squeeze", [x.name, self.ints(axis).name], shape, x.kind)
+
+    def transposed(self, x: Value, perm: Sequence[int]) -> Value:
+        return self.fresh("Transpose", [x.name], [x.shape[a] for a in perm], x.kind, perm=list(perm))
+
+    def cast(self, x: Value, kind: str) -> Value:
+        return self.fresh("Cast", [x.name], x.shape, kind, to=_TYPES[kind])
+
+    def shape_of(self, x: Value) -> Value:
+        if all(isinstance(d, int) for d in x.shape) and self.flip():
+            return self.ints(*(int(d) for d in x.shape))
+        return self.fresh("Shape", [x.name], (x.rank,), "i")
+
+    def size_along(self, x: Value, axis: int) -> Value:
+        """[1]: the number of elements along an axis."""
+        axis %= x.rank
+        size = x.shape[axis]
+        if isinstance(size, int) and self.flip():
+            return self.ints(size)
+        if self.flip():
+            return self.fresh("Shape", [x.name], (1,), "i", start=axis, end=axis + 1)
+        return self.fresh(
+            "Gather", [self.fresh("Shape", [x.name], (x.rank,), "i").name, self.ints(axis).name], (1,), "i"
+        )
+
+    def arange(self, size: Value, kind: str = "i") -> Value:
+        """[n] for a size of shape [1]."""
+        end = self.fresh("Squeeze", [size.name], (), "i")
+        start, step = (0, 1) if not self.wrong("a range") else (1, 1)
+        limits = [self.constant(start, "i"), end, self.constant(step, "i")]
+        return self.fresh("Range", [v.name for v in limits], ("?",), kind)
+
+    def counted(self, x: Value, dims: Iterable[int] | None = None) -> Value:
+        """The number of elements (along some dimensions) as a float."""
+        axes = list(range(x.rank)) if dims is None else list(dims)
+        if all(isinstance(x.shape[a], int) for a in axes) and self.flip():
+            return self.number(float(np.prod([int(x.shape[a]) for a in axes])))
+        if dims is None and self.flip():
+            return self.cast(self.fresh("Size", [x.name], (), "i"), self.float)
+        parts = [self.size_along(x, a) for a in axes]
+        count = parts[0]
+        for part in parts[1:]:
+            count = self.fresh("Mul", [count.name, part.name], (1,), "i")
+        return self.cast(count, self.float)
+
+    def sliced(self, x: Value, axis: int, start: int, stop: int, step: int = 1, size: Dim = "?") -> Value:
+        axis %= x.rank
+        parts = [self.ints(start), self.ints(stop), self.ints(axis), self.ints(step)]
+        shape = tuple(size if a == axis else d for a, d in enumerate(x.shape))
+        return self.fresh("Slice", [x.name, *(p.name for p in parts)], shape, x.kind)
+
+    def split(self, x: Value, axis: int) -> tuple[Value, Value]:
+        """The first position along an axis, and the others."""
+        one = self.ints(1)
+        size = self.size_along(x, axis)
+        rest = self.fresh("Sub", [size.name, one.name], (1,), "i")
+        sizes = self.fresh("Concat", [one.name, rest.name], (2,), "i", axis=0)
+        name = f"v{len(self._nodes)}"
+        names = [name, f"{name}_1"]
+        node = helper.make_node("Split", [x.name, sizes.name], names, name=f"n{len(self._nodes)}", axis=axis)
+        self._nodes.append(node)
+        shapes = [tuple(d if a == axis else own for a, own in enumerate(x.shape)) for d in (1, "?")]
+        return Value(names[0], shapes[0], x.kind), Value(names[1], shapes[1], x.kind)
+
+    # Detours, which change nothing
+
+    def at(self, x: Value) -> Value:
+        """A float value, or what a detour or a change makes of it."""
+        if self._quiet:
+            return x
+        self._quiet += 1
+        try:
+            if self.rng.random() < self.detour_rate:
+                x = self._detour(x)
+            if self.rng.random() < self.change_rate:
+                x = self._changed(x)
+        finally:
+            self._quiet -= 1
+        if self.rng.random() < self.output_rate:
+            self.output(x)
+        if x.kind == self.float:
+            self.floats.append(x)
+        return x
+
+    def _detour(self, x: Value) -> Value:
+        ways: list[Callable[[Value], Value]] = [
+            lambda x: self.raw("Identity", x),
+            lambda x: self.raw("Mul", x, self.constant(1.0)),
+            lambda x: self.raw("Add", x, self.constant(0.0)),
+            lambda x: self.raw("Neg", self.raw("Neg", x)),
+            lambda x: self.raw("Sum", x),
+            lambda x: self.raw("Sub", self.raw("Add", x, x), x),
+            lambda x: self.raw("Mean", x, x),
+            lambda x: self.raw("Where", self.constant(True, "b"), x, self.constant(0.0)),
+            lambda x: self.squeezed(self.unsqueezed(x, 0), 0),
+            lambda x: self.squeezed(self.unsqueezed(x, -1), -1),
+        ]
+        if x.kind == "f":
+            ways.append(lambda x: self.cast(self.cast(x, "d"), "f"))
+        if x.rank:
+            ways += [self._back_from_a_view, self._put_together, self._indexed, self._back_in_shape]
+        return self.rng.choice(ways)(x)
+
+    def _back_from_a_view(self, x: Value) -> Value:
+        perm = list(range(x.rank))
+        self.rng.shuffle(perm)
+        there = self.transposed(x, perm)
+        return self.transposed(there, [perm.index(a) for a in range(x.rank)])
+
+    def _back_in_shape(self, x: Value) -> Value:
+        shape = self.shape_of(x)
+        flat = self.fresh("Reshape", [x.name, self.ints(-1).name], ("?",), x.kind)
+        if self.flip(0.3):
+            flat = self.unsqueezed(flat, 0)
+        value = self.fresh("Reshape", [flat.name, shape.name], x.shape, x.kind)
+        return value if self.flip() else self.fresh("Expand", [value.name, shape.name], x.shape, x.kind)
+
+    def _put_together(self, x: Value) -> Value:
+        axis = self.rng.randrange(x.rank)
+        if self.flip():
+            parts = self.split(x, axis)
+        else:
+            cut = self.rng.choice([1, -1, 2])
+            parts = (self.sliced(x, axis, 0, cut), self.sliced(x, axis, cut, _MOST))
+        return self.fresh("Concat", [p.name for p in parts], x.shape, x.kind, axis=axis)
+
+    def _indexed(self, x: Value) -> Value:
+        axis = self.rng.randrange(x.rank)
+        index = self.arange(self.size_along(x, axis))
+        match self.rng.randrange(5):
+            case 0:
+                return self.fresh("Gather", [x.name, index.name], x.shape, x.kind, axis=axis)
+            case 1:
+                column = self.fresh(
+                    "Reshape", [index.name, self.ints(*(-1 if a == axis else 1 for a in range(x.rank))).name], (), "i"
+                )
+                wide = self.fresh("Expand", [column.name, self.shape_of(x).name], x.shape, "i")
+                return self.fresh("GatherElements", [x.name, wide.name], x.shape, x.kind, axis=axis)
+            case 2:
+                return self.sliced(x, axis, 0, _MOST, size=x.shape[axis])
+            case 3:
+                back = self.sliced(x, axis, -1, -_MOST, -1)
+                return Value(self.sliced(back, axis, -1, -_MOST, -1).name, x.shape, x.kind)
+            case _:
+                pads = [0] * (2 * x.rank)
+                pads[axis] = 1
+                padded = self.fresh("Pad", [x.name, self.ints(*pads).name], x.shape, x.kind)
+                return self.sliced(padded, axis, 1, _MOST, size=x.shape[axis])
+
+    # Changes, which make it another computation
+
+    def _changed(self, x: Value) -> Value:
+        kinds = [self._other_factor, self._another_term, self._other_function]
+        if x.rank:
+            kinds += [self._piece, self._piece, self._rearranged, self._stretched]
+        way = self.rng.choice(kinds)
+        self.changes.append(way.__name__.strip("_").replace("_", " "))
+        return way(x)
+
+    def _other_factor(self, x: Value) -> Value:
+        factor = self.rng.choice([-1.0, 0.5, 2.0, 1.001, 1e-30, 1e30, 0.0])
+        other = self._fitting(x)
+        ways = [
+            lambda: self.raw("Mul", x, self.constant(factor)),
+            lambda: self.raw("Neg", x),
+            lambda: self.raw("Mul", x, other),
+            lambda: self.raw("Div", x, other),
+            lambda: self.raw("Mul", self.raw("Mul", x, self.constant(1e-25)), self.constant(1e25)),
+            lambda: self.raw("Div", self.raw("Mul", x, other), other),
+        ]
+        return self.pick(*ways)
+
+    def _other_function(self, x: Value) -> Value:
+        one = self.number(1.0)
+        return self.pick(
+            *(
+                lambda: self.raw("Abs", x),
+                lambda: self.raw("Relu", x),
+                lambda: self.raw("Mul", x, x),
+                lambda: self.raw("Sqrt", self.raw("Mul", x, x)),
+                lambda: self.raw("Pow", x, self.constant(2.0)),
+                lambda: self.raw("Log", self.raw("Exp", x)),
+                lambda: self.raw("Exp", self.raw("Log", x)),
+                lambda: self.raw("Reciprocal", self.raw("Reciprocal", x)),
+                lambda: self.raw("Max", x, one),
+                lambda: self.raw("Min", x, one),
+                lambda: self.raw("Where", self.raw("Less", x, one, kind="b"), x, self.constant(0.0)),
+                lambda: self.cast(self.cast(x, "i"), x.kind),
+                lambda: self.cast(self.cast(x, "h"), x.kind),
+                lambda: self.cast(self.cast(x, "b"), x.kind),
+                lambda: self.raw("Sub", self.raw("Add", x, self.number(1e6)), self.constant(1e6)),
+            )
+        )
+
+    def _another_term(self, x: Value) -> Value:
+        other = self._fitting(x)
+        return self.raw(self.rng.choice(["Add", "Sub"]), x, self._small(other))
+
+    def _small(self, x: Value) -> Value:
+        """A term that is next to nothing for ordinary values of x, and large for others."""
+
+        def shifted(op: str, by: float) -> Value:
+            return self.raw(op, x, self.number(by))
+
+        def exp(op: str, by: float) -> Value:
+            return self.raw("Exp", shifted(op, by))
+
+        def power() -> Value:
+            value = small = self.raw("Mul", x, self.number(1e-38))
+            for _ in range(8):
+                value = self.raw("Mul", value, small)
+            return value
+
+        return self.pick(
+            lambda: exp("Sub", 1000.0),
+            lambda: self.raw("Reciprocal", exp("Add", 1000.0)),
+            lambda: self.raw(
+                "Sub", self.raw("Reciprocal", exp("Add", 1000.0)), self.raw("Reciprocal", exp("Add", 2000.0))
+            ),
+            lambda: self.raw("Mul", exp("Sub", 500.0), exp("Sub", 500.0)),
+            lambda: self.raw("Exp", self.raw("Sub", self.raw("Mul", x, self.constant(2.0)), self.number(1500.0))),
+            lambda: self.raw("Exp", self.raw("Mul", shifted("Sub", 400.0), self.constant(3.0))),
+            lambda: self.raw("Exp", self.raw("Sub", self.raw("Exp", x), self.number(1e4))),
+            lambda: self.raw("Log", self.raw("Add", self.constant(1.0), exp("Sub", 900.0))),
+            lambda: self.raw("Pow", self.raw("Mul", x, self.number(1e-38)), self.constant(9.0)),
+            power,
+            lambda: self.raw("Mul", self.raw("Mul", x, self.constant(1e-30)), self.constant(1e-30)),
+            lambda: self.raw("Relu", shifted("Sub", 900.0)),
+            lambda: self.raw("Mul", x, self.constant(1e-7)),
+            lambda: self.raw("Where", self.raw("Greater", x, self.number(700.0), kind="b"), x, self.constant(0.0)),
+            lambda: self.number(self.rng.choice([1e-3, 1e-8, 1.0, -1.0])),
+            lambda: x,
+        )
+
+    def _piece(self, x: Value) -> Value:
+        """One position along an axis, to be broadcast."""
+        axis = self.rng.randrange(x.rank)
+        shape = tuple(1 if a == axis else d for a, d in enumerate(x.shape))
+        zeros = [[1] * x.rank, [d if isinstance(d, int) else 1 for d in shape]]
+        at = self.rng.choice([0, 0, -1])
+        return self.pick(
+            *(
+                lambda: self.sliced(x, axis, 0, 1, size=1),
+                lambda: self.sliced(x, axis, -1, _MOST, size=1),
+                lambda: self.sliced(x, axis, 0, 4, size="?"),
+                lambda: self.sliced(x, axis, 1, _MOST, size="?"),
+                lambda: self.split(x, axis)[self.rng.randrange(2)],
+                lambda: self.fresh("Gather", [x.name, self.ints(at).name], shape, x.kind, axis=axis),
+                lambda: self.unsqueezed(
+                    self.fresh(
+                        "Gather",
+                        [x.name, self.constant(at, "i").name],
+                        [d for a, d in enumerate(shape) if a != axis],
+                        x.kind,
+                        axis=axis,
+                    ),
+                    axis,
+                ),
+                lambda: self.fresh(
+                    "GatherElements",
+                    [x.name, self.constant(np.full(self.rng.choice(zeros), at), "i").name],
+                    shape,
+                    x.kind,
+                    axis=axis,
+                ),
+                lambda: self.fresh("ReduceSum", [x.name, self.ints(axis).name], shape, x.kind),
+                lambda: self.fresh(
+                    "Expand",
+                    [self.sliced(x, axis, 0, 1, size=1).name, self.shape_of(x).name],
+                    x.shape,
+                    x.kind,
+                ),
+            )
+        )
+
+    def _rearranged(self, x: Value) -> Value:
+        axis = self.rng.randrange(x.rank)
+        perm = list(range(x.rank))
+        self.rng.shuffle(perm)
+        ways = [
+            lambda: self.sliced(x, axis, -1, -_MOST, -1, size=x.shape[axis]),
+            lambda: self.fresh(
+                "Concat",
+                [self.sliced(x, axis, 1, _MOST).name, self.sliced(x, axis, 0, 1).name],
+                x.shape,
+                x.kind,
+                axis=axis,
+            ),
+            lambda: self.transposed(x, perm),
+            lambda: self.fresh("Reshape", [self.transposed(x, perm).name, self.shape_of(x).name], x.shape, x.kind),
+        ]
+        if self.float != "h":
+            reverse, exclusive = self.rng.randrange(2), self.rng.randrange(2)
+            ways.append(
+                lambda: self.fresh(
+                    "CumSum",
+                    [x.name, self.constant(axis, "i").name],
+                    x.shape,
+                    x.kind,
+                    reverse=reverse,
+                    exclusive=exclusive,
+                )
+            )
+        if x.rank >= 2:
+            upper, k = self.rng.randrange(2), self.rng.choice([0, 1, -1])
+            ways.append(lambda: self.fresh("Trilu", [x.name, self.constant(k, "i").name], x.shape, x.kind, upper=upper))
+        return self.pick(*ways)
+
+    def _stretched(self, x: Value) -> Value:
+        axis = self.rng.randrange(x.rank)
+        other = self._fitting(x)
+        pads = [0] * (2 * x.rank)
+        pads[self.rng.choice([axis, axis + x.rank])] = 1
+        longer = tuple("?" if a == axis else d for a, d in enumerate(x.shape))
+        return self.pick(
+            lambda: self.fresh(
+                "Tile", [x.name, self.ints(*(2 if a == axis else 1 for a in range(x.rank))).name], longer, x.kind
+            ),
+            lambda: self.fresh("Concat", [x.name, x.name], longer, x.kind, axis=axis),
+            lambda: self.fresh("Pad", [x.name, self.ints(*pads).name], longer, x.kind),
+            lambda: self.fresh("Pad", [x.name, self.ints(1, 0).name, "", self.ints(axis).name], longer, x.kind),
+            lambda: self.fresh("Expand", [x.name, self.shape_of(other).name], x.shape, x.kind),
+            lambda: self.fresh("Reshape", [x.name, self.shape_of(other).name], other.shape, x.kind),
+            lambda: self.raw("Add", x, self.raw("Mul", other, self.constant(0.0))),
+        )
+
+    def _fitting(self, x: Value) -> Value:
+        """A value that can be broadcast with x, often of its shape; x itself where there is none."""
+        found = [v for v in self.floats if v.kind == x.kind and v.rank <= x.rank and _may_broadcast(v.shape, x.shape)]
+        return self.rng.choice(found) if found else x
+
+    # Integers and conditions
+
+    def at_integer(self, t: Value) -> Value:
+        if self._quiet:
+            return t
+        if self.flip(self.detour_rate):
+            t = self.pick(
+                lambda: self.fresh("Identity", [t.name], t.shape, t.kind),
+                lambda: self.cast(self.cast(t, "d" if self.flip() else "f"), t.kind),
+                lambda: self.cast(self.cast(t, "j"), t.kind),
+                lambda: self.raw("Sub", self.raw("Add", t, self.constant(7, t.kind)), self.constant(7, t.kind)),
+            )
+        if self.wrong("integers"):
+            k = self.constant(self.rng.choice([1, -1, 2]), t.kind)
+            ways = [
+                lambda: self.raw("Add", t, k),
+                lambda: self.raw("Mul", t, k),
+                lambda: self.raw("Max", t, self.constant(0, t.kind)),
+                lambda: self.raw("Min", t, self.constant(1, t.kind)),
+                lambda: self.raw("Abs", t),
+                lambda: self.raw("Mod", t, self.constant(2, t.kind)),
+                lambda: self.raw("Div", t, self.constant(2, t.kind)),
+                lambda: self.raw("Where", self.raw("Equal", t, k, kind="b"), self.constant(0, t.kind), t),
+            ]
+            if t.rank:
+                axis = self.rng.randrange(t.rank)
+                ways += [
+                    lambda: self.sliced(t, axis, 0, 1, size=1),
+                    lambda: self.sliced(t, axis, -1, _MOST, size=1),
+                    lambda: self.sliced(t, axis, -1, -_MOST, -1, size=t.shape[axis]),
+                    lambda: self.split(t, axis)[0],
+                    lambda: self.fresh("CumSum", [t.name, self.constant(axis, "i").name], t.shape, t.kind),
+                ]
+            t = self.pick(*ways)
+        return t
+
+    def at_condition(self, c: Value) -> Value:
+        if self._quiet:
+            return c
+        if self.flip(self.detour_rate):
+            c = self.pick(
+                lambda: self.raw("Not", self.raw("Not", c)),
+                lambda: self.raw("And", c, c),
+                lambda: self.cast(self.cast(c, self.float), "b"),
+                lambda: self.raw("Equal", self.cast(c, "i"), self.constant(1, "i"), kind="b"),
+                lambda: self.raw("Xor", c, self.constant(False, "b")),
+            )
+        if self.wrong("a condition"):
+            ways = [lambda: self.raw("Not", c), lambda: self.raw("And", c, self.constant(False, "b"))]
+            if c.rank:
+                axis = self.rng.randrange(c.rank)
+                ways += [
+                    lambda: self.sliced(c, axis, 0, 1, size=1),
+                    lambda: self.sliced(c, axis, -1, _MOST, size=1),
+                    lambda: self.sliced(c, axis, -1, -_MOST, -1, size=c.shape[axis]),
+                ]
+            c = self.pick(*ways)
+        return c
+
+    # The model
+
+    def finish(self, seed: int) -> Graph:
+        outputs = [helper.make_tensor_value_info(v.name, _TYPES[v.kind], None) for v in self._outputs]
+        inputs = [
+            helper.make_tensor_value_info(i.value.name, _TYPES[i.value.kind], list(i.value.shape)) for i in self.inputs
+        ]
+        graph = helper.make_graph(self._nodes, f"seed_{seed}", inputs, outputs, self._initializers)
+        imports = [helper.make_opsetid("", self.opset)]
+        model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+        try:
+            inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+            for output, found in zip(model.graph.output, inferred.graph.output, strict=True):
+                output.CopyFrom(found)
+            onnx.checker.check_model(model)
+        except Exception as error:
+            raise Invalid(str(error)) from error
+        names = {d for i in self.inputs for d in i.value.shape if isinstance(d, str)}
+        return Graph(seed, model, self.inputs, sorted(names), self.ignore, self.constants, self.changes)
+
+
+def _broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
+    rank = max((len(s) for s in shapes), default=0)
+    wide = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(next((d for d in column if d != 1), 1) for column in zip(*wide, strict=True))
+
+
+def _may_broadcast(own: tuple[Dim, ...], other: tuple[Dim, ...]) -> bool:
+    pairs = zip(own[::-1], other[::-1], strict=False)
+    return all(a == b or 1 in (a, b) or isinstance(a, str) or isinstance(b, str) for a, b in pairs)
+
+
+# Backward passes
+
+
+def _dims(w: Writer, count: int, smallest: int = 1) -> list[Dim]:
+    """Sizes of dimensions: numbers, symbols of their own, or one symbol more than once."""
+    names = w.rng.sample(["N", "M", "K", "L"], count)
+    if w.flip(0.15):
+        names = [names[0]] * count
+    rate = w.rng.choice([0.0, 0.5, 0.5, 1.0])
+    return [name if w.flip(rate) else w.rng.choice([smallest, 2, 3, 3, 4]) for name in names]
+
+
+def _softmax(w: Writer, z: Value, axis: int) -> tuple[Value, Value]:
+    """The softmax and its logarithm."""
+    if w.wrong("axis of a softmax"):
+        axis = w.rng.randrange(z.rank)
+    axis = w.rng.choice([axis % z.rank, axis % z.rank - z.rank])
+    match w.rng.randrange(5):
+        case 0:
+            logp = w.op("LogSoftmax", z, axis=axis)
+            return w.op("Exp", logp), logp
+        case 1 | 2:
+            p = w.op("Softmax", z, axis=axis)
+            return p, p
+        case 3:
+            kept = tuple(1 if a == axis % z.rank else d for a, d in enumerate(z.shape))
+            total = w.at(w.fresh("ReduceLogSumExp", [z.name, w.ints(axis).name], kept, z.kind))
+            logp = w.minus(z, total)
+            return w.op("Exp", logp), logp
+        case _:
+            kept = tuple(1 if a == axis % z.rank else d for a, d in enumerate(z.shape))
+            if w.flip(0.7):
+                most = w.at(w.fresh("ReduceMax", [z.name, w.ints(axis).name], kept, z.kind))
+                z = w.minus(z, most)
+            e = w.op("Exp", z)
+            total = w.sum(e, axis)
+            return w.divided(e, total), e
+
+
+def _masked(w: Writer, d: Value) -> Value:
+    """The gradient with some elements set to zero."""
+    if w.flip(0.25):
+        shape = [x if a >= d.rank - 2 or w.flip() else 1 for a, x in enumerate(d.shape)]
+        mask = w.input("mask", "b", shape, "mask")
+    elif w.flip(0.5):
+        rows, columns = (w.arange(w.size_along(d, a)) for a in (-2, -1))
+        mask = w.at_condition(w.raw("Less", w.unsqueezed(rows, 1), w.unsqueezed(columns, 0), kind="b"))
+        mask = Value(mask.name, d.shape[-2:], "b")
+    else:
+        length = w.input("length", "i", [d.shape[0], *[1] * (d.rank - 1)], "length", d.shape[-1])
+        mask = w.raw("GreaterOrEqual", w.arange(w.size_along(d, -1)), length, kind="b")
+        mask = w.at_condition(Value(mask.name, (*length.shape[:-1], d.shape[-1]), "b"))
+    zero = w.constant(0.0)
+    if w.wrong("polarity of a mask"):
+        mask = w.raw("Not", mask)
+    value = w.rng.choice([0.0, 0.0, 0.0, 1e-30]) if w.change_rate else 0.0
+    if value:
+        w.changes.append("fill of a mask")
+        zero = w.constant(value)
+    return w.pick(
+        lambda: w.op("Where", mask, zero, d),
+        lambda: w.op("Where", w.raw("Not", mask), d, zero),
+        lambda: w.mul(w.cast(w.raw("Not", mask), w.float), d),
+        lambda: w.mul(d, w.raw("Sub", w.constant(1.0), w.cast(mask, w.float))),
+    )
+
+
+def softmax_backward(w: Writer) -> None:
+    """y (g - sum(g y)), scaled and masked."""
+    rank = w.rng.choice([2, 2, 3, 4])
+    shape = _dims(w, rank, smallest=w.rng.choice([1, 2]))
+    axis = -1 if w.flip(0.8) else w.rng.randrange(rank)
+    s, g = w.input("s", w.float, shape), w.input("g", w.float, shape)
+    y = w.input("y", w.float, shape, "probabilities") if w.flip(0.15) else _softmax(w, s, axis)[0]
+    mask_first, scale_first = w.flip(0.15), w.flip(0.2)
+    scale = w.rng.choice([1.0, 0.5, 0.125, 0.3])
+    if mask_first and rank > 1:
+        g = _masked(w, g)
+    if scale_first:
+        g = w.scaled(g, scale)
+    gy = w.mul(g, y)
+    if w.flip(0.6):
+        d = w.mul(w.minus(g, w.sum(gy, axis)), y)
+    else:
+        d = w.minus(gy, w.mul(y, w.sum(w.mul(g, y) if w.flip(0.2) else gy, axis)))
+    if w.flip(0.4):
+        d = _masked(w, d)
+    if not scale_first:
+        d = w.scaled(d, scale)
+    _end(w, d, [s, g, y])
+
+
+def _end(w: Writer, d: Value, others: Sequence[Value]) -> None:
+    """What reads the gradient."""
+    if w.wrong("a term behind"):
+        d = w.add(d, w._small(w.rng.choice([v for v in others if v.kind == w.float] or [d])))
+    match w.rng.randrange(4):
+        case 0:
+            w.output(d)
+        case 1:
+            w.output(w.raw("Tanh", d))
+        case 2:
+            w.output(w.raw("Mul", d, w.constant(0.5)))
+        case _:
+            w.output(d)
+            w.output(w.raw("Neg", d))
+
+
+def _one_hot(w: Writer, t: Value, like: Value, axis: int) -> Value:
+    """The one-hot rows of targets, along an axis of what is like it."""
+    axis %= like.rank
+    shape = like.shape
+    if w.wrong("axis of a one-hot"):
+        axis = w.rng.randrange(like.rank)
+    classes = shape[axis]
+    column = w.unsqueezed(t, axis) if t.rank < like.rank else t
+    match w.rng.randrange(4):
+        case 0 if w.float == "f":
+            depth = w.size_along(like, axis)
+            if w.wrong("depth of a one-hot"):
+                depth = w.raw("Add", depth, w.ints(1))
+            off, on = (0.0, 1.0) if not w.wrong("values of a one-hot") else (0.1, 1.0)
+            names = [t.name, depth.name, w.constant([off, on]).name]
+            return w.at(w.fresh("OneHot", names, shape, w.float, axis=axis))
+        case 1:
+            zeros = w.fresh(
+                "Expand", [w.constant(0.0).name, w.fresh("Shape", [like.name], (like.rank,), "i").name], shape, w.float
+            )
+            index = w.cast(column, "i") if column.kind == "j" else column
+            ones = w.fresh(
+                "Expand",
+                [w.constant(1.0).name, w.fresh("Shape", [index.name], (like.rank,), "i").name],
+                index.shape,
+                w.float,
+            )
+            if w.wrong("values of a scatter"):
+                ones = w.raw("Mul", ones, w.constant(0.5))
+            return w.at(w.fresh("ScatterElements", [zeros.name, index.name, ones.name], shape, w.float, axis=axis))
+        case 2 if isinstance(classes, int) and axis == like.rank - 1 and t.rank < like.rank:
+            eye = np.eye(classes)
+            if w.wrong("values of an identity"):
+                eye[w.rng.randrange(classes), w.rng.randrange(classes)] += 1
+            return w.at(w.fresh("Gather", [w.constant(eye).name, t.name], shape, w.float, axis=0))
+        case _:
+            classes_ = w.arange(w.size_along(like, axis))
+            if column.kind == "j":
+                classes_ = w.cast(classes_, "j")
+            view = [1] * like.rank
+            view[axis] = -1
+            row = w.fresh(
+                "Reshape",
+                [classes_.name, w.ints(*view).name],
+                [classes if a == axis else 1 for a in range(like.rank)],
+                classes_.kind,
+            )
+            hit = w.at_condition(w.raw("Equal", *((row, column) if w.flip() else (column, row)), kind="b"))
+            return w.at(Value(w.cast(hit, w.float).name, shape, w.float))
+
+
+def cross_entropy_backward(w: Writer) -> None:
+    """p q - onehot q with the factor q of each row."""
+    layout = w.rng.choice(["rows", "rows", "rows", "tokens", "classes first", "image"])
+    c: Dim = w.rng.choice([2, 3, 4, "C"])
+    lead = _dims(w, 1 if layout in ("rows", "classes first") else 2 if layout == "tokens" else 3)
+    axis = {"rows": 1, "tokens": 2, "classes first": 0, "image": 1}[layout]
+    shape = [*lead]
+    shape.insert(axis, c)
+    kind = w.rng.choices("ij", [6, 1])[0]
+    t = w.input("t", kind, lead, "target", c)
+    z = w.input("z", w.float, shape)
+    p, _ = _softmax(w, z, axis) if w.flip(0.85) else (w.op("Exp", w.input("logp", w.float, shape, "log")), z)
+    ignore = w.rng.choice([None, None, -100, -1, 0, 1])
+    keep: Value | None = None
+    index = t
+    if ignore is not None:
+        w.ignore.append(ignore)
+        value = ignore if not w.wrong("ignore index") else ignore + 1
+        hit = w.at_condition(w.raw("Equal", t, w.constant(value, kind), kind="b"))
+        keep = w.raw("Not", hit)
+        match w.rng.randrange(4):
+            case 0 | 1:
+                index = w.raw("Where", hit, w.constant(0, kind), t)
+            case 2:
+                index = w.raw("Max", t, w.constant(0, kind))
+            case _:
+                pass
+    hot = _one_hot(w, index, z, axis)
+    column = (1,)
+    factor: Value | None = None
+    reduction = w.rng.choice(["mean", "sum", "none", "batch"])
+    weight = w.input("w", w.float, [c], "positive") if w.flip(0.25) else None
+    own: Value | None = None
+    if weight is not None:
+        own = w.at(w.fresh("Gather", [weight.name, index.name], t.shape, w.float, axis=0))
+    if keep is not None:
+        kept = w.cast(keep, w.float)
+        own = kept if own is None else w.mul(own, kept)
+    factor = own
+    if reduction == "mean":
+        if own is None:
+            count = w.counted(t)
+        else:
+            count = w.total(own)
+            if w.flip(0.2):
+                count = w.raw("Max", count, w.constant(1.0))
+        factor = w.divided(own, count) if own is not None and w.flip() else factor
+        if factor is own:
+            inverse = w.op("Reciprocal", count)
+            factor = inverse if own is None else w.mul(own, inverse)
+    elif reduction == "none":
+        g = w.input("g", w.float, lead)
+        factor = g if own is None else w.mul(g, own)
+    elif reduction == "batch":
+        factor = w.number(0.25) if own is None else w.scaled(own, 0.25)
+    if w.flip(0.2):
+        k = w.input("k", w.float, [])
+        factor = k if factor is None else w.mul(factor, k)
+    smoothing = w.rng.choice([0.0, 0.0, 0.0, 0.1, 0.3])
+    if smoothing:
+        classes = w.counted(z, [axis]) if not isinstance(c, int) else w.number(float(c))
+        spread = w.divided(w.number(smoothing), classes)
+        hot = w.add(w.scaled(hot, 1 - smoothing), spread)
+    if factor is not None and factor.rank and factor.rank == len(lead):
+        factor = w.unsqueezed(factor, axis)
+    del column
+    if factor is None:
+        d = w.minus(p, hot)
+    elif w.flip(0.4):
+        d = w.mul(w.minus(p, hot), factor)
+    else:
+        m = w.mul(hot, factor)
+        if w.flip() or smoothing:
+            d = w.minus(w.mul(p, factor), m)
+        else:
+            d = w.minus(w.mul(p, w.sum(m, axis)), m)
+    if keep is not None and w.flip(0.3):
+        d = w.op("Where", w.unsqueezed(keep, axis), d, w.constant(0.0))
+    _end(w, d, [z, p])
+
+
+def mse_backward(w: Writer) -> None:
+    """2 (x - t) g, over the number of elements of x."""
+    rank = w.rng.choice([1, 2, 2, 3])
+    shape = _dims(w, rank)
+    other = [1 if w.flip(0.1) else d for d in shape]
+    if w.flip(0.1):
+        other = other[1:]
+    x, t = w.input("x", w.float, shape), w.input("t", w.float, other)
+    d = w.minus(x, t)
+    factor: Value | None = None
+    if w.flip(0.6):
+        count = w.counted(w.rng.choice([x, x, x, d, t])) if t.rank else w.counted(x)
+        factor = w.divided(w.number(2.0), count)
+    if w.flip(0.3):
+        g = w.input("g", w.float, w.rng.choice([[], shape, other, shape[1:]]))
+        factor = g if factor is None else w.mul(factor, g)
+    loss = w.flip(0.5)
+    if loss:
+        square = w.mul(d, d)
+        if factor is not None:
+            square = w.mul(square, factor)
+        w.output(w.total(square))
+    if factor is None:
+        d = w.add(d, d) if w.flip() else w.scaled(d, 2.0)
+    elif w.flip(0.3):
+        d = w.minus(w.mul(x, factor), w.mul(t, factor))
+    else:
+        d = w.mul(d, factor)
+    _end(w, d, [x, t])
+
+
+def grouped_bias_backward(w: Writer) -> None:
+    """Sums of the rows of a gradient by groups."""
+    h = _dims(w, 1, smallest=1)[0]
+    way = w.rng.randrange(6)
+    if way == 0:
+        shape = _dims(w, 3)
+        dy = w.input("dy", w.float, shape)
+        _end(w, w.sum(dy, 1, keep=w.flip()), [dy])
+        return
+    groups: Dim = w.rng.choice([2, 3, "G"])
+    if way == 1:
+        rows = w.rng.choice([3, 4, 5])
+        dy = w.input("dy", w.float, [rows, h])
+        cuts = sorted(w.rng.sample(range(1, rows), w.rng.choice([1, 2])))
+        if w.wrong("a cut"):
+            cuts[0] = w.rng.randrange(rows)
+        bounds = list(zip([0, *cuts], [*cuts, rows], strict=True))
+        if w.wrong("order of groups"):
+            w.rng.shuffle(bounds)
+        parts = [w.sum(w.sliced(dy, 0, a, b, size=b - a), 0) for a, b in bounds]
+        _end(w, w.at(w.fresh("Concat", [p.name for p in parts], [len(parts), h], w.float, axis=0)), [dy])
+        return
+    rows_: Dim = w.rng.choice([3, 5, "R", "R"])
+    dy = w.input("dy", w.float, [rows_, h])
+    ends = w.input("ends", "i", [groups], "ends", rows_)
+    r = w.arange(w.size_along(dy, 0))
+    a, b = w.unsqueezed(r, 1), w.unsqueezed(ends, 0)
+    if w.wrong("a comparison"):
+        past = w.raw(w.rng.choice(["Greater", "Less"]), a, b, kind="b")
+    else:
+        past = w.pick(
+            lambda: w.raw("GreaterOrEqual", a, b, kind="b"),
+            lambda: w.raw("LessOrEqual", b, a, kind="b"),
+            lambda: w.raw("Not", w.raw("Less", a, b, kind="b")),
+        )
+    past = Value(past.name, (rows_, groups), "b")
+    count = w.cast(w.at_condition(past), "i")
+    index = w.fresh("ReduceSum", [count.name, w.ints(1).name], (rows_,), "i", keepdims=0)
+    index = w.at_integer(index)
+    number_of_groups = w.size_along(ends, 0)
+    if w.wrong("number of groups"):
+        number_of_groups = w.raw("Add", number_of_groups, w.ints(w.rng.choice([1, -1])))
+    if way in (2, 3):
+        shape = w.fresh("Concat", [number_of_groups.name, w.size_along(dy, 1).name], (2,), "i", axis=0)
+        blank = w.fresh("Expand", [w.constant(0.0).name, shape.name], (groups, h), w.float)
+        names = [blank.name, w.unsqueezed(index, 1).name, dy.name]
+        root = w.at(w.fresh("ScatterND", names, (groups, h), w.float, reduction="add"))
+    elif way == 4:
+        hot = w.raw("Equal", w.unsqueezed(w.arange(number_of_groups), 1), w.unsqueezed(index, 0), kind="b")
+        hot = Value(w.cast(hot, w.float).name, (groups, rows_), w.float)
+        root = w.at(w.fresh("MatMul", [w.at(hot).name, dy.name], (groups, h), w.float))
+    else:
+        before = w.fresh("Concat", [w.ints(0).name, w.sliced(ends, 0, 0, -1).name], (groups,), "i", axis=0)
+        row = w.unsqueezed(r, 0)
+        below = w.raw("Less", row, w.unsqueezed(ends, 1), kind="b")
+        above = w.raw("GreaterOrEqual", row, w.unsqueezed(before, 1), kind="b")
+        inside = w.at_condition(w.raw("And", below, above))
+        hot = Value(w.cast(inside, w.float).name, (groups, rows_), w.float)
+        root = w.at(w.fresh("MatMul", [w.at(hot).name, dy.name], (groups, h), w.float))
+    _end(w, root, [dy])
+
+
+PASSES: dict[str, Callable[[Writer], None]] = {
+    "softmax": softmax_backward,
+    "cross entropy": cross_entropy_backward,
+    "squared error": mse_backward,
+    "grouped bias": grouped_bias_backward,
+}
+
+
+def drawn(seed: int) -> Graph:
+    """The graph of a seed.
+
+    Raises:
+        Invalid: it is no valid model.
+    """
+    rng = random.Random(seed)
+    name = rng.choice([*PASSES])
+    w = Writer(rng)
+    try:
+        PASSES[name](w)
+    except (IndexError, ValueError) as error:
+        # A change left an operation without the dimension that it wants.
+        raise Invalid(str(error)) from error
+    return w.finish(seed)
+
+
+# Inputs
+
+
+def _sizes(symbols: Sequence[str], rng: random.Random) -> Iterator[dict[str, int]]:
+    """Sizes of the symbols: all 1, one of them 1, all equal, all different, and random ones."""
+    yield {s: 2 + k % 4 for k, s in enumerate(symbols)}
+    if not symbols:
+        while True:
+            yield {}
+    yield dict.fromkeys(symbols, 3)
+    yield dict.fromkeys(symbols, 1)
+    for one in symbols:
+        yield {s: 1 if s == one else 3 for s in symbols}
+    for other in symbols if len(symbols) > 1 else ():
+        yield {s: 4 if s == other else 1 for s in symbols}
+    while True:
+        yield {s: rng.randint(1, LARGEST_SIZE) for s in symbols}
+
+
+_MODES = ("zeros", "ties", "large", "small", "subnormal", "near", "nan", "inf", "spread")
+
+
+def _feed(given: Input, sizes: Mapping[str, int], graph: Graph, rng: np.random.Generator, edge: bool) -> Array:
+    shape = [d if isinstance(d, int) else sizes[d] for d in given.value.shape]
+    kind = _NUMPY[given.value.kind]
+    limit = given.limit if isinstance(given.limit, int) else sizes.get(given.limit, 3)
+    match given.role:
+        case "mask":
+            return np.asarray(rng.random(shape) < rng.choice([0.0, 0.4, 0.4, 1.0]))
+        case "target":
+            t = rng.integers(0, limit, shape)
+            if graph.ignore and limit:
+                t = np.where(rng.random(shape) < 0.3, graph.ignore[0], t)
+            if edge and rng.random() < 0.3:
+                t = np.where(rng.random(shape) < 0.3, rng.choice([-1, -limit, limit - 1, 0, -100]), t)
+            return np.asarray(t, kind)
+        case "length":
+            return np.asarray(rng.integers(0, limit + 1, shape), kind)
+        case "ends":
+            ends = np.sort(rng.integers(0, limit + 1, shape))
+            if ends.size:
+                ends[-1] = limit
+            return np.asarray(ends, kind)
+    x = rng.standard_normal(shape)
+    if given.role == "positive":
+        x = np.abs(x) + 0.1
+    if given.role == "probabilities":
+        x = np.exp(x)
+        x = x / x.sum(-1, keepdims=True) if x.ndim else x
+    if given.role == "log":
+        x = np.exp(x)
+        x = np.log(x / x.sum(-1, keepdims=True)) if x.ndim else x
+    if edge and rng.random() < 0.6:
+        at = rng.random(shape) < 0.3
+        match rng.choice(_MODES):
+            case "zeros":
+                x = np.where(at, x, 0.0)
+            case "ties":
+                x = np.full(shape, x.flat[0] if x.size else 0.0)
+            case "large":
+                x = x * rng.choice([1e30, 1e38, 1e4])
+            case "small":
+                x = x * 1e-30
+            case "subnormal":
+                x = x * 1e-41
+            case "near":
+                near = [c for c in graph.constants if abs(c) >= 100] or graph.constants or [1.0]
+                x = x + rng.choice(near) * rng.choice([1, -1])
+            case "nan":
+                x = np.where(at, np.nan, x)
+            case "inf":
+                x = np.where(at, rng.choice([np.inf, -np.inf]), x)
+            case _:
+                x = x * 30
+    with np.errstate(over="ignore"):
+        return np.asarray(x, kind)
+
+
+# Verdicts
+
+
+@dataclass
+class Verdict:
+    """What came of a graph. `failures` are lines: what, policy, with or without the library, sizes, run."""
+
+    seed: int
+    fused: bool = False
+    ran: int = 0
+    skipped: int = 0
+    refused: int = 0
+    failures: list[str] = field(default_factory=list)
+    operators: tuple[str, ...] = ()
+
+
+def _session(model: onnx.ModelProto, library: bool = False, optimized: bool = True) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if library:
+        gradfuse.register(options)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+_REFUSALS = ("target_out_of_range", "target", "group_ends", "group_idx")
+
+
+def judged(graph: Graph) -> Verdict:
+    """Fuses and compares.
+
+    Raises:
+        Invalid: onnxruntime does not take the graph, or no sizes for it.
+    """
+    verdict = Verdict(graph.seed)
+    try:
+        original = _session(graph.model, optimized=False)
+    except Exception as error:
+        raise Invalid(str(error)) from error
+    fused: list[tuple[str, onnx.ModelProto]] = []
+    for policy in ("all", "profitable"):
+        try:
+            result = gradfuse.fuse(graph.model, policy=policy)  # type: ignore[arg-type]
+        except Exception:
+            line = traceback.format_exc().strip().splitlines()
+            verdict.failures.append(f"traceback: {policy}: {line[-1]} at {line[-3].strip()}")
+            continue
+        verdict.failures += [
+            f"bug: {policy}: {m.rule} at {m.node}: {m.reason}" for m in result.report.near_misses if m.bug
+        ]
+        if result.report.fusions:
+            verdict.fused = True
+            verdict.operators = tuple(f.op for f in result.report.fusions)
+            if all(result.model != other for _, other in fused):
+                fused.append((policy, result.model))
+    if not fused:
+        return verdict
+    sessions: list[tuple[str, ort.InferenceSession]] = []
+    for policy, model in fused:
+        for library in (True, False):
+            name = f"{policy}, {'library' if library else 'bodies'}"
+            try:
+                sessions.append((name, _session(model, library)))
+            except Exception as error:
+                verdict.failures.append(f"unable: {name}: no session: {_line(error)}")
+    exact = _Exact(graph.model)
+    rng = random.Random(graph.seed)
+    for run, sizes in zip(range(RUNS), _sizes(graph.symbols, rng), strict=False):
+        numbers = np.random.default_rng([graph.seed, run])
+        edge = run % 2 == 1 or run > RUNS // 2
+        feeds = {i.value.name: _feed(i, sizes, graph, numbers, edge) for i in graph.inputs}
+        try:
+            wanted = original.run(None, feeds)
+        except Exception:
+            verdict.skipped += 1
+            continue
+        verdict.ran += 1
+        bounds: list[tuple[Array, Array]] | None = None
+        for name, session in list(sessions):
+            place = f"{name}, sizes {sizes}, run {run}"
+            try:
+                got = session.run(None, feeds)
+            except Exception as error:
+                if _may_refuse(graph, feeds, sizes) and any(t in str(error) for t in _REFUSALS):
+                    verdict.refused += 1
+                    continue
+                verdict.failures.append(f"unable: {place}: {_line(error)}")
+                sessions.remove((name, session))
+                continue
+            bounds = bounds or exact.bounds(feeds, wanted)
+            wrong = _difference(got, wanted, bounds)
+            if wrong:
+                verdict.failures.append(f"wrong: {place}: {wrong}")
+                sessions.remove((name, session))
+    if not verdict.ran:
+        raise Invalid("onnxruntime takes no sizes")
+    return verdict
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().replace("\n", " ")[-200:]
+
+
+def _may_refuse(graph: Graph, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> bool:
+    """Whether the inputs are those that the operators refuse by their documents: a target that is no class, ends of
+    groups that decrease or end elsewhere."""
+    return any(i.role in ("target", "ends") for i in graph.inputs)
+
+
+class _Exact:
+    """The original in float64, and how far rounding may take the outputs from that."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        wide = in_float64(model)
+        self._session: ort.InferenceSession | None = None
+        try:
+            self._session = _session(wide, optimized=False)
+        except Exception:
+            from onnx.reference import ReferenceEvaluator
+
+            self._session = ReferenceEvaluator(wide)
+        half = any(i.type.tensor_type.elem_type == TensorProto.FLOAT16 for i in model.graph.input)
+        half = half or any(n.op_type == "Cast" and n.attribute[0].i == TensorProto.FLOAT16 for n in model.graph.node)
+        double = any(i.type.tensor_type.elem_type == TensorProto.DOUBLE for i in model.graph.input)
+        self.eps = 1e-3 if half else 2.2e-16 if double else 1.2e-7
+        self.tiny = 5e-7 if half else 1e-300 if double else 1e-37
+
+    def bounds(self, feeds: Mapping[str, Array], wanted: Sequence[Array]) -> list[tuple[Array, Array]]:
+        """For each output the exact value, and how far a value may be from it."""
+        wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
+        rng = np.random.default_rng(0)
+        try:
+            exact = self._run(wide)
+            near = [
+                self._run(
+                    {
+                        n: a * (1 + self.eps * rng.choice([-1.0, 1.0], a.shape)) if a.dtype.kind == "f" else a
+                        for n, a in wide.items()
+                    }
+                )
+                for _ in range(2)
+            ]
+        except Exception:
+            exact, near = [a.astype(np.float64) for a in wanted], []
+        result = []
+        for k, (value, e) in enumerate(zip(wanted, exact, strict=True)):
+            with np.errstate(all="ignore"):
+                errors = [np.abs(value.astype(np.float64) - e), *(np.abs(n[k] - e) for n in near)]
+                size = _largest(e)
+                bound = 32 * sum(_largest(error) for error in errors) + 64 * self.eps * size + self.tiny
+            result.append((e, np.asarray(bound)))
+        return result
+
+    def _run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        with np.errstate(all="ignore"):
+            return [np.asarray(a) for a in self._session.run(None, dict(feeds))]
+
+
+def _largest(array: Array) -> float:
+    finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+    return float(np.abs(finite).max(initial=0))
+
+
+def _difference(got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[tuple[Array, Array]]) -> str:
+    """The worst difference that is no rounding; empty if there is none.
+
+    Where the original is finite, the fused value must be. Where it is not, the fused value may be zero, as masked
+    elements and ignored rows are, or what the original computes in float64, or no number either.
+    """
+    for k, (g, w, (e, bound)) in enumerate(zip(got, wanted, bounds, strict=True)):
+        if g.shape != w.shape or g.dtype != w.dtype:
+            return f"output {k} is {g.dtype}{list(g.shape)} for {w.dtype}{list(w.shape)}"
+        if g.dtype.kind != "f":
+            if not np.array_equal(g, w):
+                return f"output {k} differs"
+            continue
+        with np.errstate(all="ignore"):
+            value = g.astype(np.float64)
+            near = np.minimum(np.abs(value - e), np.abs(value - w.astype(np.float64))) <= bound
+        near |= np.isfinite(w) & ~np.isfinite(e)
+        wrong = np.isfinite(w) & ~(near & np.isfinite(g))
+        invented = ~np.isfinite(w) & np.isfinite(e) & np.isfinite(g) & (g != 0) & ~near
+        for which, found in (("", wrong), ("invented, ", invented)):
+            if found.any():
+                at = tuple(int(i) for i in np.argwhere(found)[0])
+                return (
+                    f"output {k}, {which}{list(at)}: {g[at]:.6g} for {w[at]:.6g}, exact {e[at]:.6g}, bound {bound:.3g}"
+                )
+    return ""
+
+
+def in_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with float64 in the place of all other float types."""
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    floats = (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+    def widened(tensor: onnx.TensorProto) -> None:
+        if tensor.data_type in floats:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+
+    for tensor in wide.graph.initializer:
+        widened(tensor)
+    for value in (*wide.graph.input, *wide.graph.output):
+        if value.type.tensor_type.elem_type in floats:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for node in wide.graph.node:
+        for a in node.attribute:
+            if a.name in ("to", "dtype") and a.i in floats:
+                a.i = TensorProto.DOUBLE
+            if a.type == onnx.AttributeProto.TENSOR:
+                widened(a.t)
+    return wide
+
+
+# Many
+
+
+@dataclass
+class Sweep:
+    """The counts of many graphs, and their failures as lines that start with the seed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def run(self, seeds: Iterable[int]) -> Sweep:
+        for seed in seeds:
+            try:
+                verdict = judged(drawn(seed))
+            except Invalid:
+                self.counts["invalid"] += 1
+                continue
+            self.counts["graphs"] += 1
+            self.counts["fused"] += verdict.fused
+            self.counts.update(f"fused {op}" for op in set(verdict.operators))
+            self.counts["runs"] += verdict.ran
+            self.counts["sizes not taken by the original"] += verdict.skipped
+            self.counts["refused as documented"] += verdict.refused
+            for kind in ("wrong", "unable", "traceback", "bug"):
+                self.counts[kind] += any(line.startswith(kind) for line in verdict.failures)
+            self.failures += [f"{seed}: {line}" for line in verdict.failures]
+        return self
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {count}" for name, count in self.counts.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("--save")
+    parser.add_argument("--text", action="store_true")
+    args = parser.parse_args()
+    if hasattr(os, "fork"):
+        del os.fork
+    if len(args.seeds) == 2:
+        begin = time.perf_counter()
+        sweep = Sweep()
+        for seed in range(*args.seeds):
+            before = len(sweep.failures)
+            sweep.run([seed])
+            for line in sweep.failures[before:]:
+                print(line, flush=True)
+        print(sweep)
+        print(f"{time.perf_counter() - begin:.1f} s")
+        return
+    graph = drawn(args.seeds[0])
+    print("changes:", ", ".join(graph.changes))
+    if args.save:
+        onnx.save(graph.model, args.save)
+    if args.text:
+        print(onnx.printer.to_text(graph.model))
+    verdict = judged(graph)
+    print(verdict)
+
+
+if __name__ == "__main__":
+    main()
