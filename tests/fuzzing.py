@@ -1249,7 +1249,8 @@ class _Exact:
         half = half or any(n.op_type == "Cast" and n.attribute[0].i == TensorProto.FLOAT16 for n in model.graph.node)
         double = any(i.type.tensor_type.elem_type == TensorProto.DOUBLE for i in model.graph.input)
         self.eps = 1e-3 if half else 2.2e-16 if double else 1.2e-7
-        self.tiny = 5e-7 if half else 1e-300 if double else 1e-36
+        self.subnormal = 6e-8 if half else 0.0 if double else 1.4e-45
+        self.tiny = 3e-5 if half else 1e-300 if double else 1e-36
 
     def bounds(self, feeds: Mapping[str, Array], wanted: Sequence[Array]) -> list[tuple[Array, float]]:
         """For each output the exact value, and how far a value may be from it.
@@ -1264,7 +1265,7 @@ class _Exact:
         def near_to(a: Array) -> Array:
             if a.dtype.kind != "f":
                 return a
-            return a * rounded(a.shape) + np.where(a == 0, 0.0, self.tiny / 1e8 * rng.choice([-1.0, 1.0], a.shape))
+            return a * rounded(a.shape) + np.where(a == 0, 0.0, self.subnormal * rng.choice([-1.0, 1.0], a.shape))
 
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
         try:
@@ -1349,12 +1350,13 @@ def in_float64(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     del wide.graph.node[:]
     for node in nodes:
         wide.graph.node.append(node)
+        own = wide.graph.node[-1]
         # What is cast is exact, as are integers that take a detour through floats.
         for k, name in enumerate(node.output if node.op_type != "Cast" else ()):
             if types.get(name) == TensorProto.DOUBLE:
                 noise.append(f"noise_{len(noise)}")
-                wide.graph.node[-1].output[k] = f"{name}_exact"
-                wide.graph.node.append(helper.make_node("Mul", [f"{name}_exact", noise[-1]], [name]))
+                own.output[k] = f"{name}_exact"
+                wide.graph.node.append(helper.make_node("Mul", [own.output[k], noise[-1]], [name]))
                 wide.graph.input.append(helper.make_tensor_value_info(noise[-1], TensorProto.DOUBLE, []))
     return wide, noise
 
