@@ -683,6 +683,10 @@ class Forms:
             x = Form(self._simple_groups(self.form(given(node.inputs, 0))), ZERO)
             _, order = _reduced(self, node, x)
             return tuple(() if a is None else x.groups[a] for a in order)
+        elif node.op_type == "Reshape":
+            target = self.vector(node.inputs[1])
+            if target is not None and not any(s.integer is not None and s.integer < 1 for s in target):
+                return tuple(() if s == UNIT else (s,) for s in target)
         return None
 
     # Shape arithmetic
