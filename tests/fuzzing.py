@@ -1266,7 +1266,7 @@ class _Exact:
         def near_to(a: Array) -> Array:
             if a.dtype.kind != "f":
                 return a
-            return a * rounded(a.shape) + np.where(a == 0, 0.0, self.subnormal * rng.choice([-1.0, 1.0], a.shape))
+            return np.asarray(a * rounded(a.shape) + np.where(a == 0, 0.0, self.subnormal * rounded(a.shape)))
 
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
         try:
@@ -1310,9 +1310,11 @@ def _difference(got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[
             continue
         with np.errstate(all="ignore"):
             value = g.astype(np.float64)
-            near = np.minimum(np.abs(value - e), np.abs(value - w.astype(np.float64))) <= bound
-        near |= np.isfinite(w) & ~np.isfinite(e)
-        wrong = np.isfinite(w) & ~(near & np.isfinite(g))
+            near = np.isfinite(g) & (np.minimum(np.abs(value - e), np.abs(value - w.astype(np.float64))) <= bound)
+        near |= np.isfinite(w) & ~np.isfinite(e) & np.isfinite(g)
+        # The order of products decides on which side of the largest number a value ends that is near to it.
+        near |= np.isinf(g) & (np.sign(g) == np.sign(e)) & (np.abs(e) > np.finfo(g.dtype).max / 64)
+        wrong = np.isfinite(w) & ~near
         invented = ~np.isfinite(w) & np.isfinite(e) & np.isfinite(g) & (g != 0) & ~near
         for which, found in (("", wrong), ("invented, ", invented)):
             if found.any():

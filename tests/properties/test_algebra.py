@@ -9,7 +9,8 @@ that agree to six digits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ mp.dps = 700
 NAN = mp.mpf("nan")
 ROUNDING = mp.mpf("2e-6")
 """Relative: what forms may make of a constant."""
+LAST_DIGITS = mp.mpf(10) ** -680
 LARGEST = mp.mpf(10) ** 400  # of the arguments of an exponential, which takes as many digits as its argument has
 
 
@@ -48,8 +50,8 @@ class Number:
 
 
 def exact(array: Any) -> Number:
-    values = np.vectorize(mp.mpf, otypes=[object])(np.asarray(array, np.float64))
-    return Number(values, values * 0)
+    values = np.asarray(np.vectorize(mp.mpf, otypes=[object])(np.asarray(array, np.float64)), object)
+    return Number(values, np.asarray(values * 0, object))
 
 
 def _pointwise(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Number]:
@@ -57,7 +59,8 @@ def _pointwise(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Number
     wide = np.vectorize(function, otypes=[object, object])
 
     def operation(*operands: Number) -> Number:
-        return Number(*wide(*(part for operand in operands for part in (operand.value, operand.error))))
+        results = wide(*(part for operand in operands for part in (operand.value, operand.error)))
+        return Number(*(np.asarray(a, object) for a in results))
 
     return operation
 
@@ -117,15 +120,19 @@ def _less(a: Any, ea: Any, b: Any, eb: Any) -> tuple[Any, Any]:
 
 def _select(c: Any, ec: Any, a: Any, ea: Any, b: Any, eb: Any) -> tuple[Any, Any]:
     # By the algebra 0 times NaN is 0.
-    return (NAN, NAN) if mp.isnan(c) else (a, ea) if c else (b, eb)
+    return (NAN, NAN) if mp.isnan(c) else _rounded(a, ea) if c else _rounded(b, eb)
 
 
 add, mul, inverse, exp, log = (_pointwise(f) for f in (_sum, _product, _inverse, _exp, _log))
 less, select = _pointwise(_less), _pointwise(_select)
 
 
+def negative(a: Number) -> Number:
+    return Number(np.asarray(-a.value, object), a.error)
+
+
 def minus(a: Number, b: Number) -> Number:
-    return add(a, Number(-b.value, b.error))
+    return add(a, negative(b))
 
 
 def along(x: Number, axis: int, step: Callable[[Number, Number], Number] = add) -> Number:
@@ -224,12 +231,12 @@ def _arithmetic(draw: st.DrawFn, e: Expression, x: str, y: str) -> str:
             return e.node(op, c, x, y, number=select(n[c], n[x], n[y]))
 
 
-def _function(draw: st.DrawFn, e: Expression, x: str) -> str:
+def _function(draw: st.DrawFn, e: Expression, x: str, other: str) -> str:
     n = e.numbers[x]
     op = draw(st.sampled_from(["Neg", "Reciprocal", "Sqrt", "Exp", "Exp", "Exp", "Log", "Pow", "Pow", "Identity"]))
     match op:
         case "Neg":
-            return e.node(op, x, number=Number(-n.value, n.error))
+            return e.node(op, x, number=negative(n))
         case "Reciprocal":
             return e.node(op, x, number=inverse(n))
         case "Sqrt":
@@ -245,10 +252,10 @@ def _function(draw: st.DrawFn, e: Expression, x: str) -> str:
             return e.node(op, x, number=n)
 
 
-def _row(draw: st.DrawFn, e: Expression, x: str) -> str:
+def _row(draw: st.DrawFn, e: Expression, x: str, other: str) -> str:
     n = e.numbers[x]
     if n.value.ndim != 2:
-        return _function(draw, e, x)
+        return _function(draw, e, x, other)
     axis = draw(st.integers(0, 1))
     size = n.value.shape[axis]
     softmaxes = ["Softmax", "LogSoftmax", "ReduceLogSumExp", "ReduceLogSum"]
@@ -275,10 +282,10 @@ def _row(draw: st.DrawFn, e: Expression, x: str) -> str:
             return e.node(op, x, axis=axis, number=minus(n, log(along(exp(n), axis))))
 
 
-def _view(draw: st.DrawFn, e: Expression, x: str) -> str:
+def _view(draw: st.DrawFn, e: Expression, x: str, other: str) -> str:
     n, b = e.numbers[x], e.builder
     if n.value.ndim != 2:
-        return _function(draw, e, x)
+        return _function(draw, e, x, other)
     size = n.value.shape[1]
     match draw(st.integers(0, 6)):
         case 0:
@@ -297,7 +304,7 @@ def _view(draw: st.DrawFn, e: Expression, x: str) -> str:
             e.kinds.pop(flat)
             return e.node("Reshape", flat, b.ints(2, 3), number=n)
         case 4 if size > 1:
-            halves = [x, e.node("Neg", x, number=Number(-n.value, n.error))]
+            halves = [x, e.node("Neg", x, number=negative(n))]
             pieces = [
                 b.op("Slice", h, b.ints(s), b.ints(t), b.ints(1))
                 for h, s, t in zip(halves, (0, 1), (1, 3), strict=True)
@@ -305,10 +312,8 @@ def _view(draw: st.DrawFn, e: Expression, x: str) -> str:
             joined = [np.concatenate([a[:, :1], c[:, 1:]], 1) for a, c in ((n.value, -n.value), (n.error, n.error))]
             return e.node("Concat", *pieces, axis=1, number=Number(*joined))
         case 5 if n.value.shape == SHAPE:
-            zero = n.value * 0 + mp.mpf(0)
             upper = np.triu(np.ones(SHAPE, bool))
             kept = n.each(lambda a: np.where(upper, a, np.vectorize(mp.mpf, otypes=[object])(np.zeros(SHAPE))))
-            del zero
             return e.node("Trilu", x, number=kept)
         case _:
             return e.node("Expand", x, b.ints(*SHAPE), number=n.each(lambda a: np.broadcast_to(a, SHAPE)))
@@ -321,7 +326,7 @@ def _condition(draw: st.DrawFn, e: Expression, x: str, y: str) -> str:
         case 0:
             return e.node("Less", x, y, number=less(n[x], n[y]), kind="b")
         case 1:
-            return e.node("Not", c, number=Number(1 - n[c].value, n[c].error), kind="b")
+            return e.node("Not", c, number=Number(np.asarray(1 - n[c].value, object), n[c].error), kind="b")
         case 2:
             return e.node("And", c, d, number=mul(n[c], n[d]).each(lambda a: a), kind="b")
         case _:
@@ -345,10 +350,7 @@ def expressions(draw: st.DrawFn) -> tuple[Expression, str]:
         if draw(st.booleans()):
             x, y = y, x
         new = draw(st.sampled_from([_arithmetic, _arithmetic, _function, _function, _row, _view, _condition]))
-        if new in (_arithmetic, _condition):
-            name = new(draw, e, x, y)  # type: ignore[operator]
-        else:
-            name = new(draw, e, x if e.numbers[x].value.ndim else recent[-1])  # type: ignore[operator]
+        name = new(draw, e, x, y)
         if e.kinds[name] == "f":
             recent.append(name)
     return e, recent[-1]
@@ -360,9 +362,16 @@ class Exact:
     def __init__(self, algebra: Algebra, tensors: Mapping[object, Array]) -> None:
         self.algebra = algebra
         self.tensors = tensors
+        self.largest = mp.mpf(0)
+        """Of all that was added up, which says what the digits are good for."""
+
+    def sum(self, terms: Iterable[Any]) -> Any:
+        known = [*terms]
+        self.largest = max([self.largest, *(abs(t) for t in known if mp.isfinite(t))])
+        return mp.fsum(known)
 
     def poly(self, poly: Poly, env: Mapping[int, int]) -> Any:
-        return mp.fsum(mp.mpf(c) * self.monomial(m, env) for m, c in poly.terms.items())
+        return self.sum(mp.mpf(c) * self.monomial(m, env) for m, c in poly.terms.items())
 
     def monomial(self, monomial: Monomial, env: Mapping[int, int]) -> Any:
         factors = [(self.atom(a, env), e) for a, e in monomial]
@@ -406,7 +415,7 @@ class Exact:
                 ranges = [range(int(self.poly(s, {}))) for s in atom.args[0]]
                 bound = self.algebra.bound_of(atom)
                 places = (dict(zip(bound, at, strict=True)) for at in itertools.product(*ranges))
-                return mp.fsum(self.monomial(atom.args[1], {**env, **place}) for place in places)
+                return self.sum(self.monomial(atom.args[1], {**env, **place}) for place in places)
             case kind:
                 raise AssertionError(kind)
 
@@ -438,16 +447,23 @@ def _compared(e: Expression, result: str) -> int | None:
         worth = algebra.poly(form.poly, dict(enumerate(at)))
         if mp.isnan(worth):
             continue
-        assert abs(worth - wanted) <= 4 * error, (
+        assert abs(worth - wanted) <= 4 * error + algebra.largest * LAST_DIGITS, (
             f"{list(at)}: {mp.nstr(worth, 12)} for {mp.nstr(wanted, 12)} by {read.algebra.text(form.poly)}"
         )
         count += 1
     return count
 
 
-@settings(max_examples=400)
-@given(expressions())
-def test_forms_are_worth_what_the_expressions_are(drawn: tuple[Expression, str]) -> None:
-    e, result = drawn
-    note("\n".join(e.text))
-    _compared(e, result)
+def test_forms_are_worth_what_the_expressions_are() -> None:
+    found: Counter[str] = Counter()
+
+    @settings(max_examples=300)
+    @given(expressions())
+    def compare(drawn: tuple[Expression, str]) -> None:
+        e, result = drawn
+        note("\n".join(e.text))
+        count = _compared(e, result)
+        found["opaque" if count is None else "compared" if count else "no number"] += 1
+
+    compare()
+    assert found["compared"] > 0.7 * found.total(), found
