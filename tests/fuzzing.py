@@ -105,8 +105,9 @@ def _feed(given: Input, sizes: Mapping[str, int], graph: Graph, rng: np.random.G
                 x = np.where(at, -np.inf if given.role == "logits" else rng.choice([np.inf, -np.inf]), x)
             case _:
                 x = x * 30
-    with np.errstate(over="ignore"):
-        return np.asarray(x, kind)
+    if kind is np.float16:
+        x = np.where(np.isfinite(x), np.clip(x, -6e4, 6e4), x)
+    return np.asarray(x, kind)
 
 
 # Verdicts
