@@ -45,6 +45,7 @@ Pattern = tuple[int, tuple[object, ...]]
 ONE: Monomial = ()
 TERM_LIMIT = 64
 _CANCELS = 1e-7  # relative size below which a difference of float32 constants is rounding
+_ABSORBED = 1e-9  # relative size below which a number would lose its digits in a sum
 _SMALLEST = 2.0**-1022  # numbers nearer to 0 have fewer digits
 _EXACT = 2.0**53  # float64 has every integer up to here
 _EXPONENT_LIMIT = 1 << 20
@@ -644,6 +645,8 @@ class Algebra:
             raise TooComplex("division by zero")
         if len(poly) == 1:
             ((m, c),) = poly.terms.items()
+            if exponent < 0 and any(self.atoms[a].idempotent for a, _ in m):
+                raise TooComplex("division by a condition")
             if not isinstance(exponent, int) and (c < 0 or not all(self.atoms[a].positive for a, _ in m)):
                 return self.of(self._intern("pow", poly), exponent)
             raised = tuple(
@@ -1194,7 +1197,11 @@ def _collected(items: Iterable[tuple[Monomial, float]]) -> Poly:
             continue
         sums[m] = known + c
         if m in peaks or not (_is_exact(known) and _is_exact(c)):
-            peaks[m] = max(peaks.get(m) or abs(known), abs(c))
+            peak = peaks[m] = max(peaks.get(m) or abs(known), abs(c))
+            if c and abs(c) < _ABSORBED * peak:
+                raise TooComplex(f"a coefficient of {c} beside one of {peak}")
+            if known and abs(known) < _ABSORBED * abs(c):
+                raise TooComplex(f"a coefficient of {known} beside one of {c}")
     if not peaks:
         return Poly(sums)
     return Poly({m: c for m, c in sums.items() if abs(c) > _CANCELS * peaks.get(m, 0.0)})

@@ -451,8 +451,8 @@ class Proof:
             return ends.astype(integers)
         if self.operator != "CrossEntropyLossGrad":
             # Numbers that are compared, or ends of groups.
-            if sample.style in ("normal", "peaked"):
-                return rng.integers(0, 2, shape).astype(integers)
+            if sample.style in ("normal", "peaked") or sample.style.startswith("not finite"):
+                return rng.choice(self._compared(integers), shape).astype(integers)
             if sample.style == "sparse" and self.operator == "GroupedBiasAddGrad":
                 # Counts that add up to nothing, and starts in no order.
                 return rng.integers(-_KEPT_SIZE, _KEPT_SIZE, shape, endpoint=True).astype(integers)
@@ -472,6 +472,15 @@ class Proof:
             ignored.append(attribute(node, "ignore_index", -100))
         picks = [n for n in range(classes) if n not in ignored]
         return picks + [table.get(n, n) for n in ignored if self._tests(n)]
+
+    def _compared(self, dtype: np.dtype[Any]) -> list[int]:
+        """Integers for which conditions may hold, and others for which they may not; groups are none below 0."""
+        if self.operator == "GroupedBiasAddGrad":
+            return [0, 1]
+        arrays = [a for a in self.region.constants.values() if a.dtype.kind in "iu" and a.size == 1]
+        limits = np.iinfo(dtype)
+        found = {0, 1, *(int(a.flat[0]) for a in arrays)}
+        return sorted(n for n in found if limits.min <= n <= limits.max)
 
     def _tests(self, number: int) -> bool:
         """Whether the original compares with this number."""
