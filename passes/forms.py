@@ -122,6 +122,7 @@ class Forms:
         self._resolved: dict[str, Poly] = {}
         self._names: dict[object, str] = {}
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
+        self._ranges: dict[object, tuple[float, float]] = {}
         self.opaque: set[ir.Value] = set()
         """The values that are named, not expressed."""
         self._merge_dims(graph)
@@ -278,6 +279,8 @@ class Forms:
             return Form(groups, blocks)
         digest = hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]
         name = ("constant", numbers.shape, digest)
+        if array.dtype.kind in "iu":
+            self._ranges[name] = (float(numbers.min()), float(numbers.max()))
         return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean))
 
     def _blocks(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
@@ -398,6 +401,25 @@ class Forms:
 
     def extent(self, group: Group) -> Poly:
         return group[0] if len(group) == 1 else self.algebra.product(group)
+
+    def bounds(self, form: Form) -> tuple[Poly, Poly] | None:
+        """The least and the greatest element of what is made of positions, conditions and constants; None for data."""
+        algebra, sizes = self.algebra, form.sizes
+        ends = [ZERO, ZERO]
+        for m, c in form.poly.terms.items():
+            low, high = ZERO, UNIT
+            own = [self.algebra.atoms[a] for a, _ in m]
+            if len(own) == 1 and m[0][1] == 1 and own[0].kind == "var":
+                high = sizes[own[0].args[0]] - UNIT
+            elif len(own) == 1 and m[0][1] == 1 and own[0].kind == "tensor" and own[0].args[0] in self._ranges:
+                low, high = (number(x) for x in self._ranges[own[0].args[0]])
+            elif all(atom.kind == "dim" for atom in own):
+                low = high = Poly({m: 1.0})
+            elif algebra.tensors(form.poly) or not all(atom.indicator for atom in own):
+                return None
+            for k, end in enumerate((low, high) if c > 0 else (high, low)):
+                ends[k] = ends[k] + end.scaled(c)
+        return ends[0], ends[1]
 
     # Layouts
 
@@ -1251,6 +1273,8 @@ def _range(forms: Forms, node: ir.Node) -> Form:
     if step.constant is None:
         raise Opaque("an unknown step")
     size = forms._quotient(limit - start, step)
+    if size is not None and size.constant is not None and size.constant <= 0:
+        raise Opaque("an empty range")
     group = (size,) if size is not None else forms.groups_of(node.outputs[0])[0]
     if len(group) == 1 and group[0].constant == 1:
         return Form(((),), start)
@@ -1416,6 +1440,25 @@ def _axes_in_order(axes: Sequence[Poly] | None, rank: int) -> list[int]:
 # Indexing
 
 
+def from_start(forms: Forms, index: Form, size: Poly) -> Form:
+    """The index of an element of a dimension of this size; where it is negative, it counts from the end.
+
+    Data are taken to count from the start. Raises Opaque where some of an index counts from the end, and some does not.
+    """
+    bounds = forms.bounds(index)
+    if bounds is None or _sign(bounds[0], 1):
+        return index
+    if not _sign(bounds[1] + UNIT, -1):
+        raise Opaque("an index that counts from both ends")
+    return Form(index.groups, index.poly + size)
+
+
+def _sign(bound: Poly, sign: int) -> bool:
+    """Whether a function of dimensions, none of which is below 1, is never negative; or, for -1, never positive."""
+    rising = all(c * sign >= 0 for m, c in bound.terms.items() if m)
+    return rising and sum(bound.terms.values()) * sign >= 0
+
+
 @reads("Gather")
 def _gather(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
@@ -1434,9 +1477,8 @@ def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
         return Form(groups, poly)
     v = data.variables(axis)[0]
     width = len(index.sizes)
+    index = from_start(forms, index, data.groups[axis][0])
     x = algebra.substitute(index.poly, {w: algebra.var(v + w) for w in range(width)})
-    if x.constant is not None and x.constant < 0:
-        x = x + data.groups[axis][0]
     names = {v: x} | {w: algebra.var(w + width - 1) for w in range(v + 1, len(data.sizes))}
     groups = (*data.groups[:axis], *index.groups, *data.groups[axis + 1 :])
     return Form(groups, algebra.substitute(data.poly, names))
@@ -1448,6 +1490,8 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
     axis = attribute(node, "axis", 0) % len(data.groups)
     if len(data.groups[axis]) > 1 or len(data.groups) != len(index.groups):
         raise Opaque("a gather from a composed dimension")
+    if data.groups[axis]:
+        index = from_start(forms, index, data.groups[axis][0])
     # Along other dimensions the index may end before the data do.
     names: dict[int, Poly] = {}
     for a in range(len(data.groups)):
@@ -1455,9 +1499,6 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
             names |= dict.fromkeys(data.variables(a), index.poly)
         else:
             names |= _leading(forms, data, index, a)
-    x = index.poly
-    if data.groups[axis] and x.constant is not None and x.constant < 0:
-        names |= dict.fromkeys(data.variables(axis), x + data.groups[axis][0])
     return Form(index.groups, forms.algebra.substitute(data.poly, names))
 
 
@@ -1488,9 +1529,8 @@ def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     algebra, width, count = forms.algebra, len(picks[0].sizes), len(data.sizes)
     if any(len(g) != 1 for g in data.groups[:depth]) or any(p.groups != picks[0].groups for p in picks):
         raise Opaque("a gather from a composed dimension")
-    names = {k: pick.poly for k, pick in enumerate(picks)}
+    names = {k: from_start(forms, pick, data.groups[k][0]).poly for k, pick in enumerate(picks)}
     names |= {w: algebra.var(w - depth + width) for w in range(depth, count)}
-    names = {k: p + data.groups[k][0] if p.constant is not None and p.constant < 0 else p for k, p in names.items()}
     return Form((*picks[0].groups, *data.groups[depth:]), algebra.substitute(data.poly, names))
 
 
@@ -1518,6 +1558,7 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     ]
     if any(len(data.groups[a]) != 1 or len(index.groups[a]) != 1 for a, _ in ends):
         raise Opaque("a scatter into a part of the data")
+    index = from_start(forms, index, data.groups[axis][0])
     summed = index.groups[axis]
     groups, (x, u) = forms.broadcast([index, updates])
     joined = Form(groups, ZERO)
@@ -1575,6 +1616,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     picks = []
     for k in range(depth):
         element = index if depth == 1 else sliced(forms, index, lead, number(k), 1, UNIT)
+        element = from_start(forms, element, data.groups[k][0])
         picks.append(Form((*element.groups[:lead], *((),) * (len(updates.groups) - lead)), element.poly))
     groups, polys = forms.broadcast([updates, *picks])
     width = sum(len(g) for g in groups[:lead])

@@ -21,6 +21,7 @@ from gradfuse.passes.forms import (
     Opaque,
     attribute,
     concatenated,
+    from_start,
     given,
     inputs_of,
     reads,
@@ -95,6 +96,7 @@ def _gather_grad(forms: Forms, node: ir.Node) -> Form:
         raise Opaque("a gather from a composed dimension")
     # The gradient has the index's dimensions in the place of the gathered one; these are summed.
     (v,) = out.variables(axis)
+    index = from_start(forms, index, out.groups[axis][0])
     lead = Form(grad.groups[axis : axis + len(index.groups)], ZERO)
     groups, (x, _) = forms.broadcast([index, lead])
     if groups != lead.groups:
