@@ -602,7 +602,9 @@ class Forms:
                 return None
             return [number(int(x)) for x in array.ravel()]
         node = value.producer()
-        if node is None or node.domain:
+        if node is None or value is not node.outputs[0]:
+            return None
+        if node.domain and (node.domain, node.op_type) != ("com.microsoft", "ConcatTraining"):
             return None
         inputs = node.inputs
         match node.op_type:
@@ -613,7 +615,7 @@ class Forms:
                 return [self.extent(self.form(given(inputs, 0)).sizes)]
             case "Identity" | "Squeeze" | "Unsqueeze" | "Reshape" | "Cast" | "Flatten":
                 return self.vector(inputs[0]) if value.shape is None or len(value.shape) <= 1 else None
-            case "Concat":
+            case "Concat" | "ConcatTraining":
                 parts = [self.vector(v) for v in inputs]
                 return None if any(p is None for p in parts) else [x for p in parts if p is not None for x in p]
             case "Gather":
@@ -925,15 +927,18 @@ def _softmax(forms: Forms, node: ir.Node) -> Form:
 @reads("LogSoftmax")
 def _log_softmax(forms: Forms, node: ir.Node) -> Form:
     (x,) = inputs_of(forms, node)
-    _, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
+    return log_softmax(forms, x, attribute(node, "axis", -1) % len(x.groups))
+
+
+def log_softmax(forms: Forms, x: Form, axis: int) -> Form:
+    """The logarithm of the softmax of a form along an axis."""
+    _, total = _row_sum_of_exp(forms, x, [axis])
     return Form(x.groups, x.poly - forms.algebra.log(total))
 
 
 @reads("SoftmaxCrossEntropyLoss")
 def _softmax_cross_entropy_loss(forms: Forms, node: ir.Node) -> list[Form | None]:
-    x = forms.form(given(node.inputs, 0))
-    _, total = _row_sum_of_exp(forms, x, [1])
-    return [None, Form(x.groups, x.poly - forms.algebra.log(total))]
+    return [None, log_softmax(forms, forms.form(given(node.inputs, 0)), 1)]
 
 
 def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
@@ -946,6 +951,12 @@ def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int 
         if any(s != forms.extent(x.groups[a]) for a, s in enumerate(tested) if s.integer is None):
             raise Opaque("axes are not constant")
         axes = [a for a, s in enumerate(tested) if s.constant == 1]
+    elif len(node.inputs) > 1 and (stretched := broadcast_axes(forms, node.inputs[1])) is not None:
+        # Where the size is symbolic, and 1 in the end, there is nothing to sum either way.
+        known = all(s is None or s.integer or s == forms.extent(x.groups[a]) for a, s in stretched.items())
+        if not (keep and known and attribute(node, "noop_with_empty_axes", 0)):
+            raise Opaque("axes are not constant")
+        axes = list(stretched)
     else:
         everything = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
         axes = forms.axes(node, 1, rank) or everything
@@ -966,6 +977,38 @@ def axes_of_size_one(forms: Forms, value: ir.Value | None) -> list[Poly] | None:
             sizes = next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
             return sizes
     return None
+
+
+def is_broadcast_axes(node: ir.Node) -> bool:
+    """Whether a node gives the axes that broadcasting two shapes stretches: onnxruntime-training's way to undo it."""
+    return (node.domain, node.op_type) == ("com.microsoft", "BroadcastGradientArgs")
+
+
+def broadcast_axes(forms: Forms, value: ir.Value | None) -> dict[int, Poly | None] | None:
+    """The axes along which a shape is repeated to broadcast with another one, and the sizes that the other one has.
+
+    The size is None where the shape has no such axis. An axis whose size is symbolic is one only if that is not 1.
+    None for axes that come from elsewhere; raises Opaque where the sizes do not tell.
+    """
+    node = None if value is None else value.producer()
+    if node is None or value is None or not is_broadcast_axes(node):
+        return None
+    own, other = (forms.vector(v) for v in (node.inputs if value is node.outputs[0] else reversed(node.inputs)))
+    if own is None or other is None:
+        raise Opaque("axes are not constant")
+    rank = max(len(own), len(other))
+    axes: dict[int, Poly | None] = {}
+    for axis in range(rank):
+        mine, theirs = (sizes[axis - rank] if axis >= rank - len(sizes) else None for sizes in (own, other))
+        if mine is None:
+            axes[axis] = None
+        elif theirs is None or mine == theirs or theirs == UNIT or (mine.integer or 0) > 1:
+            continue
+        elif mine == UNIT:
+            axes[axis] = theirs
+        else:
+            raise Opaque("a dimension may be repeated")
+    return axes
 
 
 @reads("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
@@ -1052,7 +1095,11 @@ def _selects(algebra: Algebra, poly: Poly, rows: bool) -> bool:
 
 @reads("MatMul")
 def _matmul(forms: Forms, node: ir.Node) -> Form:
-    operands = inputs_of(forms, node)
+    return multiplied(forms, inputs_of(forms, node))
+
+
+def multiplied(forms: Forms, operands: Sequence[Form]) -> Form:
+    """The product of two forms as matrices, or stacks of matrices."""
     labels: list[list[object]] = []
     for k, form in enumerate(operands):
         rank = len(form.groups)

@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.passes import bodies, shapes, training_ops
+from gradfuse.passes import bodies, shapes
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque, attribute
 from gradfuse.passes.progress import Progress, counted
@@ -744,10 +744,6 @@ class Sites:
                 known = _symbols([*values, *(v for g in graphs for v in g.inputs)])
                 shapes.infer(model, values)
                 invented = _symbols(values) - known
-                for node in (n for g in graphs for n in g if n.domain == training_ops.DOMAIN):
-                    # Unknown to the inference; all of them give the type of their first input.
-                    if node.inputs and node.inputs[0] is not None and node.outputs[0].type is None:
-                        node.outputs[0].type = node.inputs[0].type
             names = {str(v.name) for v in values}
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}

@@ -23,6 +23,8 @@ from gradfuse.passes.forms import (
     concatenated,
     given,
     inputs_of,
+    log_softmax,
+    multiplied,
     reads,
     scattered,
     sliced,
@@ -39,28 +41,65 @@ def _scale(forms: Forms, node: ir.Node) -> Form:
     return Form(groups, algebra.mul(x, algebra.power(factor, -1) if attribute(node, "scale_down", 0) else factor))
 
 
-@reads("SoftmaxGrad_13", "LogSoftmaxGrad_13", domain=DOMAIN)
+@reads("BroadcastGradientArgs", domain=DOMAIN)
+def _broadcast_gradient_args(forms: Forms, node: ir.Node) -> Form:
+    raise Opaque("axes, which the readers of reductions find in the shapes")
+
+
+@reads("FusedMatMul", domain=DOMAIN)
+def _fused_mat_mul(forms: Forms, node: ir.Node) -> Form:
+    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
+        raise Opaque("batches that are transposed")
+    operands = inputs_of(forms, node)
+    turned = [len(x.groups) > 1 and attribute(node, flag, 0) for x, flag in zip(operands, _TRANSPOSES, strict=True)]
+    product = multiplied(forms, [_transposed(forms, x) if t else x for x, t in zip(operands, turned, strict=True)])
+    return Form(product.groups, product.poly.scaled(attribute(node, "alpha", 1.0)))
+
+
+_TRANSPOSES = ("transA", "transB")
+
+
+def _transposed(forms: Forms, x: Form) -> Form:
+    rank = len(x.groups)
+    return forms.moved(x, [*range(rank - 2), rank - 1, rank - 2])
+
+
+@reads("SoftmaxGrad_13", "LogSoftmaxGrad_13", "SoftmaxGrad", "LogSoftmaxGrad", domain=DOMAIN)
 def _softmax_grad(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
     operands = inputs_of(forms, node)
     groups, (grad, y) = forms.broadcast(operands)
     form = Form(groups, ZERO)
     sizes = dict(enumerate(form.sizes))
-    along = {v: sizes[v] for v in form.variables(attribute(node, "axis", -1) % len(groups))}
-    if node.op_type == "SoftmaxGrad_13":
+    if node.op_type.endswith("_13"):
+        axes = [attribute(node, "axis", -1) % len(groups)]
+    else:
+        # Up to opset 12 a softmax took all dimensions from the axis on for one.
+        axes = list(range(attribute(node, "axis", 1) % len(groups), len(groups)))
+    along = {v: sizes[v] for axis in axes for v in form.variables(axis)}
+    if node.op_type.startswith("Softmax"):
         return Form(groups, algebra.mul(y, grad - algebra.sum(algebra.mul(grad, y), along, sizes)))
     return Form(groups, grad - algebra.mul(algebra.exp(y), algebra.sum(grad, along, sizes)))
 
 
-@reads("SoftmaxCrossEntropyLossGrad", domain=DOMAIN)
+@reads("SoftmaxCrossEntropyLossInternal", domain=DOMAIN)
+def _softmax_cross_entropy_loss_internal(forms: Forms, node: ir.Node) -> list[Form | None]:
+    return [None, log_softmax(forms, forms.form(given(node.inputs, 0)), 1)]
+
+
+@reads("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", domain=DOMAIN)
 def _softmax_cross_entropy_loss_grad(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    loss_grad, log_prob, label, *rest = inputs_of(forms, node)
+    loss_grad, log_prob, label, weight, ignored, more = (
+        None if value is None else forms.form(value) for value in (*node.inputs, *(None,) * 6)[:6]
+    )
+    reduction = attribute(node, "reduction", "mean")
+    if loss_grad is None or log_prob is None or label is None or reduction not in ("mean", "sum", "none"):
+        raise Opaque("a loss that is not read")
     rank = len(log_prob.groups)
     per_row: list[int | None] = [0, None, *range(1, rank - 1)]
-    reduction = attribute(node, "reduction", "mean")
-    if len(log_prob.groups[1]) != 1 or reduction not in ("mean", "sum", "none"):
-        raise Opaque("a loss that is not read")
+    if len(log_prob.groups[1]) != 1:
+        raise Opaque("the classes are composed")
     grad = forms.moved(loss_grad, per_row) if reduction == "none" else Form((), loss_grad.poly)
     groups, (z, g, t) = forms.broadcast([log_prob, grad, forms.moved(label, per_row)])
     form = Form(groups, ZERO)
@@ -69,13 +108,19 @@ def _softmax_cross_entropy_loss_grad(forms: Forms, node: ir.Node) -> Form:
     counts = UNIT
     if "ignore_index" in node.attributes:
         counts = UNIT - algebra.equal_zero(t - number(attribute(node, "ignore_index", 0)))
-    if rest:
-        counts = algebra.mul(counts, algebra.substitute(rest[0].poly, {0: t}))
+    elif ignored is not None:
+        counts = UNIT - algebra.equal_zero(t - ignored.poly)
+    if weight is not None:
+        counts = algebra.mul(counts, algebra.substitute(weight.poly, {0: t}))
     q = algebra.mul(g, counts)
     if reduction == "mean":
         rows = {v: s for v, s in sizes.items() if v != c}
         q = algebra.mul(q, algebra.power(algebra.sum(counts, rows, sizes), -1))
-    return Form(groups, algebra.mul(q, algebra.exp(z) - algebra.equal_zero(algebra.var(c) - t)))
+    result = Form(groups, algebra.mul(q, algebra.exp(z) - algebra.equal_zero(algebra.var(c) - t)))
+    if more is None:
+        return result
+    groups, (a, b) = forms.broadcast([result, more])
+    return Form(groups, a + b)
 
 
 @reads("GatherElementsGrad", domain=DOMAIN)
@@ -153,6 +198,21 @@ def _scale_array(x: Array, factor: Array, scale_down: int = 0) -> Array:
     return np.asarray(x / factor if scale_down else x * factor)
 
 
+def _broadcast_gradient_args_array(a: Array, b: Array) -> tuple[Array, ...]:
+    rank = max(len(a), len(b))
+    sizes = [[None] * (rank - len(shape)) + [int(n) for n in shape] for shape in (a, b)]
+    pairs = (list(zip(mine, theirs, strict=True)) for mine, theirs in (sizes, sizes[::-1]))
+    axes = ([k for k, (m, t) in enumerate(own) if m is None or (m == 1 and t not in (None, 1))] for own in pairs)
+    return tuple(np.asarray(own, np.int64) for own in axes)
+
+
+def _fused_mat_mul_array(
+    a: Array, b: Array, alpha: float = 1.0, transA: int = 0, transB: int = 0, **_: int  # noqa: N803
+) -> Array:
+    turned = (x.swapaxes(-1, -2) if flag and x.ndim > 1 else x for x, flag in ((a, transA), (b, transB)))
+    return np.asarray(alpha * np.matmul(*turned))
+
+
 def _softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
     return np.asarray(y * (grad - (grad * y).sum(axis, keepdims=True)))
 
@@ -161,21 +221,41 @@ def _log_softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
     return np.asarray(grad - np.exp(y) * grad.sum(axis, keepdims=True))
 
 
+def _softmax_cross_entropy_loss_internal_array(scores: Array, label: Array, *_: Array, **__: Any) -> tuple[Array, ...]:
+    """The log-probabilities; the loss itself, which no backward pass reads, is left out."""
+    shifted = scores - scores.max(1, keepdims=True, initial=-np.inf)
+    return np.zeros(()), shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def _flat_softmax_grad(run: Callable[..., Array]) -> Callable[..., Array]:
+    def flat(grad: Array, y: Array, axis: int = 1) -> Array:
+        rows = (int(np.prod(y.shape[: axis % y.ndim])), -1)
+        return run(grad.reshape(rows), y.reshape(rows)).reshape(y.shape)
+
+    return flat
+
+
 def _softmax_cross_entropy_loss_grad_array(
     grad: Array,
     log_prob: Array,
     label: Array,
     weight: Array | None = None,
+    ignored: Array | None = None,
+    more: Array | None = None,
     reduction: str = "mean",
     ignore_index: int | None = None,
+    output_type: int = 0,
 ) -> Array:
+    if ignored is not None:
+        ignore_index = int(ignored)
     counted = np.ones(label.shape, bool) if ignore_index is None else label != ignore_index
     label = np.where(counted, label, 0)
     row = counted * (np.ones(label.shape) if weight is None else weight[label])
     scale = grad * row / (row.sum() if reduction == "mean" else 1.0)
     classes = np.arange(log_prob.shape[1]).reshape(-1, *(1,) * (log_prob.ndim - 2))
     result = np.exp(log_prob) - (np.expand_dims(label, 1) == classes)
-    return np.where(np.expand_dims(counted, 1), np.expand_dims(scale, 1) * result, 0.0)
+    result = np.where(np.expand_dims(counted, 1), np.expand_dims(scale, 1) * result, 0.0)
+    return result if more is None else result + more
 
 
 def _gather_elements_grad_array(grad: Array, shape: Array, index: Array, axis: int = 0) -> Array:
@@ -202,7 +282,13 @@ _ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "Scale": _scale_array,
     "SoftmaxGrad_13": _softmax_grad_array,
     "LogSoftmaxGrad_13": _log_softmax_grad_array,
+    "SoftmaxGrad": _flat_softmax_grad(_softmax_grad_array),
+    "LogSoftmaxGrad": _flat_softmax_grad(_log_softmax_grad_array),
+    "BroadcastGradientArgs": _broadcast_gradient_args_array,
+    "FusedMatMul": _fused_mat_mul_array,
+    "SoftmaxCrossEntropyLossInternal": _softmax_cross_entropy_loss_internal_array,
     "SoftmaxCrossEntropyLossGrad": _softmax_cross_entropy_loss_grad_array,
+    "SoftmaxCrossEntropyLossInternalGrad": _softmax_cross_entropy_loss_grad_array,
     "GatherElementsGrad": _gather_elements_grad_array,
     "GatherGrad": _gather_grad_array,
     "ConcatTraining": _concat_training_array,
