@@ -35,7 +35,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
     """Finds, in a value P, a softmax p along j with
 
     1. P = p T + R, T free of j and T = -sum_j R;
-    2. R = a [j = t] + b w[j], t from an integer tensor, b / a constant (label smoothing), w one or a tensor;
+    2. R = a [j = t] + b w[j], t from an integer tensor or the number of the row, b / a constant (label smoothing), w
+       one or a tensor;
     3. [t = i] makes a zero: i is the ignore_index.
 
     The operator refuses a target that is no class, so "t is a class" is taken for granted.
@@ -48,7 +49,9 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = _without_ignored_hits(site.algebra, site.forms.form(root))
-        candidates = _candidates(site, form)
+        candidates = (
+            (*c, ignored) for c in _candidates(site, form) for ignored in _ignored_targets(site.algebra, form, *c)
+        )
         return self.first_bound(
             builder, (partial(self._read_and_bound, site, builder, root, form, *c) for c in candidates)
         )
@@ -57,13 +60,21 @@ class FuseCrossEntropyLossGradPass(FusePass):
         return any(True for _ in _candidates(site, _without_ignored_hits(site.algebra, form)))
 
     def _read_and_bound(
-        self, site: Site, builder: Builder, root: ir.Value, form: Form, p: Poly, j: int, rest: Poly
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        form: Form,
+        p: Poly,
+        j: int,
+        rest: Poly,
+        ignored: tuple[int, Atom] | None,
     ) -> Rewrite:
-        _, target = _hit(site.algebra, rest, j)
+        _, target = _hit(site.algebra, form, rest, j)
         classes = form.sizes[j]
         form = Form(form.groups, site.algebra.assuming_inside(form.poly, target, classes))
         rest = site.algebra.assuming_inside(rest, target, classes)
-        return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest))
+        return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest, ignored))
 
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
@@ -110,8 +121,19 @@ class FuseCrossEntropyLossGradPass(FusePass):
         integers = [ir.DataType.INT64, ir.DataType.INT32]
         found = site.find(site.algebra.substitute(loss.target, flat), [sizes[v] for v in rows], root, dtypes=integers)
         if found is None or found[1] != 1.0:
-            raise Mismatch("the target is no integer value of the graph")
+            return self._counted_target(site, builder, loss, rows, sizes)
         return builder.cast(builder.arrange(found[0], rows, [rows], sizes), ir.DataType.INT64)
+
+    def _counted_target(
+        self, site: Site, builder: Builder, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
+    ) -> ir.Value:
+        """One class for all rows, or as many as there are rows along a dimension, one after the other."""
+        own = [v for v in rows if v in site.algebra.free(loss.target)]
+        start = (loss.target - sum((site.algebra.var(v) for v in own), ZERO)).integer
+        if start is None or len(own) > 1:
+            raise Mismatch("the target is no integer value of the graph")
+        target = builder.arange(start, sizes[own[0]]) if own else builder.constant(np.asarray(start), ir.DataType.INT64)
+        return builder.arrange(target, own, [rows], sizes)
 
     def _weight(self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, sizes: Mapping[int, Poly]) -> ir.Value:
         assert loss.weight is not None
@@ -192,31 +214,54 @@ def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
         yield algebra.atoms[a]
 
 
-def _hit(algebra: Algebra, r: Poly, j: int) -> tuple[Atom, Poly]:
-    """[j = target], and the target."""
+def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:
+    """[j = target], and the target: class indices of a tensor, else a class that the number of the row says."""
     hits = [(a, x) for a in _atoms(algebra, r) if a.kind == "eq" and (x := algebra.solve(a, j)) is not None]
-    hits = [(a, x) for a, x in hits if algebra.tensors(x)]
+    sizes = dict(enumerate(form.sizes))
+    hits = [(a, x) for a, x in hits if algebra.tensors(x)] or [
+        (a, x) for a, x in hits if algebra.is_count(x) and algebra.inside_proven(x, sizes[j], sizes)
+    ]
     if len(hits) != 1:
         raise Mismatch(f"it has {len(hits) or 'no'} one-hot targets; the operator takes one, of class indices")
     return hits[0]
 
 
-def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
-    hit, target = _hit(algebra, r, j)
+def _parts(algebra: Algebra, hit: Atom, target: Poly, j: int, r: Poly) -> tuple[Poly, Poly]:
+    """R at the target, and elsewhere."""
     on = algebra.given(Poly({m: c for m, c in r.terms.items() if (hit.id, 1) in m}), hit, True)
     off = Poly({m: c for m, c in r.terms.items() if (hit.id, 1) not in m})
-    on = algebra.substitute(on, {j: target})
+    return algebra.substitute(on, {j: target}), off
 
-    ignore_index = NO_INDEX
+
+def _ignored_targets(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> Iterator[tuple[int, Atom] | None]:
+    """Numbers i with the condition [t = i] that makes all of a row zero; None where there is no such number."""
+    try:
+        hit, target = _hit(algebra, form, r, j)
+    except Mismatch:
+        yield None  # which is told when it is read
+        return
+    on, off = _parts(algebra, hit, target, j, r)
+    found = False
     for atom in _atoms(algebra, on):
         if atom.kind != "eq":
             continue
         for sign in (1.0, -1.0):
             value = (target - atom.args[0].scaled(sign)).integer
-            if value is not None and not algebra.given(on, atom, True) and not algebra.given(off, atom, True):
-                ignore_index = value
-                on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
+            if value is not None and not any(algebra.mul(algebra.of(atom), part) for part in (on, off)):
+                found = True
+                yield value, atom
                 break
+    if not found:
+        yield None
+
+
+def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple[int, Atom] | None) -> _Loss:
+    hit, target = _hit(algebra, form, r, j)
+    on, off = _parts(algebra, hit, target, j, r)
+    ignore_index = NO_INDEX
+    if ignored is not None:
+        ignore_index, atom = ignored
+        on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
 
     weight = None
     for atom in _atoms(algebra, on):

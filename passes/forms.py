@@ -106,6 +106,7 @@ class Forms:
         self._sizes: dict[str, Poly] = {}
         self._invented = invented
         self._resolved: dict[str, Poly] = {}
+        self._required: dict[tuple[ir.Value, int], Poly] = {}
         self._names: dict[object, str] = {}
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self.opaque: set[ir.Value] = set()
@@ -119,6 +120,12 @@ class Forms:
         self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
         for node in counted(list(graph), "reading", progress):
             self._read(node)
+        if self._require_sizes(graph):
+            # Forms that were made before a size was known call it by another name.
+            for memory in (self._forms, self._vectors, self._sizes, self._names, self._examples, self.opaque):
+                memory.clear()
+            for node in graph:
+                self._read(node)
 
     def get(self, value: ir.Value) -> Form | None:
         """The form of a value; None where its rank is unknown."""
@@ -307,6 +314,44 @@ class Forms:
                         if other != first:
                             self._dims[other] = first
 
+    def _require_sizes(self, graph: ir.Graph) -> bool:
+        """Note the sizes that losses demand of their labels; whether there is one that is not known by its name.
+
+        Tokens of sequences are the rows of a reshape: their number is a product, and whatever an exporter calls it.
+        """
+        found = False
+        for node in graph:
+            scores, labels = (*node.inputs, None, None)[:2]
+            if scores is None or labels is None or node.op_type not in _LOSSES or labels.producer() is not None:
+                continue
+            form, own = self.get(scores), self.get(labels)
+            if form is None or own is None or len(form.groups) != len(own.groups) + 1:
+                continue
+            groups = (form.groups[0], *form.groups[2:])
+            for axis, (wanted, given) in enumerate(
+                zip(map(self.extent, groups), map(self.extent, own.groups), strict=True)
+            ):
+                name = _symbol(labels, axis)
+                if wanted == given or name is None:
+                    continue
+                found = True
+                name = self._dim_name(name)
+                others = [wanted, *self._resolved.values()]
+                if (
+                    name.startswith("?")
+                    or self._resolved.keys() & self._dims_in([wanted])
+                    or name in self._dims_in(others)
+                ):
+                    # No name, or one for a number and its multiple: exporters call rows "batch", too.
+                    self._required[labels, axis] = wanted
+                else:
+                    self._resolved[name] = wanted
+        return found
+
+    def _dims_in(self, sizes: Iterable[Poly]) -> frozenset[str]:
+        atoms = (self.algebra.atoms[a] for size in sizes for m in size.terms for a, _ in m)
+        return frozenset(str(atom.args[0]) for atom in atoms if atom.kind == "dim")
+
     def _dim_name(self, name: str) -> str:
         while name in self._dims:
             name = self._dims[name]
@@ -362,7 +407,7 @@ class Forms:
         """One variable per dimension of the value's own shape."""
         if value.shape is None:
             raise Unreadable(value.name)
-        sizes = [self.size(d, _nameless(value, k)) for k, d in enumerate(value.shape)]
+        sizes = [self._required.get((value, k)) or self.size(d, _nameless(value, k)) for k, d in enumerate(value.shape)]
         return tuple(() if s.constant == 1 else (s,) for s in sizes)
 
     def extent(self, group: Group) -> Poly:
@@ -733,7 +778,8 @@ def _through_casts(value: ir.Value) -> ir.Value:
     return value
 
 
-_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "SplitTraining"}
+_LOSSES = {"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "NegativeLogLikelihoodLoss"}
+_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "GatherNDGrad", "SliceGrad", "SplitTraining"}
 """Operations whose readers look at the shapes of a node's outputs."""
 _FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
 """Those whose readers do where nothing is known of the last operand."""
@@ -832,7 +878,7 @@ def _cast(forms: Forms, node: ir.Node) -> Form:
         return Form(form.groups, UNIT - forms.algebra.equal_zero(form.poly))
     if target.dtype in FLOATS or source.dtype not in FLOATS:
         return form
-    if all(c == int(c) for c in form.poly.terms.values()) and not forms.algebra.tensors(form.poly):
+    if forms.algebra.is_count(form.poly):
         return form
     raise Opaque("a cast that rounds")
 
@@ -1374,6 +1420,12 @@ def _window(forms: Forms, x: Form, axis: int, start: Poly, size: Poly, total: Po
     return Form(groups, algebra.mul(inside, algebra.substitute(x.poly, shifted)))
 
 
+def windowed(forms: Forms, x: Form, axis: int, start: Poly, total: Poly) -> Form:
+    """x as the elements from `start` on of a dimension of `total` elements, which are 0 elsewhere."""
+    size = forms.extent(x.groups[axis])
+    return x if size == total else _window(forms, x, axis, start, size, total)
+
+
 @reads("Concat")
 def _concat(forms: Forms, node: ir.Node) -> Form:
     parts = inputs_of(forms, node)
@@ -1461,8 +1513,9 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
 @reads("GatherND")
 def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
+    index = with_batch_indices(forms, index, attribute(node, "batch_dims", 0))
     depth = forms.extent(index.groups[-1]).integer
-    if attribute(node, "batch_dims", 0) or depth is None:
+    if depth is None:
         raise Opaque("a gather by several indices")
     # One index after the other, from the last dimension on; those of one element stay beside each other.
     lead = len(index.groups) - 1
@@ -1475,6 +1528,16 @@ def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     names |= {w: algebra.var(w - depth + width) for w in range(depth, count)}
     names = {k: p + data.groups[k][0] if p.constant is not None and p.constant < 0 else p for k, p in names.items()}
     return Form((*picks[0].groups, *data.groups[depth:]), algebra.substitute(data.poly, names))
+
+
+def with_batch_indices(forms: Forms, index: Form, batch_dims: int) -> Form:
+    """The index with the numbers of its first dimensions in front of each row: what batch_dims leaves out."""
+    rank = len(index.groups)
+    if not batch_dims:
+        return index
+    lead = Form((*index.groups[:-1], ()), ZERO)
+    numbers = [Form(lead.groups, _position(forms, lead, axis)) for axis in range(batch_dims)]
+    return concatenated(forms, [*numbers, index], rank - 1)
 
 
 @reads("NonZero")
@@ -1536,8 +1599,14 @@ def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
 
 @reads("ScatterND")
 def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
-    algebra = forms.algebra
     data, index, updates = inputs_of(forms, node)
+    placed, hits = scattered_by_rows(forms, data, index, updates)
+    return _updated(forms, data, placed, hits, attribute(node, "reduction", "none"))
+
+
+def scattered_by_rows(forms: Forms, data: Form, index: Form, updates: Form) -> tuple[Form, Poly]:
+    """The updates added up where the rows of the index say, in the data's shape; and how many hit each element."""
+    algebra = forms.algebra
     depth = forms.extent(index.groups[-1]).integer if index.groups else None
     if depth is None or any(len(g) != 1 for g in data.groups[:depth]):
         raise Opaque("a scatter that is not read")
@@ -1560,7 +1629,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     bound = {-3_000_000 - v: sizes[v] for v in range(width)}
     free = dict(enumerate(s for g in out for s in g))
     placed, hits = (algebra.sum(term, bound, free) for term in (algebra.mul(hit, moved[0]), hit))
-    return _updated(forms, data, Form(out, placed), hits, attribute(node, "reduction", "none"))
+    return Form(out, placed), hits
 
 
 @reads("OneHot")

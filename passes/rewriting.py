@@ -179,6 +179,15 @@ class Builder:
         value, axis = found
         return self.op("Shape", [value], ir.DataType.INT64, [UNIT], start=axis, end=axis + 1)
 
+    def arange(self, start: int, size: Poly) -> ir.Value:
+        """start, start + 1, ... as an int64 tensor of this size."""
+        if size.integer is not None:
+            return self.ints(range(start, start + size.integer))
+        first, one = (self.constant(np.asarray(n), ir.DataType.INT64) for n in (start, 1))
+        count = self.op("Squeeze", [self._extent(size)], ir.DataType.INT64, [])
+        end = self.op("Add", [count, first], ir.DataType.INT64, [])
+        return self.op("Range", [first, end, one], ir.DataType.INT64, [size])
+
     def arrange(self, value: ir.Value, variables: Sequence[int], layout: Layout, sizes: Mapping[int, Poly]) -> ir.Value:
         """A value whose row-major elements run over `variables`, in the given layout; further variables repeat it."""
         target = [v for group in layout for v in group]

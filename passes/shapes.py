@@ -62,19 +62,18 @@ def _infer_here(model: ir.Model) -> None:
 @contextmanager
 def _stand_ins(model: ir.Model) -> Iterator[None]:
     """For the time of the inference, standard operators of the same types and shapes stand for onnxruntime's own."""
-    replaced = []
+    replaced: list[tuple[ir.Node, str, str, Sequence[ir.Value | None], Mapping[str, ir.Attr]]] = []
     for graph in (model.graph, *(f.graph for f in model.functions.values())):
         for node in graph.all_nodes():
             stand_in = _stand_in(node)
             if stand_in is not None:
                 replaced.append((node, node.domain, node.op_type, tuple(node.inputs), dict(node.attributes)))
-                op_type, inputs, attributes = stand_in
-                _become(node, "", op_type, inputs, attributes)
+                _become(node, "", *stand_in)
     try:
         yield
     finally:
-        for node, *former in replaced:
-            _become(node, *former)
+        for node, domain, op_type, inputs, attributes in replaced:
+            _become(node, domain, op_type, inputs, attributes)
 
 
 def _become(

@@ -27,7 +27,10 @@ from gradfuse.passes.forms import (
     multiplied,
     reads,
     scattered,
+    scattered_by_rows,
     sliced,
+    windowed,
+    with_batch_indices,
 )
 
 DOMAIN = "com.microsoft"
@@ -123,10 +126,18 @@ def _softmax_cross_entropy_loss_grad(forms: Forms, node: ir.Node) -> Form:
     return Form(groups, a + b)
 
 
+def _blank(forms: Forms, shape: ir.Value, output: ir.Value) -> Form:
+    """Zeros of the shape that a tensor holds, which says more of its sizes than the type of what has that shape."""
+    sizes = forms.vector(shape)
+    if sizes is None:
+        return Form(forms.groups_of(output), ZERO)
+    return Form(tuple(() if s.constant == 1 else (s,) for s in sizes), ZERO)
+
+
 @reads("GatherElementsGrad", domain=DOMAIN)
 def _gather_elements_grad(forms: Forms, node: ir.Node) -> Form:
     grad, index = forms.form(given(node.inputs, 0)), forms.form(given(node.inputs, 2))
-    blank = Form(forms.groups_of(node.outputs[0]), ZERO)
+    blank = _blank(forms, given(node.inputs, 1), node.outputs[0])
     return scattered(forms, blank, index, grad, attribute(node, "axis", 0) % len(blank.groups))[0]
 
 
@@ -134,7 +145,7 @@ def _gather_elements_grad(forms: Forms, node: ir.Node) -> Form:
 def _gather_grad(forms: Forms, node: ir.Node) -> Form:
     algebra = forms.algebra
     index, grad = forms.form(given(node.inputs, 1)), forms.form(given(node.inputs, 2))
-    out = Form(forms.groups_of(node.outputs[0]), ZERO)
+    out = _blank(forms, given(node.inputs, 0), node.outputs[0])
     axis = attribute(node, "axis", 0) % len(out.groups)
     if len(out.groups[axis]) != 1:
         raise Opaque("a gather from a composed dimension")
@@ -153,6 +164,33 @@ def _gather_grad(forms: Forms, node: ir.Node) -> Form:
     hit = algebra.equal_zero(algebra.var(v) - algebra.substitute(x, apart))
     term = algebra.mul(hit, algebra.substitute(grad.poly, names))
     return Form(out.groups, algebra.sum(term, bound, dict(enumerate(out.sizes))))
+
+
+@reads("GatherNDGrad", domain=DOMAIN)
+def _gather_nd_grad(forms: Forms, node: ir.Node) -> Form:
+    index, grad = forms.form(given(node.inputs, 1)), forms.form(given(node.inputs, 2))
+    blank = _blank(forms, given(node.inputs, 0), node.outputs[0])
+    return scattered_by_rows(forms, blank, with_batch_indices(forms, index, attribute(node, "batch_dims", 0)), grad)[0]
+
+
+@reads("SliceGrad", domain=DOMAIN)
+def _slice_grad(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(given(node.inputs, 0))
+    rank = len(x.groups)
+    starts, ends, axes, steps = (forms.constant(v) for v in (*node.inputs[2:], None, None)[:4])
+    if starts is None or ends is None or (steps is not None and np.any(steps != 1)):
+        raise Opaque("a slice that is not constant")
+    if axes is None and len(node.inputs) > 4 and node.inputs[4] is not None:
+        raise Opaque("axes are not constant")
+    whole = _blank(forms, given(node.inputs, 1), node.outputs[0]).groups
+    for axis, start in zip(range(len(starts)) if axes is None else axes, starts, strict=True):
+        axis = int(axis) % rank
+        total = forms.extent(whole[axis])
+        first = number(int(start)) if start >= 0 else total + number(int(start))
+        if any(c < 0 for c in first.terms.values()) and first.integer is None:
+            raise Opaque("a slice that may begin ahead of the first element")
+        x = windowed(forms, x, axis, number(max(0, first.integer)) if first.integer is not None else first, total)
+    return x
 
 
 @reads("ConcatTraining", domain=DOMAIN)
@@ -207,7 +245,12 @@ def _broadcast_gradient_args_array(a: Array, b: Array) -> tuple[Array, ...]:
 
 
 def _fused_mat_mul_array(
-    a: Array, b: Array, alpha: float = 1.0, transA: int = 0, transB: int = 0, **_: int  # noqa: N803
+    a: Array,
+    b: Array,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    **_: int,
 ) -> Array:
     turned = (x.swapaxes(-1, -2) if flag and x.ndim > 1 else x for x, flag in ((a, transA), (b, transB)))
     return np.asarray(alpha * np.matmul(*turned))
@@ -274,6 +317,24 @@ def _gather_grad_array(shape: Array, index: Array, grad: Array, axis: int = 0) -
     return out
 
 
+def _gather_nd_grad_array(shape: Array, index: Array, grad: Array, batch_dims: int = 0) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    batches = np.indices(index.shape[:-1])[:batch_dims]
+    np.add.at(out, (*batches, *np.moveaxis(index, -1, 0)), grad)
+    return out
+
+
+def _slice_grad_array(
+    grad: Array, shape: Array, starts: Array, ends: Array, axes: Array | None = None, steps: Array | None = None
+) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    places = [slice(None)] * out.ndim
+    for k, axis in enumerate(range(len(starts)) if axes is None else axes):
+        places[int(axis)] = slice(int(starts[k]), int(ends[k]), 1 if steps is None else int(steps[k]))
+    out[tuple(places)] = grad
+    return out
+
+
 def _concat_training_array(*parts: Array, axis: int = 0) -> tuple[Array, ...]:
     return np.concatenate(parts, axis), np.asarray([p.shape[axis] for p in parts], np.int64)
 
@@ -291,6 +352,8 @@ _ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "SoftmaxCrossEntropyLossInternalGrad": _softmax_cross_entropy_loss_grad_array,
     "GatherElementsGrad": _gather_elements_grad_array,
     "GatherGrad": _gather_grad_array,
+    "GatherNDGrad": _gather_nd_grad_array,
+    "SliceGrad": _slice_grad_array,
     "ConcatTraining": _concat_training_array,
     "SplitTraining": lambda x, split, axis=0: tuple(np.split(x, np.cumsum(split)[:-1], axis)),
 }
