@@ -97,7 +97,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         results = []
         for (smoothing, _), (reduction, gradient) in zip(loss.parts, reductions, strict=True):
             by_row = rows if reduction == "none" else []
-            grad = site.materialise(builder, gradient, by_row, sizes, root.dtype, [by_row] if by_row else [])
+            grad = self._gradient(site, builder, root, loss, gradient, by_row, sizes)
             results.append(
                 builder.fused(
                     self.operator,
@@ -113,6 +113,29 @@ class FuseCrossEntropyLossGradPass(FusePass):
         shape = [list(form.variables(a)) for a in range(len(form.groups))]
         output = builder.arrange(total, [*rows, loss.classes], shape, sizes)
         return builder.rewrite("cross-entropy-backward", results, output)
+
+    def _gradient(
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        loss: _Loss,
+        gradient: Poly,
+        by_row: list[int],
+        sizes: Mapping[int, Poly],
+    ) -> ir.Value:
+        """The gradient of the loss, or of each row's; what it is for ignored rows does not matter."""
+        assert root.dtype is not None
+        layout = [by_row] if by_row else []
+        before = len(builder.nodes)
+        try:
+            return site.materialise(builder, gradient, by_row, sizes, root.dtype, layout)
+        except Mismatch:
+            builder.discard(before)
+            counted = site.algebra.mul(gradient, _counts(site.algebra, loss))
+            if not by_row or counted == gradient:
+                raise
+            return site.materialise(builder, counted, by_row, sizes, root.dtype, layout)
 
     def _target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, MutableMap
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -27,11 +28,13 @@ from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, Positions, TooCom
 from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
+_finfo: Any = ml_dtypes.finfo
 Group = tuple[Poly, ...]
 Array = npt.NDArray[Any]
 
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _VECTOR_LIMIT = 64
+_ALIKE_LIMIT = 1 << 16  # elements of constants that are compared with multiples of each other
 _STEPS = 8  # rises of a constant that is read as a sum of steps
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -90,6 +93,11 @@ def _repeated(array: Array) -> Array | None:
     return np.broadcast_to(first, array.shape)
 
 
+def _epsilon(dtype: np.dtype[Any]) -> float:
+    """The distance of 1 to the next number of a type."""
+    return float(_finfo(dtype).eps)
+
+
 class Forms:
     """The canonical forms of the values of one graph (or function body)."""
 
@@ -102,6 +110,7 @@ class Forms:
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
         self._constants: dict[ir.Value, Array | None] = {}
         self._small_constants: dict[object, Form] = {}
+        self._alike_constants: dict[tuple[int, ...], list[tuple[object, Array]]] = {}
         self._dims: dict[str, str] = {}
         self._sizes: dict[str, Poly] = {}
         self._invented = invented
@@ -262,14 +271,36 @@ class Forms:
                     return Form(groups, sum(past, ZERO).scaled(float(steps.max())) + number(float(numbers[0])))
             if boolean and numbers.sum() == 1:
                 return Form(groups, self.algebra.equal_zero(index - number(float(numbers.argmax()))))
-        if numbers.ndim == 2 and len(set(numbers.shape)) == 1 and np.all(numbers == np.eye(len(numbers))):
+        if (
+            numbers.ndim == 2
+            and len(set(numbers.shape)) == 1
+            and np.all(numbers == numbers[0, 0] * np.eye(len(numbers)))
+        ):
             row, column = (self.algebra.var(v) for v in varying)
-            return Form(groups, self.algebra.equal_zero(column - row))
+            return Form(groups, self.algebra.equal_zero(column - row).scaled(float(numbers[0, 0])))
         if numbers.ndim == 2 and (blocks := self._blocks(numbers, varying)) is not None:
             return Form(groups, blocks)
+        name, factor = self._constant_name(numbers, array.dtype)
+        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean).scaled(factor))
+
+    def _constant_name(self, numbers: Array, dtype: np.dtype[Any]) -> tuple[object, float]:
+        """A name for numbers of a type, or for what they are a multiple of but for rounding, and the factor.
+
+        Exporters multiply constants ahead of time, such as the weights of classes by a factor of the loss.
+        """
         digest = hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]
         name = ("constant", numbers.shape, digest)
-        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean))
+        floats = dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+        if not floats or numbers.size > _ALIKE_LIMIT or not np.all(np.isfinite(numbers)):
+            return name, 1.0
+        alike = self._alike_constants.setdefault(numbers.shape, [])
+        largest = np.abs(numbers).argmax()
+        for first, other in alike:
+            factor = float(numbers.flat[largest] / other.flat[largest]) if other.flat[largest] else 0.0
+            if factor and np.allclose(numbers, factor * other, rtol=4 * _epsilon(dtype), atol=0):
+                return first, factor
+        alike.append((name, numbers))
+        return name, 1.0
 
     def _blocks(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
         """A few rows (or columns) of zeros with one run of ones in each, by conditions; None for other matrices."""
@@ -566,6 +597,20 @@ class Forms:
         if alike is not None and not any(self.algebra.tensors(s) for f in forms if f is not None for s in f.sizes):
             self._examples[alike[0]] = (alike[1], forms)
         return forms
+
+    def why_opaque(self, node: ir.Node) -> str | None:
+        """The reason why a node that has a reader is not expressed; None where it is, or where there is no reader."""
+        reader = _READERS.get((node.domain, node.op_type))
+        try:
+            if reader is not None:
+                reader(self, node)
+        except Unreadable as unknown:
+            return f"the shape of {unknown} is unknown"
+        except (Opaque, TooComplex) as reason:
+            return str(reason)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return "it is not as the operator wants it"
+        return None
 
     def _alike(self, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
         """What nodes have in common of which readers say the same, up to the names of tensors; and these names.
@@ -1554,7 +1599,7 @@ def _nonzero(forms: Forms, node: ir.Node) -> Form:
 def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -> tuple[Form, Poly]:
     """The updates added up at their indices along an axis, in the data's shape; and how many hit each element."""
     algebra = forms.algebra
-    if len(data.groups[axis]) != 1:
+    if len(data.groups[axis]) > 1:
         raise Opaque("a scatter into a composed dimension")
     for a, g in enumerate(data.groups):
         if a != axis and forms.extent(g) != forms.extent(index.groups[a]):
@@ -1566,8 +1611,10 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     inner = list(joined.variables(axis))
     start = sum(len(g) for g in groups[:axis])
     names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
-    names |= {w: algebra.var(w - len(inner) + 1) for w in range(start + len(inner), len(joined.sizes))}
-    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names))
+    width = len(data.groups[axis])
+    names |= {w: algebra.var(w - len(inner) + width) for w in range(start + len(inner), len(joined.sizes))}
+    # Of one element there is nothing to choose.
+    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names)) if width else UNIT
     groups = tuple(data.groups[axis] if a == axis else g for a, g in enumerate(groups))
     sizes = dict(enumerate(s for g in groups for s in g))
     bound = {-3_000_000 - k: s for k, s in enumerate(summed)}

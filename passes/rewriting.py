@@ -211,11 +211,12 @@ class Builder:
         nodes = [node for value in fused if (node := value.producer()) is not None]
         return Rewrite(nodes[0].op_type, rule, self.root, self.nodes, nodes, output)
 
-    def discard(self) -> None:
-        for node in self.nodes:
+    def discard(self, kept: int = 0) -> None:
+        """Drop the nodes, but for the first ones."""
+        for node in self.nodes[kept:]:
             for k in range(len(node.inputs)):
                 node.replace_input_with(k, None)
-        self.nodes.clear()
+        del self.nodes[kept:]
 
     def commit(self) -> None:
         for value in self._initializers:
