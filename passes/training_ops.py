@@ -229,7 +229,7 @@ def reference_ops() -> list[type]:
 
         return type(name, (OpRun,), {"op_domain": DOMAIN, "_run": _run, "__abstractmethods__": frozenset()})
 
-    return [op(name, run) for name, run in _ON_ARRAYS.items()]
+    return [op(name, run) for name, run in ON_ARRAYS.items()]
 
 
 def _scale_array(x: Array, factor: Array, scale_down: int = 0) -> Array:
@@ -339,7 +339,7 @@ def _concat_training_array(*parts: Array, axis: int = 0) -> tuple[Array, ...]:
     return np.concatenate(parts, axis), np.asarray([p.shape[axis] for p in parts], np.int64)
 
 
-_ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
+ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "Scale": _scale_array,
     "SoftmaxGrad_13": _softmax_grad_array,
     "LogSoftmaxGrad_13": _log_softmax_grad_array,
