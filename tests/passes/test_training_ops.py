@@ -1,4 +1,4 @@
-"""What the passes take the operators of onnxruntime-training for, as forms and as arrays, against PyTorch in float64."""
+"""What operators of onnxruntime-training are for the passes, as forms and as arrays, against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -68,8 +68,12 @@ MORE = [
 ]
 READ = [case for case in (*CASES, *MORE) if case.op_type in training_ops.ON_ARRAYS]
 CONSTANTS = {
-    **{"GatherElementsGrad": {1}, "GatherGrad": {0}, "GatherNDGrad": {0}, "SliceGrad": {1, 2, 3, 4, 5}},
-    **{"SplitTraining": {1}, "SoftmaxCrossEntropyLossInternalGrad": {4}},
+    "GatherElementsGrad": {1},
+    "GatherGrad": {0},
+    "GatherNDGrad": {0},
+    "SliceGrad": {1, 2, 3, 4, 5},
+    "SplitTraining": {1},
+    "SoftmaxCrossEntropyLossInternalGrad": {4},
 }
 """Inputs that exporters write as constants, and that say where the others go."""
 
