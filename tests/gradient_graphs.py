@@ -28,19 +28,28 @@ def arrays(name: str, kind: str) -> dict[str, Array]:
         return {key.removeprefix(f"{kind}."): file[key] for key in file.files if key.startswith(f"{kind}.")}
 
 
-def in_standard_operators(model: ir.Model) -> onnx.ModelProto:
-    """The model for stock onnxruntime; the gradient of the loss is 1."""
-    functions.attach(model)
-    shapes.infer(model, [value for node in model.graph for value in node.outputs])
+def without_yield(model: ir.Model) -> ir.Model:
+    """The model with 1 for the gradient of the loss."""
     for node in list(model.graph):
         if node.op_type == "YieldOp":
             one = ir.node("Constant", [], {"value": ir.tensor(np.ones((), np.float32))})
             one.outputs[0].name = f"{node.outputs[0].name}_one"
             ir.convenience.replace_nodes_and_values(model.graph, node, [node], [one], node.outputs, one.outputs)
-        elif node.op_type == "SoftmaxCrossEntropyLossInternal":
+    return model
+
+
+def in_standard_operators(model: ir.Model) -> onnx.ModelProto:
+    """The model for stock onnxruntime; the gradient of the loss is 1."""
+    functions.attach(without_yield(model))
+    shapes.infer(model, [value for node in model.graph for value in node.outputs])
+    for node in list(model.graph):
+        if node.op_type == "SoftmaxCrossEntropyLossInternal":
             node.domain, node.op_type = "", "SoftmaxCrossEntropyLoss"
-            ignored = ir.convenience.get_const_tensor(node.inputs[3])
-            node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", int(ignored.numpy()))
+            ignored = node.inputs[3]
+            assert ignored is not None
+            constant = ir.convenience.get_const_tensor(ignored)
+            assert constant is not None
+            node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", int(constant.numpy()))
             node.resize_inputs(3 if node.inputs[2] is not None else 2)
     operators.replace(model.graph, "model")
     model.opset_imports.pop("com.microsoft", None)

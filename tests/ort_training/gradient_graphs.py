@@ -35,6 +35,8 @@ WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7])
 
 
 class Block(nn.Module):
+    future: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.attention, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
@@ -48,7 +50,8 @@ class Block(nn.Module):
         )
         scores = (query @ key.transpose(-1, -2) * 0.5).masked_fill(self.future[:count, :count], float("-inf"))
         x = x + self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(rows, count, width))
-        return x + self.narrow(F.gelu(self.wide(x)))
+        result: Tensor = x + self.narrow(F.gelu(self.wide(x)))
+        return result
 
 
 class Gpt(nn.Module):
@@ -257,18 +260,18 @@ def produce(name: str, folder: Path) -> None:
     trainable = [name for name, _ in module.named_parameters() if any(t.name == name for t in model.graph.initializer)]
     state = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     feeds = {f"input_{k}": tensor.numpy() for k, tensor in enumerate(case.inputs)}
-    targets: list[Tensor] = []
+    target: Tensor | None = None
     if case.labels is None:
         model = differentiated(model, trainable)
     else:
         model = with_loss(model, trainable)
-        targets = [_tokens(1).flatten()]
-        feeds["labels"] = targets[0].numpy()
+        target = _tokens(1).flatten()
+        feeds["labels"] = target.numpy()
     feeds |= {value.name: state[value.name] for value in model.graph.input if value.name in state}
     exact = module.double()
     loss = exact(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in case.inputs))
-    if targets:
-        loss = F.cross_entropy(loss, *targets)
+    if target is not None:
+        loss = F.cross_entropy(loss, target)
     gradients = torch.autograd.grad(loss, [dict(exact.named_parameters())[name] for name in trainable])
     arrays = {f"in.{name}": array for name, array in feeds.items()}
     arrays |= {f"out.{name}_grad": grad.numpy() for name, grad in zip(trainable, gradients, strict=True)}

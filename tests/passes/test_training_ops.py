@@ -31,7 +31,7 @@ MORE = [
     *(
         gradient(
             "SoftmaxCrossEntropyLossInternalGrad",
-            lambda z, *w, how=how: F.cross_entropy(z, TARGET, *w, reduction=how, ignore_index=1),
+            lambda z, *w, how=how: F.cross_entropy(z, TARGET, w[0] if w else None, reduction=how, ignore_index=1),
             [normal(5, 4), *weight],
             lambda dy, y, z, *w: [dy, z.log_softmax(1), TARGET, w[0] if w else None, torch.tensor(1)],
             attributes={"reduction": how},
