@@ -48,7 +48,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     operator = "CrossEntropyLossGrad"
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
-        form = _without_ignored_hits(site.algebra, site.forms.form(root))
+        form = _readable(site.algebra, site.forms.form(root))
         candidates = (
             (*c, ignored) for c in _candidates(site, form) for ignored in _ignored_targets(site.algebra, form, *c)
         )
@@ -57,7 +57,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         )
 
     def possible(self, site: Site, form: Form) -> bool:
-        return any(True for _ in _candidates(site, _without_ignored_hits(site.algebra, form)))
+        return any(True for _ in _candidates(site, _readable(site.algebra, form)))
 
     def _read_and_bound(
         self,
@@ -197,6 +197,58 @@ def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
     for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
         if (rest := _rest(site.algebra, form, p, j)) is not None:
             yield p, j, rest
+
+
+_ROW = -5_000_000  # the bound variable of a sum that is looked into
+
+
+def _readable(algebra: Algebra, form: Form) -> Form:
+    return _without_ignored_hits(algebra, _without_flat_indices(algebra, form))
+
+
+def _without_flat_indices(algebra: Algebra, form: Form) -> Form:
+    """The form with [j = t[v]] u[v] for sum_i [C v + j = C i + t[i]] u[i], as t is below the number C of classes.
+
+    Elements of a matrix are picked by one index, and that is what their gradients are scattered by.
+    """
+    single: dict[int, Poly] = {}
+    for atom in _atoms(algebra, form.poly):
+        if atom.kind == "sum" and len(atom.args[0]) == 1 and (found := _at_one_row(algebra, form, atom)) is not None:
+            single[atom.id] = found
+    if not single:
+        return form
+    result = ZERO
+    for monomial, c in form.poly.terms.items():
+        factors = (single.get(a, algebra.of(algebra.atoms[a])) for a, _ in monomial)
+        powers = (algebra.power(factor, e) for factor, (_, e) in zip(factors, monomial, strict=True))
+        result = result + algebra.product(powers).scaled(c)
+    return Form(form.groups, result)
+
+
+def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
+    """A sum over rows with a condition that only the row of the element fulfils; None for other sums."""
+    sizes = form.sizes
+    rows = [v for v, size in enumerate(sizes) if size == atom.args[0][0]]
+    summand = algebra.opened(atom, [_ROW])
+    for condition in _atoms(algebra, summand):
+        if _ROW not in condition.free or condition.kind not in ("eq", "inside"):
+            continue
+        for v in rows:
+            for j, classes in enumerate(sizes):
+                if j == v or v not in condition.free:
+                    continue
+                index = condition.args[0] if condition.kind == "inside" else algebra.solve(condition, j)
+                if index is None or (condition.kind == "inside" and condition.args[1] != classes):
+                    continue
+                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(_ROW))
+                if algebra.free(target) != {_ROW} or algebra.has_variable_factor(target):
+                    continue
+                here = {_ROW: algebra.var(v)}
+                hit = UNIT
+                if condition.kind == "eq":
+                    hit = algebra.equal_zero(algebra.var(j) - algebra.substitute(target, here))
+                return algebra.mul(hit, algebra.substitute(algebra.given(summand, condition, True), here))
+    return None
 
 
 def _without_ignored_hits(algebra: Algebra, form: Form) -> Form:

@@ -436,6 +436,15 @@ def _less_ones(g: GraphBuilder) -> str:
     return g.constant(-np.ones((N, 1)))
 
 
+def _by_flat_index(g: GraphBuilder, step: int = C) -> str:
+    """The log-probabilities picked by one index, C i + t[i], and the gradient scattered by it."""
+    p, t = _p(g), given(g, "t")
+    index = g.op("Add", t, g.op("Mul", arange(g, N), g.constant(step, np.int64)))
+    ones = g.op("ScatterElements", g.constant(np.zeros(N * C)), index, g.constant(np.ones(N)), axis=0, reduction="add")
+    hot = g.op("Reshape", ones, g.ints(N, C))
+    return cross_entropy(g, g.op("Sub", g.op("Mul", p, g.sum(hot, 1)), hot))
+
+
 def _focal(g: GraphBuilder) -> str:
     """The loss of a row times its gradient; both are zero where the row is ignored."""
     t = given(g, "t_some")
@@ -499,6 +508,7 @@ CROSS_ENTROPY: dict[str, Build] = {
     "masked and ignored": _masked_and_ignored,
     "lessened by the row's number": _lessened_by_number,
     "through one element": _through_one_element,
+    "by one index": _by_flat_index,
     "focal": _focal,
 }
 
@@ -763,6 +773,7 @@ OTHERS: dict[str, tuple[str, Build]] = {
         "CrossEntropyLossGrad",
         lambda g: _against_each_other(g, lambda g, z: _onehot(g, g.op("Add", arange(g, C), g.constant(1, np.int64)))),
     ),
+    "by one index of fewer classes": ("CrossEntropyLossGrad", lambda g: _by_flat_index(g, C - 1)),
     "no class": ("CrossEntropyLossGrad", lambda g: _one_class(g, C)),
     "almost a unit matrix": (
         "CrossEntropyLossGrad",
