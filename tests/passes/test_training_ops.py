@@ -11,11 +11,15 @@ from evaluation import Array, Evaluation
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from ort_training.operator_cases import CASES, OperatorCase, gradient, normal
+from producers import run
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradfuse import explain, fuse
+from gradfuse.custom_ops import functions
 from gradfuse.passes import training_ops
 from gradfuse.passes.forms import Forms, has_reader
+from gradfuse.testing import assert_gradients_close
 
 TARGET = torch.tensor([1, 0, 3, 2, 1])
 INDEX = torch.tensor([[2], [0], [2]])
@@ -138,3 +142,109 @@ def test_forms_are_those_of_pytorch(case: OperatorCase) -> None:
             continue
         result = Evaluation(forms.algebra, tensors, {}).form(form)
         np.testing.assert_allclose(result, exact.detach().numpy(), rtol=1e-9, atol=1e-12)
+
+
+SHAPES = {
+    "equal": ("n, 3", "n, 3"),
+    "one row": ("1, 3", "n, 3"),
+    "no rows": ("3", "n, 3"),
+    "one column of one row": ("1, 1", "n, 3"),
+    "rows or one row": ("4, 3", "n, 3"),
+    "two sizes that are not related": ("n, 3", "m, 3"),
+    "one size that may be the other": ("n, 3", "4, 3"),
+}
+UNREAD = {"two sizes that are not related", "one size that may be the other"}
+
+
+@pytest.mark.parametrize("sizes", [{"n": 4, "m": 4}, {"n": 1, "m": 4}, {"n": 4, "m": 1}, {"n": 1, "m": 1}], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_broadcasting_is_undone_as_sizes_demand(name: str, sizes: dict[str, int]) -> None:
+    own, other = SHAPES[name]
+    shapes = [tuple(sizes.get(n, 0) or int(n) for n in text.split(", ")) for text in (own, other)]
+    if any(a != b and 1 not in (a, b) for a, b in zip(*(shape[::-1] for shape in shapes), strict=False)):
+        return  # The shapes do not broadcast.
+    whole = np.broadcast_shapes(*shapes)
+    model = ir.from_onnx_text(f"""
+        <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[{own}] a, float[{other}] b, float[{other}] x) => (float[p, q] y)
+        {{
+            left = Shape (a)
+            right = Shape (b)
+            axes, others = com.microsoft.BroadcastGradientArgs (left, right)
+            y = ReduceSum <keepdims = 1, noop_with_empty_axes = 1> (x, axes)
+        }}
+    """)
+    forms = Forms(model.graph)
+    (y,) = model.graph.outputs
+    form = forms.get(y)
+    assert form is not None
+    assert (y in forms.opaque) == (name in UNREAD)
+    if y in forms.opaque or whole != shapes[1]:
+        return
+    x = np.random.default_rng(0).normal(size=whole)
+    missing = len(whole) - len(shapes[0])
+    stretched = tuple(k for k, n in enumerate(whole) if k < missing or (shapes[0][k - missing] == 1 and n != 1))
+    got = Evaluation(forms.algebra, {"x": x}, sizes).form(form)
+    np.testing.assert_allclose(got.reshape(-1), x.sum(stretched).reshape(-1), rtol=1e-12)
+
+
+def _loss_of_rows(rows: str, factors: str) -> ir.Model:
+    return ir.from_onnx_text(f"""
+        <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[batch, 4, 5] x, int64[{rows}] labels, float[{factors}] factor) => (float[batch, 4, 5] dx)
+        <int64[2] flat = {{-1, 5}}>
+        {{
+            scores = Reshape (x, flat)
+            loss, log_prob = SoftmaxCrossEntropyLoss <reduction = "none"> (scores, labels)
+            rows = com.microsoft.SoftmaxCrossEntropyLossGrad <reduction = "none"> (factor, log_prob, labels)
+            shape = Shape (x)
+            dx = Reshape (rows, shape)
+        }}
+    """)
+
+
+def test_labels_have_as_many_rows_as_scores() -> None:
+    result = fuse(_loss_of_rows("tokens", "tokens"), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["CrossEntropyLossGrad"], result.report
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    labels, factor = torch.randint(0, 5, (12,), generator=generator), torch.rand(12, generator=generator)
+    (exact,) = torch.autograd.grad(F.cross_entropy(x.view(-1, 5), labels, reduction="none"), [x], factor.double())
+    functions.attach(result.model)
+    feeds = {"x": x.detach().float().numpy(), "labels": labels.numpy(), "factor": factor.numpy()}
+    got = run(ir.to_proto(result.model), feeds)["dx"]
+    assert_gradients_close(got, exact.float(), exact, np.float32)
+
+
+def test_what_only_labels_are_known_to_have_is_said_of_nothing_else() -> None:
+    report = fuse(_loss_of_rows("batch", "batch"), policy="all").report
+    assert not report.fusions
+    assert not any(miss.bug for miss in report.near_misses)
+    (region,) = explain(_loss_of_rows("batch", "batch")).regions
+    assert region.op == "CrossEntropyLossGrad" and "SoftmaxCrossEntropyLossGrad" in region.reason
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "LogSoftmaxGrad_13 <axis = 0> (dy, y)",
+        "LogSoftmaxGrad <axis = 0> (dy, y)",
+        'SoftmaxCrossEntropyLossInternalGrad <reduction = "sum"> (one, y, labels, , , more)',
+    ],
+)
+def test_what_is_almost_cross_entropy_is_left_alone(node: str) -> None:
+    model = ir.from_onnx_text(f"""
+        <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[6, 5] x, int64[6] labels, float[6, 5] more) => (float[6, 5] dx)
+        <int64[2] shape = {{6, 5}}, int64[1] last = {{1}}, float one = {{1}},
+         float[6, 1] ones = {{-1, -1, -1, -1, -1, -1}}>
+        {{
+            y = LogSoftmax <axis = 1> (x)
+            index = Unsqueeze (labels, last)
+            dy = com.microsoft.GatherElementsGrad <axis = 1> (ones, shape, index)
+            dx = com.microsoft.{node}
+        }}
+    """)
+    report = fuse(model, policy="all").report
+    assert not report.fusions
+    assert not any(miss.bug for miss in report.near_misses)
