@@ -46,6 +46,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     """
 
     operator = "CrossEntropyLossGrad"
+    refuses_no_class = True
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = _readable(site.algebra, site.forms.form(root))

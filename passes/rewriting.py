@@ -517,7 +517,8 @@ class Site:
             used = [v for v in variables if v in atom.free]
             # A dimension of several variables is whole, or the parts would not broadcast.
             part_layout = [list(group) if atom.free.intersection(group) else [] for group in layout]
-            power = algebra.of(atom, e if e > 0 else -e)
+            exponent = e if e > 0 else -e
+            power = algebra.power(atom.args[0], exponent) if atom.kind == "pow" else algebra.of(atom, exponent)
             if abs(e) != 1:
                 local = algebra.substitute(power, {v: algebra.var(k) for k, v in enumerate(used)})
                 if self.find(local, [sizes[v] for v in used], builder.root, dtypes=TOLERANCE) is None:
@@ -830,6 +831,8 @@ class FusePass(ir.passes.InPlacePass):
     operator: ClassVar[str]
     weak: ClassVar[bool] = False
     """Whether the op's form tells so little that the other operators go first."""
+    refuses_no_class: ClassVar[bool] = False
+    """Whether the op refuses an index that is no class, so that it is taken for granted that it is one."""
     linear: ClassVar[bool] = True
     """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
 
@@ -923,6 +926,8 @@ class FusePass(ir.passes.InPlacePass):
         """The factor, but 0 where a condition makes all of the form 0: it may be infinite."""
         algebra = site.algebra
         for condition in algebra.indicators(form.poly):
+            if condition.kind == "inside" and self.refuses_no_class:
+                continue
             for case in (True, False):
                 if algebra.given(form.poly, condition, case):
                     continue
