@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequ
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -28,12 +29,14 @@ from gradfuse.passes.dims import ELEMENTWISE, SAME_SHAPE, Sizes, live, nameless,
 from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
+_finfo: Any = ml_dtypes.finfo
 Group = tuple[Poly, ...]
 Array = npt.NDArray[Any]
 
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _VECTOR_LIMIT = 64
 _END = (1 << 31) - 1  # what slices to the end of a dimension have at least
+_ALIKE_LIMIT = 1 << 16  # elements of constants that are compared with multiples of each other
 _STEPS = 8  # rises of a constant that is read as a sum of steps
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 _HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -104,6 +107,11 @@ def _repeated(array: Array) -> Array | None:
     return np.broadcast_to(first, array.shape)
 
 
+def _epsilon(dtype: np.dtype[Any]) -> float:
+    """The distance of 1 to the next number of a type."""
+    return float(_finfo(dtype).eps)
+
+
 class Forms:
     """The canonical forms of the values of one graph (or function body)."""
 
@@ -116,10 +124,12 @@ class Forms:
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
         self._constants: dict[ir.Value, Array | None] = {}
         self._small_constants: dict[object, Form] = {}
+        self._alike_constants: dict[tuple[int, ...], list[tuple[object, Array]]] = {}
         self._dims: dict[str, str] = {}
         self._sizes: dict[str, Poly] = {}
         self._invented = invented
         self._resolved: dict[str, Poly] = {}
+        self._required: dict[tuple[ir.Value, int], Poly] = {}
         self._names: dict[object, str] = {}
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self._ranges: dict[object, tuple[float, float]] = {}
@@ -134,6 +144,12 @@ class Forms:
         self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
         for node in counted(list(graph), "reading", progress):
             self._read(node)
+        if self._require_sizes(graph):
+            # Forms that were made before a size was known call it by another name.
+            for memory in (self._forms, self._vectors, self._sizes, self._names, self._examples, self.opaque):
+                memory.clear()
+            for node in graph:
+                self._read(node)
 
     def get(self, value: ir.Value) -> Form | None:
         """The form of a value; None where its rank is unknown."""
@@ -272,16 +288,39 @@ class Forms:
                     return Form(groups, sum(past, ZERO).scaled(float(steps.max())) + number(float(numbers[0])))
             if boolean and numbers.sum() == 1:
                 return Form(groups, self.algebra.equal_zero(index - number(float(numbers.argmax()))))
-        if numbers.ndim == 2 and len(set(numbers.shape)) == 1 and np.all(numbers == np.eye(len(numbers))):
+        if (
+            exact
+            and numbers.ndim == 2
+            and len(set(numbers.shape)) == 1
+            and np.all(numbers == numbers[0, 0] * np.eye(len(numbers)))
+        ):
             row, column = (self.algebra.var(v) for v in varying)
-            return Form(groups, self.algebra.equal_zero(column - row))
+            return Form(groups, self.algebra.equal_zero(column - row).scaled(float(numbers[0, 0])))
         if numbers.ndim == 2 and (blocks := self._blocks(numbers, varying)) is not None:
             return Form(groups, blocks)
+        name, factor = self._constant_name(numbers, array.dtype)
+        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean).scaled(factor))
+
+    def _constant_name(self, numbers: Array, dtype: np.dtype[Any]) -> tuple[object, float]:
+        """A name for numbers of a type, or for what they are a multiple of but for rounding, and the factor.
+
+        Exporters multiply constants ahead of time, such as the weights of classes by a factor of the loss.
+        """
         digest = hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]
         name = ("constant", numbers.shape, digest)
-        if array.dtype.kind in "iu":
+        if dtype.kind in "iu":
             self._ranges[name] = (float(numbers.min()), float(numbers.max()))
-        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean))
+        floats = dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+        if not floats or numbers.size > _ALIKE_LIMIT or not np.all(np.isfinite(numbers)):
+            return name, 1.0
+        alike = self._alike_constants.setdefault(numbers.shape, [])
+        largest = np.abs(numbers).argmax()
+        for first, other in alike:
+            factor = float(numbers.flat[largest] / other.flat[largest]) if other.flat[largest] else 0.0
+            if factor and np.allclose(numbers, factor * other, rtol=4 * _epsilon(dtype), atol=0):
+                return first, factor
+        alike.append((name, numbers))
+        return name, 1.0
 
     def _blocks(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
         """A few rows (or columns) of zeros with one run of ones in each, by conditions; None for other matrices."""
@@ -336,6 +375,44 @@ class Forms:
         first, *others = sorted({self._dim_name(n) for n in names}, key=lambda n: (n[0] == "?", n in self._invented, n))
         for other in others:
             self._dims[other] = first
+
+    def _require_sizes(self, graph: ir.Graph) -> bool:
+        """Note the sizes that losses demand of their labels; whether there is one that is not known by its name.
+
+        Tokens of sequences are the rows of a reshape: their number is a product, and whatever an exporter calls it.
+        """
+        found = False
+        for node in graph:
+            scores, labels = (*node.inputs, None, None)[:2]
+            if scores is None or labels is None or node.op_type not in _LOSSES or labels.producer() is not None:
+                continue
+            form, own = self.get(scores), self.get(labels)
+            if form is None or own is None or len(form.groups) != len(own.groups) + 1:
+                continue
+            groups = (form.groups[0], *form.groups[2:])
+            for axis, (wanted, given) in enumerate(
+                zip(map(self.extent, groups), map(self.extent, own.groups), strict=True)
+            ):
+                name = symbol(labels, axis)
+                if wanted == given or name is None:
+                    continue
+                found = True
+                name = self._dim_name(name)
+                others = [wanted, *self._resolved.values()]
+                if (
+                    name.startswith("?")
+                    or self._resolved.keys() & self._dims_in([wanted])
+                    or name in self._dims_in(others)
+                ):
+                    # No name, or one for a number and its multiple: exporters call rows "batch", too.
+                    self._required[labels, axis] = wanted
+                else:
+                    self._resolved[name] = wanted
+        return found
+
+    def _dims_in(self, sizes: Iterable[Poly]) -> frozenset[str]:
+        atoms = (self.algebra.atoms[a] for size in sizes for m in size.terms for a, _ in m)
+        return frozenset(str(atom.args[0]) for atom in atoms if atom.kind == "dim")
 
     def _dim_name(self, name: str) -> str:
         while name in self._dims:
@@ -396,7 +473,7 @@ class Forms:
         """One variable per dimension of the value's own shape."""
         if value.shape is None:
             raise Unreadable(value.name)
-        sizes = [self.size(d, nameless(value, k)) for k, d in enumerate(value.shape)]
+        sizes = [self._required.get((value, k)) or self.size(d, nameless(value, k)) for k, d in enumerate(value.shape)]
         return tuple(() if s.constant == 1 else (s,) for s in sizes)
 
     def extent(self, group: Group) -> Poly:
@@ -604,6 +681,20 @@ class Forms:
             self._examples[alike[0]] = (alike[1], forms)
         return forms
 
+    def why_opaque(self, node: ir.Node) -> str | None:
+        """The reason why a node that has a reader is not expressed; None where it is, or where there is no reader."""
+        reader = _READERS.get((node.domain, node.op_type))
+        try:
+            if reader is not None:
+                reader(self, node)
+        except Unreadable as unknown:
+            return f"the shape of {unknown} is unknown"
+        except (Opaque, TooComplex) as reason:
+            return str(reason)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return "it is not as the operator wants it"
+        return None
+
     def _alike(self, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
         """What nodes have in common of which readers say the same, up to the names of tensors; and these names.
 
@@ -709,7 +800,9 @@ class Forms:
                 return None
             return [number(int(x)) for x in array.ravel()]
         node = value.producer()
-        if node is None or (node.domain and (node.op_type != "ConcatTraining" or value is not node.outputs[0])):
+        if node is None or value is not node.outputs[0]:
+            return None
+        if node.domain and (node.domain, node.op_type) != ("com.microsoft", "ConcatTraining"):
             return None
         inputs = node.inputs
         match node.op_type:
@@ -799,7 +892,8 @@ def _through_casts(value: ir.Value) -> ir.Value:
     return value
 
 
-_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "SplitTraining"}
+_LOSSES = {"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "NegativeLogLikelihoodLoss"}
+_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "GatherNDGrad", "SliceGrad", "SplitTraining"}
 """Operations whose readers look at the shapes of a node's outputs."""
 _FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
 """Those whose readers do where nothing is known of the last operand."""
@@ -865,7 +959,7 @@ def _cast(forms: Forms, node: ir.Node) -> Form:
             raise Opaque("integers that 16 bits round")
         return form
     if source.dtype in FLOATS:
-        if algebra.is_integer(form.poly) and not algebra.tensors(form.poly):
+        if algebra.is_count(form.poly):
             return form
         raise Opaque("a cast that rounds")
     if to not in _INTEGERS or (to == ir.DataType.INT32 and any(abs(c) >= 1 << 31 for c in form.poly.terms.values())):
@@ -965,15 +1059,18 @@ def _softmax(forms: Forms, node: ir.Node) -> Form:
 @reads("LogSoftmax")
 def _log_softmax(forms: Forms, node: ir.Node) -> Form:
     (x,) = inputs_of(forms, node)
-    _, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
+    return log_softmax(forms, x, attribute(node, "axis", -1) % len(x.groups))
+
+
+def log_softmax(forms: Forms, x: Form, axis: int) -> Form:
+    """The logarithm of the softmax of a form along an axis."""
+    _, total = _row_sum_of_exp(forms, x, [axis])
     return Form(x.groups, x.poly - forms.algebra.log(total))
 
 
 @reads("SoftmaxCrossEntropyLoss")
 def _softmax_cross_entropy_loss(forms: Forms, node: ir.Node) -> list[Form | None]:
-    x = forms.form(given(node.inputs, 0))
-    _, total = _row_sum_of_exp(forms, x, [1])
-    return [None, Form(x.groups, x.poly - forms.algebra.log(total))]
+    return [None, log_softmax(forms, forms.form(given(node.inputs, 0)), 1)]
 
 
 def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
@@ -986,6 +1083,12 @@ def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int 
         if any(s != forms.extent(x.groups[a]) for a, s in enumerate(tested) if s.integer is None):
             raise Opaque("axes are not constant")
         axes = [a for a, s in enumerate(tested) if s.constant == 1]
+    elif len(node.inputs) > 1 and (stretched := broadcast_axes(forms, node.inputs[1])) is not None:
+        # Where the size is symbolic, and 1 in the end, there is nothing to sum either way.
+        known = all(s is None or s.integer or s == forms.extent(x.groups[a]) for a, s in stretched.items())
+        if not (keep and known and attribute(node, "noop_with_empty_axes", 0)):
+            raise Opaque("axes are not constant")
+        axes = list(stretched)
     else:
         everything = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
         axes = forms.axes(node, 1, rank) or everything
@@ -1006,6 +1109,38 @@ def axes_of_size_one(forms: Forms, value: ir.Value | None) -> list[Poly] | None:
             sizes = next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
             return sizes
     return None
+
+
+def is_broadcast_axes(node: ir.Node) -> bool:
+    """Whether a node gives the axes that broadcasting two shapes stretches: onnxruntime-training's way to undo it."""
+    return (node.domain, node.op_type) == ("com.microsoft", "BroadcastGradientArgs")
+
+
+def broadcast_axes(forms: Forms, value: ir.Value | None) -> dict[int, Poly | None] | None:
+    """The axes along which a shape is repeated to broadcast with another one, and the sizes that the other one has.
+
+    The size is None where the shape has no such axis. An axis whose size is symbolic is one only if that is not 1.
+    None for axes that come from elsewhere; raises Opaque where the sizes do not tell.
+    """
+    node = None if value is None else value.producer()
+    if node is None or value is None or not is_broadcast_axes(node):
+        return None
+    own, other = (forms.vector(v) for v in (node.inputs if value is node.outputs[0] else reversed(node.inputs)))
+    if own is None or other is None:
+        raise Opaque("axes are not constant")
+    rank = max(len(own), len(other))
+    axes: dict[int, Poly | None] = {}
+    for axis in range(rank):
+        mine, theirs = (sizes[axis - rank] if axis >= rank - len(sizes) else None for sizes in (own, other))
+        if mine is None:
+            axes[axis] = None
+        elif theirs is None or mine == theirs or theirs == UNIT or (mine.integer or 0) > 1:
+            continue
+        elif mine == UNIT:
+            axes[axis] = theirs
+        else:
+            raise Opaque("a dimension may be repeated")
+    return axes
 
 
 @reads("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
@@ -1092,7 +1227,11 @@ def _selects(algebra: Algebra, poly: Poly, rows: bool) -> bool:
 
 @reads("MatMul")
 def _matmul(forms: Forms, node: ir.Node) -> Form:
-    operands = inputs_of(forms, node)
+    return multiplied(forms, inputs_of(forms, node))
+
+
+def multiplied(forms: Forms, operands: Sequence[Form]) -> Form:
+    """The product of two forms as matrices, or stacks of matrices."""
     labels: list[list[object]] = []
     for k, form in enumerate(operands):
         rank = len(form.groups)
@@ -1387,6 +1526,12 @@ def _window(forms: Forms, x: Form, axis: int, start: Poly, size: Poly, total: Po
     return Form(groups, algebra.mul(inside, algebra.substitute(x.poly, shifted)))
 
 
+def windowed(forms: Forms, x: Form, axis: int, start: Poly, total: Poly) -> Form:
+    """x as the elements from `start` on of a dimension of `total` elements, which are 0 elsewhere."""
+    size = forms.extent(x.groups[axis])
+    return x if size == total else _window(forms, x, axis, start, size, total)
+
+
 @reads("Concat")
 def _concat(forms: Forms, node: ir.Node) -> Form:
     parts = inputs_of(forms, node)
@@ -1477,7 +1622,8 @@ def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
         return Form(groups, poly)
     v = data.variables(axis)[0]
     width = len(index.sizes)
-    index = from_start(forms, index, data.groups[axis][0])
+    if data.groups[axis]:
+        index = from_start(forms, index, data.groups[axis][0])
     x = algebra.substitute(index.poly, {w: algebra.var(v + w) for w in range(width)})
     names = {v: x} | {w: algebra.var(w + width - 1) for w in range(v + 1, len(data.sizes))}
     groups = (*data.groups[:axis], *index.groups, *data.groups[axis + 1 :])
@@ -1519,8 +1665,9 @@ def _leading(forms: Forms, data: Form, part: Form, axis: int) -> dict[int, Poly]
 @reads("GatherND")
 def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
+    index = with_batch_indices(forms, index, attribute(node, "batch_dims", 0))
     depth = forms.extent(index.groups[-1]).integer
-    if attribute(node, "batch_dims", 0) or depth is None:
+    if depth is None:
         raise Opaque("a gather by several indices")
     # One index after the other, from the last dimension on; those of one element stay beside each other.
     lead = len(index.groups) - 1
@@ -1532,6 +1679,16 @@ def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     names = {k: from_start(forms, pick, data.groups[k][0]).poly for k, pick in enumerate(picks)}
     names |= {w: algebra.var(w - depth + width) for w in range(depth, count)}
     return Form((*picks[0].groups, *data.groups[depth:]), algebra.substitute(data.poly, names))
+
+
+def with_batch_indices(forms: Forms, index: Form, batch_dims: int) -> Form:
+    """The index with the numbers of its first dimensions in front of each row: what batch_dims leaves out."""
+    rank = len(index.groups)
+    if not batch_dims:
+        return index
+    lead = Form((*index.groups[:-1], ()), ZERO)
+    numbers = [Form(lead.groups, _position(forms, lead, axis)) for axis in range(batch_dims)]
+    return concatenated(forms, [*numbers, index], rank - 1)
 
 
 @reads("NonZero")
@@ -1548,7 +1705,7 @@ def _nonzero(forms: Forms, node: ir.Node) -> Form:
 def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -> tuple[Form, Poly]:
     """The updates added up at their indices along an axis, in the data's shape; and how many hit each element."""
     algebra = forms.algebra
-    if len(data.groups[axis]) != 1:
+    if len(data.groups[axis]) > 1:
         raise Opaque("a scatter into a composed dimension")
     # Along other dimensions the updates may end before the data do.
     ends = [
@@ -1558,7 +1715,8 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     ]
     if any(len(data.groups[a]) != 1 or len(index.groups[a]) != 1 for a, _ in ends):
         raise Opaque("a scatter into a part of the data")
-    index = from_start(forms, index, data.groups[axis][0])
+    if data.groups[axis]:
+        index = from_start(forms, index, data.groups[axis][0])
     summed = index.groups[axis]
     groups, (x, u) = forms.broadcast([index, updates])
     joined = Form(groups, ZERO)
@@ -1566,8 +1724,10 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     inner = list(joined.variables(axis))
     start = sum(len(g) for g in groups[:axis])
     names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
-    names |= {w: algebra.var(w - len(inner) + 1) for w in range(start + len(inner), len(joined.sizes))}
-    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names))
+    width = len(data.groups[axis])
+    names |= {w: algebra.var(w - len(inner) + width) for w in range(start + len(inner), len(joined.sizes))}
+    # Of one element there is nothing to choose.
+    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names)) if width else UNIT
     apart = [a for a, _ in ends]
     if apart and updates.groups != index.groups:
         raise Opaque("a scatter into a part of the data")
@@ -1605,8 +1765,14 @@ def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
 
 @reads("ScatterND")
 def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
-    algebra = forms.algebra
     data, index, updates = inputs_of(forms, node)
+    placed, hits = scattered_by_rows(forms, data, index, updates)
+    return _updated(forms, data, placed, hits, attribute(node, "reduction", "none"))
+
+
+def scattered_by_rows(forms: Forms, data: Form, index: Form, updates: Form) -> tuple[Form, Poly]:
+    """The updates added up where the rows of the index say, in the data's shape; and how many hit each element."""
+    algebra = forms.algebra
     depth = forms.extent(index.groups[-1]).integer if index.groups else None
     if depth is None or any(len(g) != 1 for g in data.groups[:depth]):
         raise Opaque("a scatter that is not read")
@@ -1630,7 +1796,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     bound = {-3_000_000 - v: sizes[v] for v in range(width)}
     free = dict(enumerate(s for g in out for s in g))
     placed, hits = (algebra.sum(term, bound, free) for term in (algebra.mul(hit, moved[0]), hit))
-    return _updated(forms, data, Form(out, placed), hits, attribute(node, "reduction", "none"))
+    return Form(out, placed), hits
 
 
 @reads("OneHot")

@@ -32,7 +32,7 @@ from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
 from gradfuse.passes import training_ops
 from gradfuse.passes.algebra import Poly
-from gradfuse.passes.forms import FLOATS, attribute, axes_of_size_one, has_reader
+from gradfuse.passes.forms import FLOATS, attribute, axes_of_size_one, has_reader, is_broadcast_axes
 
 if TYPE_CHECKING:
     from gradfuse.passes.rewriting import Rewrite, Site
@@ -514,6 +514,8 @@ def _collect(site: Site, rewrite: Rewrite) -> Region:
             return True
         if rewrite.frontier:
             return False
+        if is_broadcast_axes(node):
+            return any(site.forms.vector(v) is None for v in node.inputs)
         if node.op_type == "NonZero":
             # Axes that are found by their size are no numbers to choose freely; the number of positions is.
             return axes_of_size_one(site.forms, value) is None

@@ -28,11 +28,11 @@ def constants(forms: Forms, graph: ir.Graph) -> dict[object, Array]:
         array, form = forms.constant(value), forms.get(value)
         if array is None or array.size == 0 or form is None or len(form.poly) != 1:
             continue
-        ((monomial, _),) = form.poly.terms.items()
+        ((monomial, factor),) = form.poly.terms.items()
         for a, _ in monomial:
             atom = forms.algebra.atoms[a]
             if atom.kind == "tensor":
-                data = squeezed(array, value)
+                data = squeezed(array, value) / factor if factor != 1 else squeezed(array, value)
                 used = {forms.algebra.atoms[b].args[0] for p in atom.args[1:] for m in p.terms for b, _ in m}
                 found[atom.args[0]] = data[tuple(slice(None) if v in used else 0 for v in range(data.ndim))]
     return found
