@@ -8,6 +8,7 @@ checkpoint; and the evaluation model is what the eval model computes ahead of th
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse import model_io, optimizers
-from gradfuse.errors import ModelError
+from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
@@ -63,12 +64,16 @@ def to_stock(
         model are the additional outputs of the eval model, or where it has none, what the loss was put on.
 
     Raises:
-        ModelError: a file is missing or cannot be read, the checkpoint is of another model, or an operator of
-            onnxruntime-training has no replacement; it is named. The text is one line.
+        ArgumentError: a path is none.
+        ModelError: a file is missing or cannot be read, the checkpoint or the eval model is of another model, or an
+            operator of onnxruntime-training has no replacement; it is named. The text is one line.
     """
     from gradfuse.fusion import fuse as fuse_model
     from gradfuse.ort_training import checkpoint as checkpoints
 
+    for name, path in (("artifacts_dir", artifacts_dir), ("checkpoint", checkpoint)):
+        if not isinstance(path, str | os.PathLike) and not (name == "checkpoint" and path is None):
+            raise ArgumentError(f"to_stock: {name} is {type(path).__name__}; expected a path")
     files = _Files.of(artifacts_dir, checkpoint)
     saved = checkpoints.load(files.checkpoint)
     values = saved.trainable | saved.frozen
@@ -82,7 +87,7 @@ def to_stock(
     constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
     batch = {str(value.name): _is_target(value) for value in graph.inputs if value.name not in values}
     targets = tuple(name for name, is_target in batch.items() if is_target)
-    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved, tuple(parameters))
+    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved, parameters)
 
     _embed(graph, constants)
     _set_interface(graph, [*parameters, *buffers, *batch], gradients, buffers, files.training, optimizer)
@@ -95,7 +100,10 @@ def to_stock(
     _add_in_order(model)
     if optimizer is not None:
         optimizers.append(model, optimizer, batch)
-    evaluation_model = None if files.eval is None else _evaluation_model(files.eval, constants, {*values, *targets})
+    evaluation_model = None
+    if files.eval is not None:
+        evaluation_model = _evaluation_model(files.eval, constants, {*values, *targets})
+        _require_same_inputs(evaluation_model.graph, graph, files)
     return TrainingStep(
         ir.to_proto(model),
         parameters,
@@ -133,11 +141,12 @@ class _Files:
 
         def optional(name: str) -> str | None:
             path = folder / (prefix + name)
-            return str(path) if path.is_file() else None
+            # Whatever is there is read, also to say that it is no file.
+            return str(path) if os.path.lexists(path) else None
 
         return cls(
             str(found[0]),
-            os.fspath(checkpoint or folder / f"{prefix}checkpoint"),
+            os.fspath(folder / f"{prefix}checkpoint" if checkpoint is None else checkpoint),
             optional("optimizer_model.onnx"),
             optional("eval_model.onnx"),
         )
@@ -181,44 +190,103 @@ def _require_fitting(graph: ir.Graph, gradients: Mapping[str, ir.Value], files: 
     values = saved.trainable | saved.frozen
     for value in graph.inputs:
         array = values.get(str(value.name))
-        if array is not None and value.shape is not None and value.shape != array.shape:
+        if array is None:
+            continue
+        if value.shape is not None and value.shape != array.shape:
             raise ModelError(f"{where}: {value.name!r} has shape {array.shape}; expected {value.shape}")
+        if value.dtype is not None and value.dtype.numpy() != array.dtype:
+            raise ModelError(f"{where}: {value.name!r} is {array.dtype}; expected {value.dtype.numpy()}")
 
 
-def _optimizer(path: str, saved: Checkpoint, parameters: tuple[str, ...]) -> optimizers.Optimizer:
+def _require_same_inputs(evaluation: ir.Graph, training: ir.Graph, files: _Files) -> None:
+    """Refuse an eval model of another model."""
+    known = {str(value.name): value for value in training.inputs}
+    where = f"{files.eval}: does not fit {files.training}"
+    for value in evaluation.inputs:
+        other = known.get(str(value.name))
+        if other is None:
+            raise ModelError(f"{where}: only one has the input {value.name!r}")
+        if value.dtype != other.dtype:
+            raise ModelError(f"{where}: {value.name!r} is {value.dtype}; expected {other.dtype}")
+        if value.shape is None or other.shape is None:
+            continue
+        sizes = zip(value.shape, other.shape, strict=False)
+        if len(value.shape) != len(other.shape) or any(
+            isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes
+        ):
+            raise ModelError(f"{where}: {value.name!r} has shape {value.shape}; expected {other.shape}")
+
+
+def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.Optimizer:
     """Describe the optimizer of an optimizer model, from the checkpoint's state on."""
-    max_grad_norm = algorithm = None
+    max_grad_norm = None
+    algorithms = []
     options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
     for node in model_io.load(path).ir.graph:
-        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        match node.op_type, attributes:
-            case "InplaceClipGradNorm", {"max_norm": max_norm}:
-                max_grad_norm = float(max_norm)
-            case "SGDOptimizerV2", _:
-                algorithm = "SGD"
+        match node.op_type:
+            case "InplaceClipGradNorm":
+                max_grad_norm = _number(node, "max_norm", path)
+            case "SGDOptimizerV2":
+                algorithms.append("SGD")
                 options |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-            case "AdamWOptimizer", {"alpha": beta1, "beta": beta2, "epsilon": eps, "weight_decay": decay, **rest}:
-                match rest:
-                    case {"adam_mode": 0, "correct_bias": 1}:
-                        algorithm = "Adam"
+            case "AdamWOptimizer":
+                options["betas"] = tuple(_number(node, name, path, below=1.0) for name in ("alpha", "beta"))
+                options["eps"], options["weight_decay"] = (
+                    _number(node, name, path) for name in ("epsilon", "weight_decay")
+                )
+                match [_number(node, name, path) for name in ("adam_mode", "correct_bias")]:
+                    case [0, 1]:
+                        algorithms.append("Adam")
                         options |= {"decoupled_weight_decay": True, "amsgrad": False}
-                    case {"adam_mode": 1, "correct_bias": correct_bias}:
-                        algorithm = "TransformersAdamW"
-                        options |= {"correct_bias": bool(correct_bias)}
-                options |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+                    case [1, (0 | 1) as correct_bias]:
+                        algorithms.append("TransformersAdamW")
+                        options["correct_bias"] = bool(correct_bias)
+                    case modes:
+                        raise ModelError(
+                            f"{path}: AdamWOptimizer has adam_mode and correct_bias {modes}; "
+                            "expected 0 and 1, or 1 and either"
+                        )
             case _:
                 raise ModelError(f"{path}: has the operator {node.op_type}; expected onnxblock's AdamW or SGD")
-    if algorithm is None:
-        raise ModelError(f"{path}: has no optimizer that is known; expected onnxblock's AdamW or SGD")
+    if len(algorithms) != 1:
+        found = " and ".join(algorithms) or "no optimizer that is known"
+        raise ModelError(f"{path}: has {found}; expected one AdamW or SGD of onnxblock")
     options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
-    state = {
-        f"{parameter}.{_STATES[name]}": array
-        for parameter, states in saved.momentums.items()
-        for name, array in states.items()
-        if name in _STATES
-    }
-    group = optimizers.ParameterGroup(parameters, options)
-    return optimizers.Optimizer(algorithm, (group,), dict.fromkeys(parameters, saved.steps), state, max_grad_norm)
+    group = optimizers.ParameterGroup(tuple(parameters), options)
+    steps = dict.fromkeys(parameters, saved.steps)
+    optimizer = optimizers.Optimizer(algorithms[0], (group,), steps, {}, max_grad_norm)
+    return dataclasses.replace(optimizer, state=_state(saved, optimizer, parameters, path))
+
+
+def _number(node: ir.Node, name: str, path: str, below: float = math.inf) -> float:
+    """Return an attribute that is a finite number from 0 on."""
+    attribute = node.attributes.get(name)
+    value = None if attribute is None else attribute.value
+    if not isinstance(value, int | float) or not 0 <= value < below:
+        limit = "" if below == math.inf else f", and below {below:g}"
+        raise ModelError(f"{path}: {node.op_type} has {name} {value}; expected a finite number from 0 on{limit}")
+    return value
+
+
+def _state(saved: Checkpoint, optimizer: optimizers.Optimizer, parameters: Arrays, path: str) -> Arrays:
+    """Return the checkpoint's state of an optimizer under torch's names: that of all parameters, or of none."""
+    state: Arrays = {}
+    where = "the checkpoint's state of the optimizer"
+    for parameter, states in saved.momentums.items():
+        for name, array in states.items():
+            known = parameters.get(parameter)
+            if known is None:
+                raise ModelError(f"{path}: {where} has the parameter {parameter!r}; expected those of the model")
+            if array.shape != known.shape or array.dtype != known.dtype:
+                got, wanted = (f"{value.dtype} of shape {value.shape}" for value in (array, known))
+                raise ModelError(f"{path}: {where} has {name} of {parameter!r} as {got}; expected {wanted}")
+            if name in _STATES:
+                state[f"{parameter}.{_STATES[name]}"] = array
+    wanted_names = [f"{name}.{kind}" for name, kinds in optimizer.state_names().items() for kind in kinds]
+    missing = [name for name in wanted_names if name not in state]
+    if state and missing:
+        raise ModelError(f"{path}: {where} lacks {missing[0]!r}; expected that of all parameters")
+    return state
 
 
 def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
