@@ -74,13 +74,15 @@ class TrainingSession:
         self._device = _device(self._providers[0])
 
         batch = {*self.training_step.input_names, *self.training_step.target_names}
-        kept = {name: self._allocate(self._inputs[name], self._device) for name in self._inputs if name not in batch}
+        kept = {
+            name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
+        }
         changed = [name for name in kept if name + UPDATED_SUFFIX in outputs]
-        other = {name: self._allocate(self._inputs[name], self._device) for name in changed}
+        other = {name: self._allocate(name, self._inputs[name], self._device) for name in changed}
         self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
-        self._loss = self._allocate(outputs[LOSS], ("cpu", 0))
+        self._loss = self._allocate(LOSS, outputs[LOSS], ("cpu", 0))
         self._gradients = {
-            name.removesuffix(GRADIENT_SUFFIX): self._allocate(tensor, self._device)
+            name.removesuffix(GRADIENT_SUFFIX): self._allocate(name, tensor, self._device)
             for name, tensor in outputs.items()
             if name.endswith(GRADIENT_SUFFIX)
         }
@@ -309,7 +311,9 @@ class TrainingSession:
         binding.bind_ortvalue_output(LOSS, self._loss)
         return binding
 
-    def _allocate(self, tensor: _Tensor, device: tuple[str, int]) -> Any:
+    def _allocate(self, name: str, tensor: _Tensor, device: tuple[str, int]) -> Any:
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
         return self._new_value(list(tensor.shape), tensor.dtype, *device)
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

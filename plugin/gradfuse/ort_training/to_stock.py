@@ -81,8 +81,8 @@ def to_stock(
     graph = model.graph
 
     gradients = _without_accumulation(graph, files.training)
-    buffers = _running_statistics(graph)
-    _require_fitting(graph, gradients, files, saved)
+    buffers = _running_statistics(graph, files.training)
+    _require_fitting(graph, gradients, buffers, files, saved)
     parameters = {name: saved.trainable[name] for name in gradients}
     constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
     batch = {str(value.name): _is_target(value) for value in graph.inputs if value.name not in values}
@@ -181,21 +181,29 @@ def _add_in_order(model: ir.Model) -> None:
     replace_scatter_nd(model)
 
 
-def _require_fitting(graph: ir.Graph, gradients: Mapping[str, ir.Value], files: _Files, saved: Checkpoint) -> None:
+def _require_fitting(
+    graph: ir.Graph, gradients: Collection[str], buffers: Collection[str], files: _Files, saved: Checkpoint
+) -> None:
     """Refuse a checkpoint of another model."""
     where = f"{files.checkpoint}: does not fit {files.training}"
-    for name in {**gradients, **saved.trainable}:
-        if name not in gradients or name not in saved.trainable:
-            raise ModelError(f"{where}: only one has the parameter {name!r}")
     values = saved.trainable | saved.frozen
-    for value in graph.inputs:
-        array = values.get(str(value.name))
+    inputs = {str(value.name): value for value in graph.inputs}
+    for name in {**dict.fromkeys(gradients), **saved.trainable}:
+        if name not in gradients or name not in saved.trainable or name not in inputs:
+            raise ModelError(f"{where}: only one has the parameter {name!r}")
+    for name in buffers:
+        if name not in values:
+            raise ModelError(f"{where}: only one has the parameter {name!r}")
+    for name, value in inputs.items():
+        array = values.get(name)
         if array is None:
             continue
-        if value.shape is not None and value.shape != array.shape:
-            raise ModelError(f"{where}: {value.name!r} has shape {array.shape}; expected {value.shape}")
-        if value.dtype is not None and value.dtype.numpy() != array.dtype:
-            raise ModelError(f"{where}: {value.name!r} is {array.dtype}; expected {value.dtype.numpy()}")
+        if value.dtype is None or value.shape is None:
+            raise ModelError(f"{files.training}: the input {name!r} has no type or no shape; expected both")
+        if value.shape != array.shape:
+            raise ModelError(f"{where}: {name!r} has shape {array.shape}; expected {value.shape}")
+        if value.dtype != ir.DataType.from_numpy(array.dtype):
+            raise ModelError(f"{where}: {name!r} is {ir.DataType.from_numpy(array.dtype)}; expected {value.dtype}")
 
 
 def _require_same_inputs(evaluation: ir.Graph, training: ir.Graph, files: _Files) -> None:
@@ -291,31 +299,47 @@ def _state(saved: Checkpoint, optimizer: optimizers.Optimizer, parameters: Array
 
 def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
     """Take the nodes out that add gradients to buffers; return parameter -> gradient."""
-    gradients = {}
+    gradients: dict[str, ir.Value] = {}
     for node in [node for node in graph if (node.domain, node.op_type) == (DOMAIN, _ACCUMULATOR)]:
-        buffer, gradient, reset = node.inputs
-        assert buffer is not None and gradient is not None and reset is not None
-        gradients[str(buffer.name).removesuffix(_BUFFER_SUFFIX)] = gradient
+        match [value for value in node.inputs if value is not None], node.outputs:
+            case [buffer, gradient, reset], [output, *rest] if (
+                all(value.is_graph_input() and value in graph.inputs for value in (buffer, reset))
+                and gradient.producer() is not None
+                and gradient not in gradients.values()
+                and len(buffer.uses()) == 1
+                and graph.outputs.count(output) == 1
+                and not any(value.uses() for value in node.outputs)
+                and not any(value.is_graph_output() for value in rest)
+            ):
+                gradients[str(buffer.name).removesuffix(_BUFFER_SUFFIX)] = gradient
+            case _:
+                wanted = "a buffer, a gradient and a signal that nothing else has, and to give an output of the model"
+                raise ModelError(f"{path}: {_ACCUMULATOR} ({node.name}) takes or gives other values; expected {wanted}")
         graph.outputs.remove(node.outputs[0])
         graph.remove(node, safe=True)
         graph.inputs.remove(buffer)
         if not reset.uses():
             graph.inputs.remove(reset)
-    if not gradients:
-        raise ModelError(f"{path}: has no gradient accumulators; expected a model that generate_artifacts wrote")
+    if not gradients or not graph.outputs:
+        what = "outputs beside them" if gradients else "gradient accumulators"
+        raise ModelError(f"{path}: has no {what}; expected a model that generate_artifacts wrote")
     return gradients
 
 
-def _running_statistics(graph: ir.Graph) -> dict[str, ir.Value]:
+def _running_statistics(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
     """Return the running means and variances, which the training build writes in place -> what they become."""
-    return {
-        str(old.name): new
-        for node in graph
-        if (node.domain, node.op_type) == (DOMAIN, "BatchNormInternal")
-        for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=True)
-        # Those that were not declared as frozen parameters are constants, and stay what they are.
-        if old is not None and old.is_graph_input()
-    }
+    found = {}
+    for node in graph:
+        if (node.domain, node.op_type) != (DOMAIN, "BatchNormInternal"):
+            continue
+        if len(node.inputs) != 5 or len(node.outputs) != 5:
+            counts = f"{len(node.inputs)} inputs and {len(node.outputs)} outputs"
+            raise ModelError(f"{path}: BatchNormInternal ({node.name}) has {counts}; expected 5 and 5")
+        for old, new in zip(node.inputs[3:], node.outputs[1:3], strict=True):
+            # Those that were not declared as frozen parameters are constants, and stay what they are.
+            if old is not None and old.is_graph_input():
+                found[str(old.name)] = new
+    return found
 
 
 def _is_target(value: ir.Value) -> bool:
