@@ -4,10 +4,6 @@
 class GradfuseError(Exception):
     """Base of every error that gradfuse raises on purpose."""
 
-    def __init__(self, message: str) -> None:
-        # What users name, such as files, may have line breaks.
-        super().__init__(" ".join(message.splitlines()))
-
 
 class ModelError(GradfuseError):
     """A model cannot be read, is not valid ONNX, is outside the supported opsets, or cannot be run or written."""
