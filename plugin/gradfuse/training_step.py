@@ -95,12 +95,12 @@ class TrainingStep:
             ModelError: a file cannot be written.
         """
         model = ir.from_proto(self.model)
-        inputs = {str(value.name): value for value in model.graph.inputs}
+        by_name = {str(value.name): value for value in model.graph.inputs}
         for field in _TENSORS:
             for name, array in getattr(self, field).items():
-                if name in inputs:
-                    inputs[name].const_value = ir.tensor(array, name=name)
-                    model.graph.register_initializer(inputs[name])
+                if name in by_name:
+                    by_name[name].const_value = ir.tensor(array, name=name)
+                    model.graph.register_initializer(by_name[name])
                 elif name not in model.graph.initializers:
                     # The exporter has folded this constant into others.
                     _free_name(model.graph, name)
