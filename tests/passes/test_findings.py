@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -72,7 +73,7 @@ def _session(model: onnx.ModelProto, *, registered: bool) -> ort.InferenceSessio
 
 @pytest.mark.parametrize("policy", ("profitable", "all"))
 @pytest.mark.parametrize("name", [*WRONG, *READ_WRONG])
-def test_fused_or_not_it_computes_what_it_did(name: str, policy: str) -> None:
+def test_fused_or_not_it_computes_what_it_did(name: str, policy: Literal["profitable", "all"]) -> None:
     model = onnx.load(FINDINGS / f"{name}.onnx")
     result = gradfuse.fuse(model, policy=policy)
     assert not [m for m in result.report.near_misses if m.bug]
