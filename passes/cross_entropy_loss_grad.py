@@ -26,6 +26,7 @@ class _Loss:
     target: Poly
     ignore_index: int
     ending: tuple[int, Poly] | None  # the row and the number of targets, where there may be fewer of them than rows
+    masks: tuple[Poly, ...]  # conditions on the row, each of which makes it count for nothing
     weight: Poly | None  # an element of the weights, by the variable of the classes
     parts: tuple[tuple[float, Poly], ...]
     """(label_smoothing, factor of the rows that count, without weight) of each op: one, but two where the one-hot and
@@ -38,7 +39,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
     1. P = p T + R, T free of j and T = -sum_j R;
     2. R = a [j = t] + b w[j], t from an integer tensor or the number of the row, b / a constant (label smoothing), w
        one or a tensor;
-    3. [t = i] makes a zero: i is the ignore_index; so does [row < n], where t has n elements: t is padded with i.
+    3. [t = i] makes a zero: i is the ignore_index; so does [row < n], where t has n elements: t is padded with i; so do
+       other conditions on the row: there t is replaced by i, as what they leave out may be infinite.
 
     The operator refuses a target that is no class, so "t is a class" is taken for granted.
 
@@ -76,7 +78,15 @@ class FuseCrossEntropyLossGradPass(FusePass):
         classes = form.sizes[j]
         form = Form(form.groups, site.algebra.assuming_inside(form.poly, target, classes))
         rest = site.algebra.assuming_inside(rest, target, classes)
-        return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest, ignored))
+        loss = _read(site.algebra, form, p, j, rest, ignored, masked=True)
+        if loss.masks:
+            try:
+                return self._bound(site, builder, root, form, loss)
+            except Mismatch:
+                # Where a mask is no value of the graph, its product with the gradient may be.
+                builder.discard()
+                loss = _read(site.algebra, form, p, j, rest, ignored, masked=False)
+        return self._bound(site, builder, root, form, loss)
 
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
@@ -91,7 +101,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
         shared = [
             self._log_prob(site, builder, root, form, loss, rows),
-            self._target(site, builder, root, loss, rows, sizes),
+            self._masked_target(site, builder, root, loss, rows, sizes),
         ]
         if loss.weight is not None:
             shared.append(self._weight(site, builder, root, loss, sizes))
@@ -138,6 +148,22 @@ class FuseCrossEntropyLossGradPass(FusePass):
             if not by_row or counted == gradient:
                 raise
             return site.materialise(builder, counted, by_row, sizes, root.dtype, layout)
+
+    def _masked_target(
+        self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
+    ) -> ir.Value:
+        """The target, and ignore_index where a mask holds."""
+        target = self._target(site, builder, root, loss, rows, sizes)
+        if not loss.masks:
+            return target
+        extents = [sizes[v] for v in rows]
+        target = builder.reshape(target, extents)
+        ignored = builder.constant(np.asarray(loss.ignore_index), ir.DataType.INT64)
+        for mask in loss.masks:
+            free = site.algebra.free(mask)
+            found = site.find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
+            target = builder.op("Where", [found, ignored, target], ir.DataType.INT64, extents)
+        return builder.reshape(target, [site.algebra.product(extents)])
 
     def _target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
@@ -351,7 +377,9 @@ def _ignored_targets(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> 
         yield None
 
 
-def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple[int, Atom] | None) -> _Loss:
+def _read(
+    algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple[int, Atom] | None, masked: bool
+) -> _Loss:
     hit, target = _hit(algebra, form, r, j)
     on, off = _parts(algebra, hit, target, j, r)
     ignore_index = NO_INDEX
@@ -367,6 +395,14 @@ def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple
             on, off = algebra.given(on, atom, True), algebra.given(off, atom, True)
             break
 
+    masks = []
+    for atom in list(_atoms(algebra, on)) if masked else ():
+        for case in (False, True) if atom.indicator and atom.free and j not in atom.free else ():
+            if not algebra.given(on, atom, case) and not algebra.given(off, atom, case):
+                on, off = algebra.given(on, atom, not case), algebra.given(off, atom, not case)
+                masks.append(algebra.of(atom) if case else UNIT - algebra.of(atom))
+                break
+
     weight = None
     for atom in _atoms(algebra, on):
         if atom.kind == "tensor" and atom.args[1:] == (target,) and _is_factor(atom, on):
@@ -374,7 +410,7 @@ def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple
             on = algebra.divide_monomial(on, ((atom.id, 1),))
             break
     if not off:
-        return _Loss(p, j, target, ignore_index, ending, weight, ((0.0, -on),))
+        return _Loss(p, j, target, ignore_index, ending, tuple(masks), weight, ((0.0, -on),))
     # Smoothing spreads over the classes, in proportion to their weights.
     classes = form.sizes[j].integer
     spread = off if weight is None else algebra.divide_monomial(off, next(iter(weight.terms)))
@@ -386,7 +422,7 @@ def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple
         parts: tuple[tuple[float, Poly], ...] = ((smoothing, on.scaled(-1.0 / (1.0 - smoothing))),)
     else:
         parts = ((0.0, -on), (1.0, spread.scaled(-classes)))
-    return _Loss(p, j, target, ignore_index, ending, weight, parts)
+    return _Loss(p, j, target, ignore_index, ending, tuple(masks), weight, parts)
 
 
 def _is_factor(atom: Atom, poly: Poly) -> bool:
@@ -395,10 +431,10 @@ def _is_factor(atom: Atom, poly: Poly) -> bool:
 
 def _counts(algebra: Algebra, loss: _Loss) -> Poly:
     """1 for rows that count, 0 for ignored ones."""
-    present = UNIT
+    present = algebra.product(UNIT - mask for mask in loss.masks)
     if loss.ending is not None:
         row, end = loss.ending
-        present = algebra.less_than_zero(algebra.var(row) - end)
+        present = algebra.mul(present, algebra.less_than_zero(algebra.var(row) - end))
     if loss.ignore_index == NO_INDEX:
         return present
     return algebra.mul(present, UNIT - algebra.equal_zero(loss.target - number(loss.ignore_index)))

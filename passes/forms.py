@@ -586,7 +586,7 @@ class Forms:
         return tuple(groups), [self.algebra.substitute(f.poly, m) for f, m in zip(forms, names, strict=True)]
 
     def repeated(self, form: Form, sizes: Sequence[Poly]) -> Poly | None:
-        """An element of the form with its variables repeated to these sizes; None where that takes more than one way."""
+        """An element of the form, its variables repeated to these sizes; None where that takes more than one way."""
         if len(form.sizes) != len(sizes):
             return None
         names: dict[int, Poly] = {}

@@ -477,6 +477,8 @@ class Proof:
             assert logits is not None
             classes = _evaluated(self.site, self.site.extents(logits)[1], env, table)
             ignored.append(attribute(node, "ignore_index", -100))
+        # A match that ignores what is no target's number may bring it as a constant.
+        ignored = [n for n in ignored if n != np.iinfo(np.int64).min]
         picks = [n for n in range(classes) if n not in ignored]
         return picks + [table.get(n, n) for n in ignored if self._tests(n) or not picks]
 
