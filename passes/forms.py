@@ -1446,20 +1446,26 @@ def _slice_of_symbol(forms: Forms, size: Poly, start: int, end: int, step: int) 
     return first, forms.algebra.slice_size(size, start, end, step)
 
 
+def _known_integers(forms: Forms, value: ir.Value) -> list[int]:
+    """The elements of a constant, or of what the shapes of tensors say, where these are numbers."""
+    array = forms.constant(value)
+    if array is not None:
+        return [int(n) for n in array.ravel()]
+    found = [size.integer for size in forms.vector(value) or ()]
+    numbers = [n for n in found if n is not None]
+    if not found or len(numbers) < len(found):
+        raise Opaque("a slice that is not constant")
+    return numbers
+
+
 @reads("Slice")
 def _slice(forms: Forms, node: ir.Node) -> Form:
     x = forms.form(given(node.inputs, 0))
     rank = len(x.groups)
-    arrays = [forms.constant(v) for v in node.inputs[1:]]
-    if any(a is None for a, v in zip(arrays, node.inputs[1:], strict=True) if v is not None):
-        raise Opaque("a slice that is not constant")
-    starts, ends = ([int(k) for k in a.ravel()] for a in arrays[:2] if a is not None)
-    axes = (
-        [int(a) % rank for a in arrays[2].ravel()]
-        if len(arrays) > 2 and arrays[2] is not None
-        else list(range(len(starts)))
-    )
-    steps = [int(s) for s in arrays[3].ravel()] if len(arrays) > 3 and arrays[3] is not None else [1] * len(starts)
+    starts, ends = (_known_integers(forms, given(node.inputs, k)) for k in (1, 2))
+    axes, steps = (None if v is None else _known_integers(forms, v) for v in (*node.inputs[3:], None, None)[:2])
+    axes = list(range(len(starts))) if axes is None else [axis % rank for axis in axes]
+    steps = [1] * len(starts) if steps is None else steps
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         size = forms.extent(x.groups[axis])
         end = min(end, _END)
