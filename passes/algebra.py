@@ -329,7 +329,7 @@ class Algebra:
 
     def broadcast_size(self, *sizes: Poly) -> Poly:
         """The size that dimensions, each of which is 1 or the same as the others, give together."""
-        parts = {self.text(p): p for s in sizes for p in self._parts(s) if p != UNIT}
+        parts = {self.text(p): p for s in sizes for p in self.parts(s) if p != UNIT}
         for s in (*sizes, *(p for p in parts.values() if p.constant is not None)):
             if s.constant is not None and s != UNIT:
                 return s
@@ -337,7 +337,7 @@ class Algebra:
             return next(iter(parts.values()), UNIT)
         return self._derived(DerivedSize("broadcast", tuple(parts[name] for name in sorted(parts))))
 
-    def _parts(self, size: Poly) -> tuple[Poly, ...]:
+    def parts(self, size: Poly) -> tuple[Poly, ...]:
         """The sizes that a size is the common one of; of any other, itself."""
         if len(size.terms) == 1:
             ((m, c),) = size.terms.items()
@@ -355,7 +355,7 @@ class Algebra:
 
     def _narrowed(self, powers: dict[int, Exponent]) -> None:
         """Takes out of a product what follows from its other factors: what is not 1 stays so when it is broadcast."""
-        wide = [(a, {self.text(p) for p in self._parts(self.atoms[a].args[0])}) for a in powers if a in self._wide]
+        wide = [(a, {self.text(p) for p in self.parts(self.atoms[a].args[0])}) for a in powers if a in self._wide]
         for a, own in wide:
             if any(b != a and parts < own for b, parts in wide):
                 del powers[a]

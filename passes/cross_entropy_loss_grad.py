@@ -208,7 +208,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
         axis = next((a for a in range(len(form.groups)) if list(form.variables(a)) == [loss.classes]), None)
         if found is None or found[1] != 1.0 or axis is None:
             raise Mismatch("neither the log-probabilities nor the logits are values of its type")
-        value = builder.reshape(found[0], site.extents(root))
+        layout = [list(form.variables(a)) for a in range(len(form.groups))]
+        value = builder.arrange(found[0], [v for group in layout for v in group], layout, dict(enumerate(form.sizes)))
         return builder.op("LogSoftmax", [value], root.dtype, site.extents(root), axis=axis)
 
 

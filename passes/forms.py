@@ -592,6 +592,18 @@ class Forms:
             start += len(common)
         return tuple(groups), [self.algebra.substitute(f.poly, m) for f, m in zip(forms, names, strict=True)]
 
+    def repeated(self, form: Form, sizes: Sequence[Poly]) -> Poly | None:
+        """An element of the form with its variables repeated to these sizes; None where that takes more than one way."""
+        if len(form.sizes) != len(sizes):
+            return None
+        names: dict[int, Poly] = {}
+        for v, (own, size) in enumerate(zip(form.sizes, sizes, strict=True)):
+            if own != size:
+                if not set(self.algebra.parts(own)) < set(self.algebra.parts(size)):
+                    return None
+                names[v] = self.algebra.mul(self.algebra.wide(own), self.algebra.var(v))
+        return self.algebra.substitute(form.poly, names)
+
     def _joined(self, a: Group, b: Group) -> Group:
         """The variables of a dimension that two broadcast to."""
         if not a:

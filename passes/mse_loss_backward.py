@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import numpy as np
@@ -43,6 +43,11 @@ class FuseMseLossBackwardPass(FusePass):
 
     def possible(self, site: Site, form: Form) -> bool:
         return len(form.poly) > 1
+
+    def refusal(self, replaced: Collection[ir.Node]) -> str | None:
+        if any(node.op_type == "Where" and not node.domain for node in replaced):
+            return "a Where leaves out what may be infinite; the operator would multiply it by 0"
+        return None
 
     def _bound(
         self,

@@ -137,6 +137,10 @@ class Builder:
         return out
 
     def constant(self, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
+        if dtype in TOLERANCE:
+            rounded = array.astype(dtype.numpy()).astype(np.float64)
+            if np.any(np.abs(rounded - array) > TOLERANCE[dtype] * np.abs(array)):
+                raise Mismatch(f"a constant {float(array.flat[0]):.6g} is no number of type {dtype.name}")
         tensor = ir.tensor(array.astype(dtype.numpy()), dtype=dtype, name=self.site.fresh("constant"))
         value = ir.Value(name=tensor.name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
         self.site.sizes_of[value] = [number(n) for n in array.shape]
@@ -190,6 +194,7 @@ class Builder:
 
     def arrange(self, value: ir.Value, variables: Sequence[int], layout: Layout, sizes: Mapping[int, Poly]) -> ir.Value:
         """A value whose row-major elements run over `variables`, in the given layout; further variables repeat it."""
+        value = self._repeated(value, [sizes[v] for v in variables])
         target = [v for group in layout for v in group]
         own = [v for v in target if v in variables]
         if own != list(variables):
@@ -201,6 +206,21 @@ class Builder:
             full = [sizes[v] for v in target]
             value = self.op("Expand", [value, self.shape(full)], value.dtype, full)
         return self.reshape(value, [self.site.algebra.product(sizes[v] for v in group) for group in layout])
+
+    def _repeated(self, value: ir.Value, sizes: Sequence[Poly]) -> ir.Value:
+        """A value of the graph, repeated where its variables may have size 1 beside others of these sizes."""
+        form = self.site.forms.get(value) if value in self.site.position else None
+        if form is None or len(form.sizes) != len(sizes) or list(form.sizes) == list(sizes):
+            return value
+        others = []
+        for own, size in zip(form.sizes, sizes, strict=True):
+            parts = self.site.algebra.parts(own)
+            rest = [part for part in self.site.algebra.parts(size) if own != size and part not in parts]
+            if len(rest) > 1:
+                raise Mismatch("which of several dimensions are 1 is not known")
+            others += rest or [UNIT]
+        value = self.reshape(value, form.sizes)
+        return self.op("Expand", [value, self.shape(others)], value.dtype, sizes)
 
     def fused(
         self, operator: str, inputs: Sequence[ir.Value], sizes: Sequence[Poly], **attributes: int | float | str
@@ -447,7 +467,9 @@ class Site:
         if form is None or len(form.poly) != len(poly):
             return None
         try:
-            own = self.forms.regrouped(form, sizes).poly
+            own = self.forms.repeated(form, sizes)
+            if own is None:
+                own = self.forms.regrouped(form, sizes).poly
         except (Opaque, TooComplex):
             return None
         if own == poly:
@@ -483,6 +505,9 @@ class Site:
                     factor = builder.constant(np.asarray(1.0 / found[1]), dtype)
                     value = builder.op("Mul", [value, factor], dtype, shape)
                 return value
+        selected = self._selected(builder, poly, variables, sizes, dtype, layout)
+        if selected is not None:
+            return selected
         if len(poly) > 4:
             raise Mismatch(f"no value of the graph is {algebra.text(poly)[:120]}")
         terms = [self._term(builder, m, c, variables, sizes, dtype, layout) for m, c in sorted(poly.terms.items())]
@@ -528,6 +553,32 @@ class Site:
             shape = _broadcast(shape, [algebra.product(sizes[v] for v in group) for group in part_layout])
             result = builder.op("Mul" if e > 0 else "Div", [result, factor], dtype, shape)
         return result
+
+    def _selected(
+        self,
+        builder: Builder,
+        poly: Poly,
+        variables: Sequence[int],
+        sizes: Mapping[int, Poly],
+        dtype: ir.DataType,
+        layout: Layout,
+    ) -> ir.Value | None:
+        """The polynomial by a condition that makes it 0, which selects: what it leaves out may be infinite."""
+        algebra = self.algebra
+        for condition in algebra.indicators(poly):
+            for case in (False, True):
+                rest = algebra.given(poly, condition, not case)
+                if algebra.given(poly, condition, case) or rest.constant is not None:
+                    continue
+                free = (condition.free, algebra.free(rest))
+                groups, own = ([list(g) if f.intersection(g) else [] for g in layout] for f in free)
+                mask = self.find_mask(builder, algebra.of(condition), sorted(free[0]), sizes, groups)
+                used = [v for v in variables if v in free[1]]
+                parts = [self.materialise(builder, rest, used, sizes, dtype, own)]
+                parts.insert(int(not case), builder.constant(np.asarray(0.0), dtype))
+                shape = [algebra.product(sizes[v] for v in group) for group in layout]
+                return builder.op("Where", [mask, *parts], dtype, shape)
+        return None
 
     def find_mask(
         self, builder: Builder, poly: Poly, variables: Sequence[int], sizes: Mapping[int, Poly], layout: Layout
@@ -858,6 +909,10 @@ class FusePass(ir.passes.InPlacePass):
         self.fusions: list[Fusion] = []
         self.near_misses: list[NearMiss] = []
 
+    def refusal(self, replaced: Collection[ir.Node]) -> str | None:
+        """Why these nodes are no matter for the op, although they compute what it does."""
+        return None
+
     @abstractmethod
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         """The rewrite of a value; None where it has nothing of the op, Mismatch where it has but cannot be replaced."""
@@ -974,6 +1029,8 @@ class FusePass(ir.passes.InPlacePass):
                     reason = "its type is float64; the operator takes float32, float16 and bfloat16"
                 elif not dead:
                     reason = "another output of its node is in use"
+                elif (refusal := self.refusal(dead)) is not None:
+                    reason = refusal
                 elif all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in dead):
                     pass  # The arithmetic lives on for another consumer: it is the root.
                 elif self.policy == "profitable" and not after.pays(before):

@@ -162,7 +162,7 @@ def _jacobian_of_columns(g: GraphBuilder) -> str:
 
 
 def _nameless_sizes(g: GraphBuilder) -> str:
-    shape = (None,) * 4
+    shape = (None, None, None, 4)
     y, u = g.op("Softmax", given(g, "s", shape)), given(g, "u", shape)
     return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), -1)))
 
@@ -207,7 +207,7 @@ SOFTMAX: dict[str, Build] = {
     **{f"scale: {k}": lambda g, way=way: way(g, softmax_gradient(g)) for k, way in SCALES.items()},  # type: ignore[misc]
     "the whole Jacobian, Einsum": _jacobian,
     "the whole Jacobian, MatMul": _jacobian_of_columns,
-    "sizes without names": _nameless_sizes,
+    "sizes without names, but that of the rows": _nameless_sizes,
     "along another axis": _another_axis,
     "decomposed softmax": _decomposed,
     "one element of each row": _at_the_target_alone,
