@@ -40,6 +40,8 @@ ELEMENTWISE = {
     *("Mul", "Or", "Pow", "PRelu", "Sub", "Sum", "Where", "Xor"),
 }
 """Operators whose output has the shape that their inputs broadcast to."""
+LOSSES = {"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "NegativeLogLikelihoodLoss"}
+"""Operators whose second input has a label for each row of scores in the first; Internal is com.microsoft's."""
 
 
 def rank_of(value: ir.Value) -> int:
@@ -110,7 +112,7 @@ class Sizes:
 
     def read(self, node: ir.Node) -> Iterator[set[str]]:
         """Derives the sizes of a node's outputs, and gives the sets of symbols that are equal wherever it can run."""
-        if node.domain:
+        if node.domain and node.op_type not in LOSSES:
             return
         for value, derived in zip(node.outputs, self._derived(node), strict=False):
             if derived is not None:
@@ -176,7 +178,7 @@ class Sizes:
                 return [[s[axis] for s in shapes] for axis in range(rank) if axis != apart]
             case "ScatterElements" if len(inputs) > 2:
                 return _paired(inputs[1], inputs[2])
-            case "SoftmaxCrossEntropyLoss" | "NegativeLogLikelihoodLoss" if len(inputs) > 1 and inputs[0]:
+            case loss if loss in LOSSES and len(inputs) > 1 and inputs[0]:
                 return _paired([*inputs[0][:1], *inputs[0][2:]], inputs[1])
         return []
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, Positions, TooComplex, number
-from gradfuse.passes.dims import ELEMENTWISE, SAME_SHAPE, Sizes, live, nameless, rank_of, symbol
+from gradfuse.passes.dims import ELEMENTWISE, LOSSES, SAME_SHAPE, Sizes, live, nameless, rank_of, symbol
 from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
@@ -130,6 +130,9 @@ class Forms:
         self._invented = invented
         self._resolved: dict[str, Poly] = {}
         self._required: dict[tuple[ir.Value, int], Poly] = {}
+        self._cuts: dict[str, Poly] = {}
+        self._met: dict[str, Poly] | None = {}
+        self._reads_live = False
         self._names: dict[object, str] = {}
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self._ranges: dict[object, tuple[float, float]] = {}
@@ -142,9 +145,13 @@ class Forms:
             if node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
         }
         self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
+        run = set(live(graph))
         for node in counted(list(graph), "reading", progress):
+            self._reads_live = node in run
             self._read(node)
-        if self._require_sizes(graph):
+        met, self._met = self._met or {}, None
+        self._resolved |= met
+        if self._require_sizes(graph) or met:
             # Forms that were made before a size was known call it by another name.
             for memory in (self._forms, self._vectors, self._sizes, self._names, self._examples, self.opaque):
                 memory.clear()
@@ -384,7 +391,7 @@ class Forms:
         found = False
         for node in graph:
             scores, labels = (*node.inputs, None, None)[:2]
-            if scores is None or labels is None or node.op_type not in _LOSSES or labels.producer() is not None:
+            if scores is None or labels is None or node.op_type not in LOSSES or labels.producer() is not None:
                 continue
             form, own = self.get(scores), self.get(labels)
             if form is None or own is None or len(form.groups) != len(own.groups) + 1:
@@ -604,11 +611,35 @@ class Forms:
         try:
             return tuple(self.refine(a, b)[0])
         except Opaque:
+            if self._is_cut(a, b):
+                return b
+            if self._is_cut(b, a):
+                return a
             s, t = self.extent(a), self.extent(b)
             size = self.algebra.broadcast_size(s, t)
             if None not in (s.constant, t.constant) or (len(a) > 1 and size != s) or (len(b) > 1 and size != t):
                 raise
             return a if size == s else b if size == t else (size,)
+
+    def cut(self, size: Poly, end: Poly) -> None:
+        """Say that a size is that of elements 0, 1, ... of a dimension of more than one, ahead of an end.
+
+        It is the end, or less, and 1 only where the end is. Beside a dimension of the size of the end it is the end, or
+        the two would not broadcast.
+        """
+        for name in self._dims_in([size]):
+            if size == self.algebra.dim(name) and name not in self._dims_in([end]):
+                self._cuts[name] = end
+
+    def _is_cut(self, a: Group, b: Group) -> bool:
+        if len(a) != 1 or not b:
+            return False
+        for name in self._dims_in(a):
+            if a[0] == self.algebra.dim(name) and self._cuts.get(name) == self.extent(b):
+                if self._met is not None and self._reads_live:
+                    self._met[name] = self.extent(b)
+                return True
+        return False
 
     def _placed(self, form: Form, axis: int, common: Group, start: int) -> dict[int, Poly]:
         """The variables of a dimension by those of the one that it is broadcast to, which begin at `start`."""
@@ -619,6 +650,8 @@ class Forms:
             if len(group) > 1:
                 raise
             index = self._index(range(len(common)), common, start)
+            if self._is_cut(group, common):
+                return {variables[0]: index}
             return {variables[0]: self.algebra.mul(self.algebra.wide(group[0]), index)}
         return {v: self._index(pieces, common, start) for v, pieces in zip(variables, own, strict=True)}
 
@@ -717,6 +750,9 @@ class Forms:
             return None
         places: dict[object, int] = {}
         operands = [None if value is None else self._operand(value, places) for value in node.inputs]
+        ends = node.inputs[2] if node.op_type == "Slice" and len(node.inputs) > 2 else None
+        if any(size.integer is None for size in self.vector(ends) or ()):
+            return None
         if node.op_type in _ASK_FOR_SHAPE or (node.op_type in _FOLLOW_SHAPE and self.vector(node.inputs[-1]) is None):
             return None
         if any(isinstance(tensor, Positions) for tensor in places):
@@ -904,7 +940,6 @@ def _through_casts(value: ir.Value) -> ir.Value:
     return value
 
 
-_LOSSES = {"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "NegativeLogLikelihoodLoss"}
 _ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "GatherNDGrad", "SliceGrad", "SplitTraining"}
 """Operations whose readers look at the shapes of a node's outputs."""
 _FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
@@ -1458,23 +1493,42 @@ def _slice_of_symbol(forms: Forms, size: Poly, start: int, end: int, step: int) 
     return first, forms.algebra.slice_size(size, start, end, step)
 
 
+def _known_integers(forms: Forms, value: ir.Value) -> list[int]:
+    """The elements of a constant, or of what the shapes of tensors say, where these are numbers."""
+    found = [size.integer for size in _known_sizes(forms, value)]
+    numbers = [n for n in found if n is not None]
+    if len(numbers) < len(found):
+        raise Opaque("a slice that is not constant")
+    return numbers
+
+
+def _known_sizes(forms: Forms, value: ir.Value) -> list[Poly]:
+    array = forms.constant(value)
+    found = forms.vector(value) if array is None else [number(int(n)) for n in array.ravel()]
+    if found is None:
+        raise Opaque("a slice that is not constant")
+    return found
+
+
 @reads("Slice")
 def _slice(forms: Forms, node: ir.Node) -> Form:
     x = forms.form(given(node.inputs, 0))
     rank = len(x.groups)
-    arrays = [forms.constant(v) for v in node.inputs[1:]]
-    if any(a is None for a, v in zip(arrays, node.inputs[1:], strict=True) if v is not None):
-        raise Opaque("a slice that is not constant")
-    starts, ends = ([int(k) for k in a.ravel()] for a in arrays[:2] if a is not None)
-    axes = (
-        [int(a) % rank for a in arrays[2].ravel()]
-        if len(arrays) > 2 and arrays[2] is not None
-        else list(range(len(starts)))
-    )
-    steps = [int(s) for s in arrays[3].ravel()] if len(arrays) > 3 and arrays[3] is not None else [1] * len(starts)
-    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+    starts, ends = _known_integers(forms, given(node.inputs, 1)), _known_sizes(forms, given(node.inputs, 2))
+    axes, steps = (None if v is None else _known_integers(forms, v) for v in (*node.inputs[3:], None, None)[:2])
+    axes = list(range(len(starts))) if axes is None else [axis % rank for axis in axes]
+    steps = [1] * len(starts) if steps is None else steps
+    for axis, start, limit, step in zip(axes, starts, ends, steps, strict=True):
         size = forms.extent(x.groups[axis])
-        end = min(end, _END)
+        if limit.integer is None:
+            if start != 0 or step != 1 or (limit != size and (size.integer or 0) < 2):
+                raise Opaque("a slice that is not constant")
+            if limit != size:
+                count = forms.extent(forms.groups_of(node.outputs[0])[axis])
+                x = sliced(forms, x, axis, ZERO, 1, count)
+                forms.cut(count, limit)
+            continue
+        end = min(limit.integer, _END)
         if start == 0 and step == 1 and end == _END:
             continue
         total = size.integer

@@ -111,6 +111,16 @@ MASKS: dict[str, Callable[[GraphBuilder, str], str]] = {
     "causal from positions": lambda g, d: g.op(
         "Where", g.op("GreaterOrEqual", last(g, arange(g, 4)), first(g, arange(g, 4))), d, g.constant(0.0)
     ),
+    "causal buffer, sliced by a shape": lambda g, d: g.op(
+        "Where",
+        g.op(
+            "Slice",
+            g.constant(np.tril(np.ones((9, 9), bool)), bool),
+            g.ints(0, 0),
+            g.op("Slice", g.op("Shape", d), g.ints(2), g.ints(4)),
+        ),
+        *(d, g.constant(0.0)),
+    ),
     "padding, Where": lambda g, d: g.op("Where", given(g, "padding"), d, g.constant(0.0)),
     "padding, Where the other way": lambda g, d: g.op("Where", given(g, "padding"), g.constant(0.0), d),
     "padding, 1 - mask": lambda g, d: g.op("Mul", d, g.op("Sub", g.constant(1.0), number(g, given(g, "padding")))),
