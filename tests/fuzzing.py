@@ -163,6 +163,8 @@ def judged(graph: Graph) -> Verdict:
         verdict.failures += [
             f"bug: {policy}: {m.rule} at {m.node}: {m.reason}" for m in result.report.near_misses if m.bug
         ]
+        if not result.report.fusions and not result.report.near_misses:
+            break  # What is not found cannot be profitable.
         if result.report.fusions:
             verdict.fused = True
             verdict.operators = tuple(f.op for f in result.report.fusions)
@@ -307,7 +309,7 @@ def _difference(got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[
         # The order of products decides on which side of the largest number a value ends that is near to it.
         near |= np.isinf(g) & (np.sign(g) == np.sign(e)) & (np.abs(e) > np.finfo(g.dtype).max / 64)
         wrong = np.isfinite(w) & ~near
-        invented = ~np.isfinite(w) & np.isfinite(e) & np.isfinite(g) & (g != 0) & ~near
+        invented = ~np.isfinite(w) & (np.abs(e) <= np.finfo(g.dtype).max) & np.isfinite(g) & (g != 0) & ~near
         for which, found in (("", wrong), ("invented, ", invented)):
             if found.any():
                 at = tuple(int(i) for i in np.argwhere(found)[0])
