@@ -137,6 +137,10 @@ class Builder:
         return out
 
     def constant(self, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
+        if dtype in TOLERANCE:
+            rounded = array.astype(dtype.numpy()).astype(np.float64)
+            if np.any(np.abs(rounded - array) > TOLERANCE[dtype] * np.abs(array)):
+                raise Mismatch(f"a constant {float(array.flat[0]):.6g} is no number of type {dtype.name}")
         tensor = ir.tensor(array.astype(dtype.numpy()), dtype=dtype, name=self.site.fresh("constant"))
         value = ir.Value(name=tensor.name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
         self.site.sizes_of[value] = [number(n) for n in array.shape]
@@ -512,11 +516,16 @@ class Site:
             raise Mismatch(f"no value of the graph is {algebra.text(algebra.of(atom))[:120]}")
         result = builder.constant(np.asarray(coefficient), dtype)
         shape = [UNIT] * len(layout)
+        masks = []
         for a, e in monomial:
             atom = algebra.atoms[a]
             used = [v for v in variables if v in atom.free]
             # A dimension of several variables is whole, or the parts would not broadcast.
             part_layout = [list(group) if atom.free.intersection(group) else [] for group in layout]
+            if atom.indicator:
+                # What a condition leaves out may be infinite.
+                masks.append((self.find_mask(builder, algebra.of(atom), used, sizes, part_layout), part_layout))
+                continue
             exponent = e if e > 0 else -e
             power = algebra.power(atom.args[0], exponent) if atom.kind == "pow" else algebra.of(atom, exponent)
             if abs(e) != 1:
@@ -527,6 +536,10 @@ class Site:
             # Where no factor has a dimension yet, their product is still 1 there.
             shape = _broadcast(shape, [algebra.product(sizes[v] for v in group) for group in part_layout])
             result = builder.op("Mul" if e > 0 else "Div", [result, factor], dtype, shape)
+        for mask, part_layout in masks:
+            shape = _broadcast(shape, [algebra.product(sizes[v] for v in group) for group in part_layout])
+            nothing = builder.constant(np.asarray(0.0), dtype)
+            result = builder.op("Where", [mask, result, nothing], dtype, shape)
         return result
 
     def find_mask(

@@ -12,6 +12,8 @@ from gradfuse.passes.algebra import ONE, UNIT, ZERO, Poly
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
     """Finds, in a value P, a softmax y along j with
@@ -64,6 +66,8 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
             # The op lets a mask be repeated over B and H; its last two dimensions are whole.
             own = [group if masked & set(group) else [] for group in layout[:2]]
             inputs.append(site.find_mask(builder, UNIT - keep, sorted(masked), sizes, [*own, *layout[2:]]))
+        if not _SMALLEST <= abs(scale) <= _LARGEST:
+            raise Mismatch(f"its scale {scale:.6g} is no float32")
         extents = [algebra.product(sizes[v] for v in group) for group in layout]
         fused = builder.fused(self.operator, inputs, extents, scale=float(np.float32(scale)), fix_triu_mask=0)
         ordered = [v for group in layout for v in group]

@@ -133,6 +133,13 @@ def test_nan_and_infinity_stay_where_they_are() -> None:
     check(torch.tensor([1.0, 1.0, 1.0]), log_prob, torch.tensor([0, 0, 0]), reduction="none")
 
 
+def test_an_infinite_weight_stays_in_the_rows_of_its_class() -> None:
+    log_prob, weight = torch.randn(3, 4).log_softmax(1), torch.tensor([0.5, torch.inf, 0.25, 1.0])
+    check(torch.tensor(1.0), log_prob, torch.tensor([0, 2, 3]), weight, reduction="sum")
+    (out,) = run(OP, torch.tensor(1.0), log_prob, torch.tensor([0, 1, 3]), weight, reduction="sum")
+    assert out[[0, 2]].isfinite().all() and not out[1].isfinite().any()
+
+
 def test_grad_loss_may_have_one_dimension_or_none() -> None:
     log_prob, target, _ = sample(3, 4, torch.float32)
     assert_same_bits(*run(OP, torch.tensor([2.0]), log_prob, target), *run(OP, torch.tensor(2.0), log_prob, target))

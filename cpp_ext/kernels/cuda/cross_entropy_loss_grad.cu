@@ -112,7 +112,8 @@ __device__ float GradientAt(const Params<T>& params, const Row& row, float weigh
   if (row.label < 0) return row.label == kIgnored ? 0.0f : NotANumber<float>();
   if (c == row.label) {
     // exp(x) - 1 would cancel where the label is likely.
-    return row.q * expm1f(x) + row.s * (Exp(x) * weight_sum - WeightOf(params, c));
+    const float spread = row.s != 0 ? row.s * (Exp(x) * weight_sum - WeightOf(params, c)) : 0.0f;
+    return row.q * expm1f(x) + spread;
   }
   const float shift = row.s != 0 ? row.s * WeightOf(params, c) : 0.0f;
   return Exp(x) * (row.q + row.s * weight_sum) - shift;
