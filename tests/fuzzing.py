@@ -304,7 +304,7 @@ def _difference(got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[
             continue
         with np.errstate(all="ignore"):
             value = g.astype(np.float64)
-            near = np.isfinite(g) & (np.minimum(np.abs(value - e), np.abs(value - w.astype(np.float64))) <= bound)
+            near = np.isfinite(g) & (np.fmin(np.abs(value - e), np.abs(value - w.astype(np.float64))) <= bound)
         near |= np.isfinite(w) & ~np.isfinite(e) & np.isfinite(g)
         # The order of products decides on which side of the largest number a value ends that is near to it.
         near |= np.isinf(g) & (np.sign(g) == np.sign(e)) & (np.abs(e) > np.finfo(g.dtype).max / 64)
