@@ -443,7 +443,10 @@ class Writer:
                 lambda: self.raw("Max", x, one),
                 lambda: self.raw("Min", x, one),
                 lambda: self.raw("Where", self.raw("Less", x, one, kind="b"), x, self.constant(0.0)),
-                lambda: self.cast(self.cast(x, "i"), x.kind),
+                lambda: self.cast(
+                    self.cast(self.raw("Min", self.raw("Max", x, self.constant(-99.0)), self.constant(99.0)), "i"),
+                    x.kind,
+                ),
                 lambda: self.cast(self.cast(x, "h"), x.kind),
                 lambda: self.cast(self.cast(x, "b"), x.kind),
                 lambda: self.raw("Sub", self.raw("Add", x, self.number(1e6)), self.constant(1e6)),

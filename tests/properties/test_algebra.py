@@ -431,7 +431,7 @@ def _compared(e: Expression, result: str) -> int | None:
     read = Forms(model.graph)
     (output,) = model.graph.outputs
     form = read.get(output)
-    if form is None or output in read.opaque:
+    if form is None or any(str(v.name) == result for v in read.opaque):
         return None
     tensors: dict[object, Array] = {k: exact(a).value for k, a in constants(read, model.graph).items()}
     tensors |= {name: _squeezed(n.value) for name, n in e.numbers.items()}
