@@ -231,8 +231,8 @@ def test_failed_write_leaves_what_was_there(
         onnx.save(small_models.forward(), source)
     target = tmp_path / "out" / "model.onnx"
     target.parent.mkdir()
-    target.write_bytes(b"old model")
-    (target.parent / "model.onnx.data").write_bytes(b"old data")
+    small_models.save_with_external_data(small_models.forward(7), target, "model.onnx.data")
+    before = {name: (target.parent / name).read_bytes() for name in os.listdir(target.parent)}
     loaded = model_io.load(source).ir
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -247,9 +247,8 @@ def test_failed_write_leaves_what_was_there(
     with pytest.raises(ModelError, match=r"model\.onnx: cannot write the model: No space left on device"):
         model_io.save(loaded, target)
     monkeypatch.undo()
-    assert target.read_bytes() == b"old model"
-    assert (target.parent / "model.onnx.data").read_bytes() == b"old data"
-    assert sorted(os.listdir(target.parent)) == ["model.onnx", "model.onnx.data"]
+    assert {name: (target.parent / name).read_bytes() for name in os.listdir(target.parent)} == before
+    assert sorted(before) == ["model.onnx", "model.onnx.data"]
 
 
 def test_a_folder_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
