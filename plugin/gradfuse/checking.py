@@ -168,6 +168,7 @@ class _Pair:
 
     def __init__(self, first: LoadedModel, second: LoadedModel, seed: int) -> None:
         self._seed = seed
+        self._source = first.source
         self._symbolic = any(value.shape is not None and not value.shape.is_static() for value in _inputs(first.ir))
         self.notes: list[str] = []
         if any(scatters.reduces_by_scatter_nd(model) for model in (first.ir, second.ir)):
@@ -211,7 +212,10 @@ class _Pair:
         reasons: list[ModelError] = []
         for attempt in range(_ATTEMPTS if self._symbolic else 1):
             rng = np.random.default_rng([self._seed, run, attempt])
-            feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1)
+            try:
+                feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1)
+            except ModelError as error:
+                raise ModelError(f"{self._source}: {error}") from error
             try:
                 expected = self._first.run(feeds)
             except ModelError as error:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from gradfuse.errors import ModelError
 
-MOST_INLINED = 50_000
+MOST_INLINED = 10_000
 """Nodes that calls of functions may amount to in a model of any size..."""
 MOST_INLINED_SHARE = 100
 """...and, in larger models, for each node that is written. What is more is made to exhaust whoever reads it."""
@@ -56,8 +56,21 @@ def check_calls(model: ir.Model, source: str) -> None:
                 where = f"{node.op_type} (node {node.name or node.outputs[0].name!r})"
                 reference = f"a reference to attribute {attribute.ref_attr_name!r} of a function"
                 raise ModelError(f"{source}: {where}: {attribute.name} is {reference}; expected a value")
-    if not model.functions:
-        return
+    own, written = inlined_nodes(model, source)
+    most = max(MOST_INLINED, MOST_INLINED_SHARE * written)
+    if own > most:
+        raise ModelError(
+            f"{source}: its functions amount to {_short(own)} nodes where they are called, from {written} that are "
+            f"written; expected at most {most}"
+        )
+
+
+def inlined_nodes(model: ir.Model, source: str) -> tuple[int, int]:
+    """Return how many nodes a model has once all functions are put in the place of their calls, and how many as it is.
+
+    Raises:
+        ModelError: a function calls itself.
+    """
     nodes = {key: list(function.all_nodes()) for key, function in model.functions.items()}
     calls = {key: Counter(n.op_identifier() for n in own if n.op_identifier() in nodes) for key, own in nodes.items()}
     try:
@@ -73,11 +86,7 @@ def check_calls(model: ir.Model, source: str) -> None:
     for node in model.graph.all_nodes():
         own += sizes.get(node.op_identifier(), 1)
         written += 1
-    if own > max(MOST_INLINED, MOST_INLINED_SHARE * written):
-        raise ModelError(
-            f"{source}: its functions amount to {_short(own)} nodes where they are called, from {written} that are "
-            f"written; expected at most {max(MOST_INLINED, MOST_INLINED_SHARE * written)}"
-        )
+    return own, written
 
 
 def _short(number: int) -> str:
