@@ -14,7 +14,11 @@ pow       (Poly,)                                 a primitive sum of several ter
 sum       (sizes, monomial)                       the sum of the monomial over bound variables
 eq, lt    (Poly,)                                 1 where the Poly is zero (negative), else 0
 inside    (index, size)                           1 where 0 <= index < size, both Polys, else 0
+wide      (size,)                                 0 where the size, a Poly, is 1, else 1
 ========  ======================================  ===================================================
+
+A coefficient is a number as float64 has them: what would overflow, or underflow to 0 or to a number of fewer digits, is
+:class:`TooComplex`. Integers, and what stands in an index or a condition, are compared digit by digit.
 
 Equal mathematics gives equal polynomials as far as these rules go: products distribute over sums, exp and log turn
 sums into products and back, factors that do not depend on a bound variable leave its sum, an indicator is its own
@@ -28,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -41,6 +45,10 @@ Pattern = tuple[int, tuple[object, ...]]
 ONE: Monomial = ()
 TERM_LIMIT = 64
 _CANCELS = 1e-7  # relative size below which a difference of float32 constants is rounding
+_SMALLEST = 2.0**-1022  # numbers nearer to 0 have fewer digits
+_EXACT = 2.0**53  # float64 has every integer up to here
+_EXPONENT_LIMIT = 1 << 20
+_DENOMINATOR_LIMIT = 1_000_000
 _SUM_WIDTH = 8  # bound variables that one sum atom may have
 _NOTHING: frozenset[Any] = frozenset()
 _DEPTH_LIMIT = 64  # atoms within each other, as in the exponential of an exponential
@@ -60,6 +68,9 @@ class Poly:
         self.terms: dict[Monomial, float] = {m: c for m, c in terms.items() if c != 0.0}
         if len(self.terms) > TERM_LIMIT:
             raise TooComplex(f"{len(self.terms)} terms")
+        for c in self.terms.values():
+            if not _SMALLEST <= abs(c) < math.inf:
+                raise TooComplex(f"a coefficient of {c}")
         self._key: frozenset[tuple[Monomial, float]] | None = None
         self._hash: int | None = None
         self._free: frozenset[int] | None = None
@@ -114,7 +125,7 @@ class Poly:
         return self + (-other)
 
     def scaled(self, factor: float) -> Poly:
-        return self if factor == 1.0 else Poly({m: c * factor for m, c in self.terms.items()})
+        return self if factor == 1.0 else Poly({m: times(c, factor) for m, c in self.terms.items()})
 
     def close_to(self, other: Poly, tolerance: float) -> bool:
         """Same monomials, with coefficients that agree to the relative tolerance."""
@@ -123,6 +134,18 @@ class Poly:
         return all(
             abs(c - other.terms[m]) <= tolerance * max(abs(c), abs(other.terms[m])) for m, c in self.terms.items()
         )
+
+
+def times(a: float, b: float) -> float:
+    """The product, which is 0 only where a factor is.
+
+    Raises:
+        TooComplex: it is too small for float64.
+    """
+    product = a * b
+    if product == 0.0 and a != 0.0 and b != 0.0:
+        raise TooComplex(f"a coefficient of {a} times {b}")
+    return product
 
 
 @lru_cache(1 << 12)
@@ -139,10 +162,12 @@ class Atom:
 
     `free` are the variables that it depends on, `tensors` the tensors that it reads at any depth, `poly` is the factor
     alone, `depth` says how many atoms stand within each other, and `ranged` whether one of them is an "inside".
+    `indicator` says that it is a condition, worth 0 or 1, and `idempotent` that it is its own square.
     """
 
     __slots__ = (
-        *("args", "depth", "free", "height", "id", "indicator", "kind", "poly", "positive", "ranged", "tensors"),
+        *("args", "depth", "free", "height", "id", "idempotent", "indicator", "kind", "poly", "positive", "ranged"),
+        "tensors",
     )
 
     def __init__(self, id: int, kind: str, args: tuple[Any, ...]) -> None:
@@ -155,8 +180,29 @@ class Atom:
         self.height = 0
         self.depth = 0
         self.indicator = kind in ("eq", "lt", "inside")
+        self.idempotent = self.indicator or kind == "wide"
         self.ranged = kind == "inside"
         self.positive = kind in ("exp", "dim")
+
+
+class DerivedSize(NamedTuple):
+    """What a dimension is that the graph computes from others.
+
+    `kind` is "broadcast", of several sizes that are equal where they are not 1; or "slice", of one size, from `start`
+    to `stop` by `step` as Python has it.
+    """
+
+    kind: str
+    sizes: tuple[Poly, ...]
+    start: int = 0
+    stop: int = 0
+    step: int = 1
+
+    def of(self, sizes: Sequence[int]) -> int:
+        """The size, for sizes that the graph can run with."""
+        if self.kind == "slice":
+            return len(range(sizes[0])[self.start : self.stop : self.step])
+        return 0 if 0 in sizes else max(sizes)
 
 
 class Positions(NamedTuple):
@@ -189,11 +235,14 @@ class Algebra:
         self._pattern_numbers: dict[object, int] = {}
         self._atom_patterns: dict[int, Pattern] = {}
         self._atoms_by_pattern: dict[Pattern, int] = {}
+        self._wide: set[int] = set()
+        self.derived: dict[str, DerivedSize] = {}
+        """The dimensions that are computed from others, by name."""
 
     # Atoms
 
     def _intern(self, kind: str, *args: Any) -> Atom:
-        key = (kind, *args)
+        key = _key(kind, args)
         found = self._table.get(key)
         if found is not None:
             return self.atoms[found]
@@ -215,7 +264,7 @@ class Algebra:
             inner = [m for p in polys for m in p.terms]
             atom.height = max((self.height_of(m) for m in inner), default=0)
             if kind == "tensor":
-                atom.indicator = args[0] in self._boolean_tensors
+                atom.indicator = atom.idempotent = args[0] in self._boolean_tensors
                 atom.tensors = frozenset(args[:1])
         parts = [self.atoms[a] for a in {a for m in inner for a, _ in m}]
         atom.depth = 1 + max((part.depth for part in parts), default=0)
@@ -225,6 +274,8 @@ class Algebra:
         atom.ranged = atom.ranged or any(part.ranged for part in parts)
         if kind == "eq":
             self._equalities.add(atom.id)
+        elif kind == "wide":
+            self._wide.add(atom.id)
         self.atoms.append(atom)
         self._table[key] = atom.id
         return atom
@@ -258,6 +309,55 @@ class Algebra:
 
     def dim(self, name: str) -> Poly:
         return self.of(self._intern("dim", name))
+
+    def _derived(self, size: DerivedSize) -> Poly:
+        limits = "" if size.kind == "broadcast" else f", {size.start}:{size.stop}:{size.step}"
+        name = f"{size.kind}({', '.join(self.text(s) for s in size.sizes)}{limits})"
+        self.derived[name] = size
+        atom = self._intern("dim", name)
+        # A part of a dimension may be empty.
+        atom.positive = size.kind == "broadcast"
+        return self.of(atom)
+
+    def slice_size(self, size: Poly, start: int, stop: int, step: int) -> Poly:
+        """The number of elements in a slice, as Python has it, of a dimension."""
+        total = size.integer
+        if total is not None:
+            return number(len(range(total)[start:stop:step]))
+        return self._derived(DerivedSize("slice", (size,), start, stop, step))
+
+    def broadcast_size(self, *sizes: Poly) -> Poly:
+        """The size that dimensions, each of which is 1 or the same as the others, give together."""
+        parts = {self.text(p): p for s in sizes for p in self._parts(s) if p != UNIT}
+        for s in (*sizes, *(p for p in parts.values() if p.constant is not None)):
+            if s.constant is not None and s != UNIT:
+                return s
+        if len(parts) < 2:
+            return next(iter(parts.values()), UNIT)
+        return self._derived(DerivedSize("broadcast", tuple(parts[name] for name in sorted(parts))))
+
+    def _parts(self, size: Poly) -> tuple[Poly, ...]:
+        """The sizes that a size is the common one of; of any other, itself."""
+        if len(size.terms) == 1:
+            ((m, c),) = size.terms.items()
+            if c == 1.0 and len(m) == 1 and m[0][1] == 1 and self.atoms[m[0][0]].kind == "dim":
+                definition = self.derived.get(self.atoms[m[0][0]].args[0])
+                if definition is not None and definition.kind == "broadcast":
+                    return definition.sizes
+        return (size,)
+
+    def wide(self, size: Poly) -> Poly:
+        """0 where the size is 1, else 1: an index times this stays in a dimension that is 1 and so repeated."""
+        if size.constant is not None:
+            return ZERO if size == UNIT else UNIT
+        return self.of(self._intern("wide", size))
+
+    def _narrowed(self, powers: dict[int, Exponent]) -> None:
+        """Takes out of a product what follows from its other factors: what is not 1 stays so when it is broadcast."""
+        wide = [(a, {self.text(p) for p in self._parts(self.atoms[a].args[0])}) for a in powers if a in self._wide]
+        for a, own in wide:
+            if any(b != a and parts < own for b, parts in wide):
+                del powers[a]
 
     def tensor(self, tensor: object, indices: Iterable[Poly], boolean: bool = False, integer: bool = False) -> Poly:
         """An element of an opaque tensor. Where an index is a choice between indices, so is the element."""
@@ -319,13 +419,14 @@ class Algebra:
 
     def intern_renamed(self, atom: Atom, args: tuple[Any, ...], pattern: Pattern) -> int:
         """The factor that differs from another by the names of tensors only."""
-        key = (atom.kind, *args)
+        key = _key(atom.kind, args)
         found = self._table.get(key)
         if found is None:
             found = self._table[key] = len(self.atoms)
             new = Atom(found, atom.kind, args)
             new.free, new.height, new.depth = atom.free, atom.height, atom.depth
-            new.indicator, new.positive, new.ranged = atom.indicator, atom.positive, atom.ranged
+            new.indicator, new.idempotent = atom.indicator, atom.idempotent
+            new.positive, new.ranged = atom.positive, atom.ranged
             new.tensors = frozenset(pattern[1])
             self.atoms.append(new)
             if atom.kind == "eq":
@@ -428,9 +529,9 @@ class Algebra:
                 product = self._times(m, n)
                 simplified = self._select(product)
                 if simplified is None:
-                    plain.append((product, c * d))
+                    plain.append((product, times(c, d)))
                 else:
-                    total = total + simplified.scaled(c * d)
+                    total = total + simplified.scaled(times(c, d))
         return total + _collected(plain)
 
     def product(self, polys: Iterable[Poly]) -> Poly:
@@ -448,7 +549,9 @@ class Algebra:
             elif known + e == 0:
                 del powers[a]
             else:
-                powers[a] = 1 if known + e > 0 and self.atoms[a].indicator else _plain(known + e)
+                powers[a] = 1 if known + e > 0 and self.atoms[a].idempotent else _plain(known + e)
+        if len(self._wide) > 1 and sum(a in self._wide for a in powers) > 1:
+            self._narrowed(powers)
         return tuple(sorted(powers.items()))
 
     def _select(self, monomial: Monomial) -> Poly | None:
@@ -519,7 +622,7 @@ class Algebra:
         monomial = self.common(poly)
         reduced = self.divide_monomial(poly, monomial) if monomial else poly
         lead = reduced.terms[min(reduced.terms)]
-        return lead, monomial, reduced.scaled(1.0 / lead)
+        return lead, monomial, reduced.scaled(_raised(lead, -1))
 
     def ratio(self, poly: Poly, by: Poly) -> Poly | None:
         """poly / by where that is a single term, else None."""
@@ -527,7 +630,7 @@ class Algebra:
         d, n, q = self.content(by)
         if not by or not p.close_to(q, 1e-5):
             return None
-        return Poly({self._times(m, tuple((a, -e) for a, e in n)): c / d})
+        return Poly({self._times(m, tuple((a, -e) for a, e in n)): times(c, _raised(d, -1))})
 
     def power(self, poly: Poly, exponent: Exponent) -> Poly:
         exponent = _plain(exponent)
@@ -544,9 +647,9 @@ class Algebra:
             if not isinstance(exponent, int) and (c < 0 or not all(self.atoms[a].positive for a, _ in m)):
                 return self.of(self._intern("pow", poly), exponent)
             raised = tuple(
-                (a, e) if self.atoms[a].indicator and exponent > 0 else (a, _plain(e * exponent)) for a, e in m
+                (a, e) if self.atoms[a].idempotent and exponent > 0 else (a, _plain(e * exponent)) for a, e in m
             )
-            return Poly({raised: float(c) ** float(exponent)})
+            return Poly({raised: _raised(c, exponent)})
         if isinstance(exponent, int) and exponent in (2, 3) and len(poly) <= 4:
             return self.mul(poly, self.power(poly, exponent - 1))
         c, m, primitive = self.content(poly)
@@ -563,7 +666,9 @@ class Algebra:
         factors = UNIT
         for m, c in poly.terms.items():
             if m == ONE:
-                scale = math.exp(min(c, 700.0))
+                if not -700.0 < c < 700.0:
+                    raise TooComplex(f"e to the {c}")
+                scale = math.exp(c)
                 continue
             exponent = _as_exponent(c)
             atom = self.atoms[m[0][0]]
@@ -618,10 +723,21 @@ class Algebra:
             return self._choice(
                 condition, *(self.less_than_zero(self.given(poly, condition, case)) for case in (True, False))
             )
-        if poly.terms.get(ONE, 0.0) < 0 and self._is_integer(poly):
+        if poly.terms.get(ONE, 0.0) < 0 and self.is_integer(poly):
             # x < 0 or -1 - x < 0: of these opposites, the one whose constant is not negative.
             return UNIT - self.of(self._intern("lt", number(-1) - poly))
         return self.of(self._intern("lt", poly))
+
+    def end_of(self, poly: Poly) -> tuple[int, Poly] | None:
+        """The v and n of a condition [v < n] on an index variable and a size; None for what is no such condition."""
+        indicators = self.indicators(poly)
+        if len(indicators) != 1 or indicators[0].kind != "lt" or poly != indicators[0].poly:
+            return None
+        for v in indicators[0].free:
+            size = self.var(v) - indicators[0].args[0]
+            if not self.free(size) and not self.tensors(size):
+                return v, size
+        return None
 
     def inside(self, index: Poly, size: Poly) -> Poly:
         """1 where the index is at least 0 and below the size, else 0."""
@@ -634,8 +750,8 @@ class Algebra:
             )
         return self.of(self._intern("inside", index, size))
 
-    def _is_integer(self, poly: Poly) -> bool:
-        """Whether all that the polynomial is made of are integers."""
+    def is_integer(self, poly: Poly) -> bool:
+        """Whether the polynomial is a sum of products of integers."""
         return all(
             c == int(c) and all(e == int(e) and e > 0 and self._is_integer_atom(self.atoms[a]) for a, e in m)
             for m, c in poly.terms.items()
@@ -645,7 +761,7 @@ class Algebra:
         if atom.kind == "sum":
             return all(e > 0 and self._is_integer_atom(self.atoms[a]) for a, e in atom.args[1])
         return (
-            atom.indicator or atom.kind in ("var", "dim") or (atom.kind == "tensor" and atom.args[0] in self._integers)
+            atom.idempotent or atom.kind in ("var", "dim") or (atom.kind == "tensor" and atom.args[0] in self._integers)
         )
 
     def _is_not_negative(self, poly: Poly) -> bool:
@@ -924,7 +1040,7 @@ class Algebra:
                 if len(changed.terms) != 1:
                     return None
                 ((factor, c),) = changed.terms.items()
-                coefficient *= c
+                coefficient = times(coefficient, c)
             if not self._equalities.isdisjoint([b for b, _ in factor]):
                 return None
             result = self._times(result, factor) if result else factor
@@ -990,7 +1106,7 @@ class Algebra:
         if not poly:
             return "0"
         return " + ".join(
-            (f"{c:.6g} " if c != 1.0 or m == ONE else "") + " ".join(self._factor(a, e) for a, e in m)
+            (f"{_digits(c)} " if c != 1.0 or m == ONE else "") + " ".join(self._factor(a, e) for a, e in m)
             for m, c in sorted(poly.terms.items())
         )
 
@@ -1014,33 +1130,70 @@ class Algebra:
                 base = f"[{self.text(atom.args[0])} < 0]"
             case "inside":
                 base = f"[0 <= {self.text(atom.args[0])} < {self.text(atom.args[1])}]"
+            case "wide":
+                base = f"[{self.text(atom.args[0])} != 1]"
             case kind:
                 base = f"{kind}({self.text(atom.args[0])})"
         return base if e == 1 else f"{base}^{e}"
 
 
+_DISCRETE = {"tensor", "eq", "lt", "inside", "wide"}
+
+
+def _key(kind: str, args: Iterable[Any]) -> tuple[Any, ...]:
+    """What an atom is known by. A condition is true or false, an index right or wrong: there nothing is rounded."""
+    if kind not in _DISCRETE:
+        return (kind, *args)
+    return (kind, *[frozenset(a.terms.items()) if isinstance(a, Poly) else a for a in args])
+
+
 def _plain(e: Exponent) -> Exponent:
+    if not -_EXPONENT_LIMIT <= e <= _EXPONENT_LIMIT or (isinstance(e, Fraction) and e.denominator > _EXACT):
+        raise TooComplex("an exponent of many digits")
     return e if type(e) is int else int(e) if e == int(e) else e
 
 
+def _raised(c: float, exponent: Exponent) -> float:
+    """A coefficient to a power."""
+    try:
+        result: float = float(c) ** float(exponent)
+    except OverflowError:
+        raise TooComplex(f"a coefficient of {c} to the {exponent}") from None
+    if result == 0.0:
+        raise TooComplex(f"a coefficient of {c} to the {exponent}")
+    return result
+
+
+def _is_exact(c: float) -> bool:
+    """Whether the number is an integer that is no rounded one."""
+    return -_EXACT < c < _EXACT and c == int(c)
+
+
 def _six_digits(c: float) -> float:
-    return c if -1e6 < c < 1e6 and c == int(c) else float(f"{c:.6g}")
+    return c if _is_exact(c) else float(f"{c:.6g}")
+
+
+def _digits(c: float) -> str:
+    return str(int(c)) if _is_exact(c) else f"{c:.6g}"
 
 
 def _as_exponent(c: float) -> Exponent:
-    return _plain(Fraction(c).limit_denominator(1_000_000))
+    """A constant as an exponent: a fraction that it is but for rounding, else all of its digits."""
+    near = Fraction(c).limit_denominator(_DENOMINATOR_LIMIT)
+    return _plain(near if abs(near - Fraction(c)) <= abs(c) * 1e-9 else Fraction(c))
 
 
 def _collected(items: Iterable[tuple[Monomial, float]]) -> Poly:
     """The sum of the terms; what cancels up to rounding is zero, as sums of float32 constants need not meet exactly."""
     sums: dict[Monomial, float] = {}
-    peaks: dict[Monomial, float] = {}  # of the terms that met
+    peaks: dict[Monomial, float] = {}  # of the terms that met and are no integers
     for m, c in items:
         known = sums.get(m)
         if known is None:
             sums[m] = c
-        else:
-            sums[m] = known + c
+            continue
+        sums[m] = known + c
+        if m in peaks or not (_is_exact(known) and _is_exact(c)):
             peaks[m] = max(peaks.get(m) or abs(known), abs(c))
     if not peaks:
         return Poly(sums)

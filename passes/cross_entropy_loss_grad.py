@@ -25,6 +25,7 @@ class _Loss:
     classes: int  # the variable of the classes
     target: Poly
     ignore_index: int
+    ending: tuple[int, Poly] | None  # the row and the number of targets, where there may be fewer of them than rows
     weight: Poly | None  # an element of the weights, by the variable of the classes
     parts: tuple[tuple[float, Poly], ...]
     """(label_smoothing, factor of the rows that count, without weight) of each op: one, but two where the one-hot and
@@ -36,7 +37,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     1. P = p T + R, T free of j and T = -sum_j R;
     2. R = a [j = t] + b w[j], t from an integer tensor, b / a constant (label smoothing), w one or a tensor;
-    3. [t = i] makes a zero: i is the ignore_index.
+    3. [t = i] makes a zero: i is the ignore_index; so does [row < n], where t has n elements: t is padded with i.
 
     The operator refuses a target that is no class, so "t is a class" is taken for granted.
 
@@ -108,10 +109,28 @@ class FuseCrossEntropyLossGradPass(FusePass):
     ) -> ir.Value:
         flat = {v: site.algebra.var(k) for k, v in enumerate(rows)}
         integers = [ir.DataType.INT64, ir.DataType.INT32]
-        found = site.find(site.algebra.substitute(loss.target, flat), [sizes[v] for v in rows], root, dtypes=integers)
+        own = dict(sizes)
+        if loss.ending is not None:
+            row, end = loss.ending
+            own[row] = end
+        found = site.find(site.algebra.substitute(loss.target, flat), [own[v] for v in rows], root, dtypes=integers)
         if found is None or found[1] != 1.0:
             raise Mismatch("the target is no integer value of the graph")
-        return builder.cast(builder.arrange(found[0], rows, [rows], sizes), ir.DataType.INT64)
+        value = builder.cast(found[0], ir.DataType.INT64)
+        if loss.ending is None:
+            return builder.arrange(value, rows, [rows], sizes)
+        value = builder.reshape(value, [own[v] for v in rows])
+        missing = builder.op("Sub", [builder.shape([sizes[row]]), builder.shape([end])], ir.DataType.INT64, [UNIT])
+        zeros, after = [0] * len(rows), len(rows) - 1 - rows.index(row)
+        parts = [
+            builder.ints(zeros + zeros[: rows.index(row)]),
+            missing,
+            *([builder.ints([0] * after)] if after else []),
+        ]
+        pads = builder.op("Concat", parts, ir.DataType.INT64, [number(2 * len(rows))], axis=0)
+        blank = builder.constant(np.asarray(loss.ignore_index), ir.DataType.INT64)
+        value = builder.op("Pad", [value, pads, blank], ir.DataType.INT64, [sizes[v] for v in rows])
+        return builder.arrange(value, rows, [rows], sizes)
 
     def _weight(self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, sizes: Mapping[int, Poly]) -> ir.Value:
         assert loss.weight is not None
@@ -218,14 +237,22 @@ def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
                 on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
                 break
 
+    ending = None
+    for atom in _atoms(algebra, on):
+        end = algebra.end_of(algebra.of(atom))
+        if end is not None and end[0] in algebra.free(target) and _is_factor(atom, on) and _is_factor(atom, off):
+            ending = end
+            on, off = algebra.given(on, atom, True), algebra.given(off, atom, True)
+            break
+
     weight = None
     for atom in _atoms(algebra, on):
-        if atom.kind == "tensor" and atom.args[1:] == (target,) and all((atom.id, 1) in m for m in on.terms):
+        if atom.kind == "tensor" and atom.args[1:] == (target,) and _is_factor(atom, on):
             weight = algebra.tensor(atom.args[0], [algebra.var(j)])
             on = algebra.divide_monomial(on, ((atom.id, 1),))
             break
     if not off:
-        return _Loss(p, j, target, ignore_index, weight, ((0.0, -on),))
+        return _Loss(p, j, target, ignore_index, ending, weight, ((0.0, -on),))
     # Smoothing spreads over the classes, in proportion to their weights.
     classes = form.sizes[j].integer
     spread = off if weight is None else algebra.divide_monomial(off, next(iter(weight.terms)))
@@ -237,14 +264,22 @@ def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
         parts: tuple[tuple[float, Poly], ...] = ((smoothing, on.scaled(-1.0 / (1.0 - smoothing))),)
     else:
         parts = ((0.0, -on), (1.0, spread.scaled(-classes)))
-    return _Loss(p, j, target, ignore_index, weight, parts)
+    return _Loss(p, j, target, ignore_index, ending, weight, parts)
+
+
+def _is_factor(atom: Atom, poly: Poly) -> bool:
+    return all((atom.id, 1) in m for m in poly.terms)
 
 
 def _counts(algebra: Algebra, loss: _Loss) -> Poly:
     """1 for rows that count, 0 for ignored ones."""
+    present = UNIT
+    if loss.ending is not None:
+        row, end = loss.ending
+        present = algebra.less_than_zero(algebra.var(row) - end)
     if loss.ignore_index == NO_INDEX:
-        return UNIT
-    return UNIT - algebra.equal_zero(loss.target - number(loss.ignore_index))
+        return present
+    return algebra.mul(present, UNIT - algebra.equal_zero(loss.target - number(loss.ignore_index)))
 
 
 def _row_weight(algebra: Algebra, loss: _Loss) -> Poly:

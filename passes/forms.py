@@ -15,7 +15,7 @@ import copy
 import hashlib
 import math
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, Positions, TooComplex, number
+from gradfuse.passes.dims import ELEMENTWISE, SAME_SHAPE, Sizes, live, nameless, rank_of, symbol
 from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
@@ -32,8 +33,10 @@ Array = npt.NDArray[Any]
 
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _VECTOR_LIMIT = 64
+_END = (1 << 31) - 1  # what slices to the end of a dimension have at least
 _STEPS = 8  # rises of a constant that is read as a sum of steps
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
+_HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _RANDOM = {
     "RandomNormal",
@@ -44,6 +47,7 @@ _RANDOM = {
     "Multinomial",
     "Dropout",
 }
+_REDUCTIONS = {"ReduceL1", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceMean", "ReduceSum", "ReduceL2"}
 _ROW_OPERATORS = {"Softmax", "LogSoftmax", "ReduceMax", "ReduceLogSumExp"}
 
 
@@ -79,6 +83,16 @@ def is_float(value: ir.Value) -> bool:
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
     found = node.attributes.get(name)
     return default if found is None or found.value is None else found.value
+
+
+def _are_numbers(array: Array) -> bool:
+    """Whether the algebra can calculate with the elements: integers that float64 holds, or finite normal floats."""
+    if array.dtype.kind in "iu":
+        return array.size == 0 or bool(array.max() < 1 << 53 and array.min() > -(1 << 53))
+    if array.dtype.kind in "cSUO":
+        return False
+    sizes = np.abs(array.astype(np.float64))
+    return bool(np.all(((sizes >= np.finfo(np.float64).tiny) & np.isfinite(sizes)) | (sizes == 0)))
 
 
 def _repeated(array: Array) -> Array | None:
@@ -255,21 +269,23 @@ class Forms:
         boolean = array.dtype == np.bool_
         if array.size == 0:
             return Form(groups, self.algebra.tensor(("empty", array.shape), ()))
-        if not any(array.strides) and np.isfinite(array.flat[0]):
+        if not any(array.strides) and _are_numbers(array.flat[:1]):
             return Form(groups, number(float(array.flat[0])))
-        numbers = array.astype(np.float64) if array.dtype.kind != "c" else array
+        exact = _are_numbers(array)
+        numbers = array.astype(np.float64) if array.dtype.kind != "c" and exact else array
         axes = [axis for axis, n in enumerate(array.shape) if n != 1]
         varying = [v for v, axis in zip(variables, axes, strict=True) if np.any(numbers != numbers.take([0], axis))]
-        if not varying and np.isfinite(numbers.flat[0]):
+        if not varying and exact:
             return Form(groups, number(float(numbers.flat[0])))
         for v, axis in zip(reversed(variables), reversed(axes), strict=True):
             if v not in varying:
                 numbers = numbers.take([0], axis)
         numbers = numbers.reshape([n for n in numbers.shape if n != 1])
-        if numbers.ndim == 1 and np.all(np.isfinite(numbers)):
-            steps = np.diff(numbers)
+        if numbers.ndim == 1 and exact:
+            with np.errstate(over="ignore"):
+                steps = np.diff(numbers)
             index = self.algebra.var(varying[0])
-            if np.all(steps == steps[0]) and not boolean:
+            if np.all(steps == steps[0]) and _are_numbers(steps[:1]) and not boolean:
                 return Form(groups, index.scaled(float(steps[0])) + number(float(numbers[0])))
             if array.dtype.kind in "iu" and steps.max() > 0 and np.all((steps == 0) | (steps == steps.max())):
                 rises = np.flatnonzero(steps)
@@ -316,19 +332,30 @@ class Forms:
     # Dimensions
 
     def _merge_dims(self, graph: ir.Graph) -> None:
-        """Symbols that operations force to be equal get one name, before any form is made."""
-        for node in graph:
-            for dims in () if node.domain else _paired_dims(node):
-                names = {name for value, axis in dims if (name := _symbol(value, axis)) is not None}
-                sizes = {d for v, axis in dims if v.shape is not None and isinstance(d := v.shape[axis], int)} - {1}
-                if len(names) > 1 and not sizes:
-                    # Names of the model's own come before invented ones and those of nameless dimensions.
-                    first, *others = sorted(
-                        (self._dim_name(n) for n in names), key=lambda n: (n[0] == "?", n in self._invented, n)
-                    )
-                    for other in others:
-                        if other != first:
-                            self._dims[other] = first
+        """Symbols that are proved to be equal get one name, before any form is made.
+
+        They are where an operation would fail otherwise, and where it gives its result the size of its operand.
+        Operands of an elementwise operation prove nothing: where one of them has size 1 it is repeated.
+        """
+        inputs = [(v, axis) for v in graph.inputs for axis in range(rank_of(v))]
+        taken = {name for v, axis in inputs if (name := symbol(v, axis)) is not None}
+        sizes = Sizes(self._dim_name)
+        for node in live(graph):
+            for names in sizes.read(node):
+                self._merge(names)
+            for value in node.outputs:
+                # What an exporter calls a dimension here is another word for it, unless it is the word for an input's.
+                for axis, size in enumerate(sizes.of(value) or ()):
+                    word = symbol(value, axis) if axis < rank_of(value) else None
+                    if isinstance(size, str) and word is not None and word not in taken:
+                        self._merge({size, word})
+        self._taken = {self._dim_name(name) for name in taken}
+
+    def _merge(self, names: Collection[str]) -> None:
+        # Names of the model's own come before invented ones and those of nameless dimensions.
+        first, *others = sorted({self._dim_name(n) for n in names}, key=lambda n: (n[0] == "?", n in self._invented, n))
+        for other in others:
+            self._dims[other] = first
 
     def _dim_name(self, name: str) -> str:
         while name in self._dims:
@@ -338,9 +365,7 @@ class Forms:
     def size(self, dim: int | ir.SymbolicDim, fallback: str) -> Poly:
         if isinstance(dim, int):
             return number(dim)
-        if dim.value is None:
-            return self.algebra.dim(self._dim_name(fallback))
-        return self._size_of_text(str(dim.value))
+        return self._size_of_text(fallback if dim.value is None else str(dim.value))
 
     def _size_of_text(self, text: str) -> Poly:
         known = self._sizes.get(text)
@@ -349,17 +374,23 @@ class Forms:
                 known = self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
             except (SyntaxError, ValueError, TooComplex, RecursionError, MemoryError):
                 # The last two are what Python makes of an expression that is nested too deeply.
-                known = self.algebra.dim(self._dim_name(text))
+                known = self._size_of_name(text)
             self._sizes[text] = known
         return known
+
+    def _size_of_name(self, name: str) -> Poly:
+        name = self._dim_name(name)
+        if name in self._resolved:
+            return self._resolved[name]
+        self._taken.add(name)
+        return self.algebra.dim(name)
 
     def _size_of_tree(self, tree: ast.expr) -> Poly:
         match tree:
             case ast.Constant(value=int(n)):
                 return number(n)
             case ast.Name(id=name):
-                name = self._dim_name(name)
-                return self._resolved[name] if name in self._resolved else self.algebra.dim(name)
+                return self._size_of_name(name)
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self._size_of_tree(left), self._size_of_tree(right)
                 if isinstance(op, ast.Add):
@@ -371,10 +402,10 @@ class Forms:
         raise ValueError
 
     def _resolve(self, value: ir.Value, form: Form) -> None:
-        """Notes what invented dimensions of a value are by its form."""
+        """Notes what dimensions of a value are by its form, where the model calls them by words of their own."""
         for axis in range(len(form.groups)):
-            name = _symbol(value, axis)
-            if name is None or (name := self._dim_name(name)) not in self._invented or name in self._resolved:
+            name = symbol(value, axis)
+            if name is None or (name := self._dim_name(name)) in self._taken or name in self._resolved:
                 continue
             size = self.extent(form.groups[axis])
             if size != self.algebra.dim(name):
@@ -385,7 +416,7 @@ class Forms:
         """One variable per dimension of the value's own shape."""
         if value.shape is None:
             raise Unreadable(value.name)
-        sizes = [self.size(d, _nameless(value, k)) for k, d in enumerate(value.shape)]
+        sizes = [self.size(d, nameless(value, k)) for k, d in enumerate(value.shape)]
         return tuple(() if s.constant == 1 else (s,) for s in sizes)
 
     def extent(self, group: Group) -> Poly:
@@ -393,8 +424,14 @@ class Forms:
 
     # Layouts
 
-    def refine(self, a: Sequence[Poly], b: Sequence[Poly]) -> tuple[list[Poly], list[list[int]], list[list[int]]]:
-        """The coarsest variables of which both lists of sizes are made, and the pieces of each of their members."""
+    def refine(
+        self, a: Sequence[Poly], b: Sequence[Poly], reshaped: bool = False
+    ) -> tuple[list[Poly], list[list[int]], list[list[int]]]:
+        """The coarsest variables of which both lists of sizes are made, and the pieces of each of their members.
+
+        `reshaped` says that a node of the graph makes one layout of the other, so that their products are equal: two
+        sizes that are left over beside equal ones are equal as well.
+        """
         if len(a) == len(b) and all(s == t for s, t in zip(a, b, strict=True)):
             return list(a), [[k] for k in range(len(a))], [[k] for k in range(len(a))]
         common: list[Poly] = []
@@ -405,8 +442,8 @@ class Forms:
             k = len(common)
             pieces[0][len(left) - 1].append(k)
             pieces[1][len(right) - 1].append(k)
-            if s == t or self._anonymous(t) or self._anonymous(s):
-                common.append(t if self._anonymous(s) else s)
+            if s == t or (reshaped and self._must_be_equal(left, right)):
+                common.append(s)
                 left.pop()
                 right.pop()
             elif (q := self._quotient(s, t)) is not None:
@@ -425,11 +462,9 @@ class Forms:
         flipped = [[[last - k for k in reversed(p)] for p in side] for side in pieces]
         return common[::-1], flipped[0], flipped[1]
 
-    def _anonymous(self, size: Poly) -> bool:
-        if len(size) != 1:
-            return False
-        ((m, c),) = size.terms.items()
-        return c == 1 and len(m) == 1 and m[0][1] == 1 and str(self.algebra.atoms[m[0][0]].args[0]).startswith("?")
+    def _must_be_equal(self, a: Sequence[Poly], b: Sequence[Poly]) -> bool:
+        """Whether the last members are equal because the others are, and the products of all."""
+        return len(a) == len(b) and all(s == t for s, t in zip(a[:-1], b[:-1], strict=True))
 
     def _quotient(self, a: Poly, b: Poly) -> Poly | None:
         q = self.algebra.ratio(a, b)
@@ -439,26 +474,25 @@ class Forms:
 
     def assembled(self, pieces: Sequence[int], sizes: Sequence[Poly]) -> Poly:
         """The index that the pieces (outermost first) make up."""
-        index, stride = ZERO, UNIT
-        for k in reversed(pieces):
-            index = index + self.algebra.mul(stride, self.algebra.var(k))
-            stride = self.algebra.mul(stride, sizes[k])
-        return index
+        return self._index(pieces, sizes, 0)
 
-    def regrouped(self, form: Form, sizes: Sequence[Poly]) -> Form:
-        """The form reshaped (row-major) to dimensions of these sizes."""
+    def regrouped(self, form: Form, sizes: Sequence[Poly], reshaped: bool = False) -> Form:
+        """The form in dimensions of these sizes, row-major; `reshaped` as for `refine`."""
         wanted = [s for s in sizes if s.constant != 1]
         own_sizes = form.sizes
         if list(own_sizes) == wanted:
             return Form(tuple(() if s.constant == 1 else (s,) for s in sizes), form.poly)
-        common, own, new = self.refine(own_sizes, wanted)
+        common, own, new = self.refine(own_sizes, wanted, reshaped)
         poly = self.algebra.substitute(form.poly, {v: self.assembled(p, common) for v, p in enumerate(own)})
         parts = iter(new)
         groups = tuple(() if s.constant == 1 else tuple(common[k] for k in next(parts)) for s in sizes)
         return Form(groups, poly)
 
     def broadcast(self, forms: Sequence[Form]) -> tuple[tuple[Group, ...], list[Poly]]:
-        """The forms by the variables of the shape that they broadcast to (NumPy's rules)."""
+        """The forms by the variables of the shape that they broadcast to (NumPy's rules).
+
+        Of sizes that nothing proves equal, one may be 1 at run time: the index of what is then repeated is 0.
+        """
         rank = max(len(f.groups) for f in forms)
         names: list[dict[int, Poly]] = [{} for _ in forms]
         groups: list[Group] = []
@@ -466,20 +500,46 @@ class Forms:
         for axis in range(rank):
             present = [(n, f, axis - rank + len(f.groups)) for n, f in enumerate(forms)]
             present = [(n, f, k) for n, f, k in present if k >= 0 and f.groups[k]]
-            common: list[Poly] = list(present[0][1].groups[present[0][2]]) if present else []
-            for _, f, k in present[1:]:
-                common, _, _ = self.refine(common, f.groups[k])
+            common: Group = ()
+            for _, f, k in present:
+                common = self._joined(common, f.groups[k])
             for n, f, k in present:
-                _, own, _ = self.refine(f.groups[k], common)
-                for v, pieces in zip(f.variables(k), own, strict=True):
-                    index, stride = ZERO, UNIT
-                    for piece in reversed(pieces):
-                        index = index + self.algebra.mul(stride, self.algebra.var(start + piece))
-                        stride = self.algebra.mul(stride, common[piece])
-                    names[n][v] = index
-            groups.append(tuple(common))
+                names[n] |= self._placed(f, k, common, start)
+            groups.append(common)
             start += len(common)
         return tuple(groups), [self.algebra.substitute(f.poly, m) for f, m in zip(forms, names, strict=True)]
+
+    def _joined(self, a: Group, b: Group) -> Group:
+        """The variables of a dimension that two broadcast to."""
+        if not a:
+            return b
+        try:
+            return tuple(self.refine(a, b)[0])
+        except Opaque:
+            s, t = self.extent(a), self.extent(b)
+            size = self.algebra.broadcast_size(s, t)
+            if None not in (s.constant, t.constant) or (len(a) > 1 and size != s) or (len(b) > 1 and size != t):
+                raise
+            return a if size == s else b if size == t else (size,)
+
+    def _placed(self, form: Form, axis: int, common: Group, start: int) -> dict[int, Poly]:
+        """The variables of a dimension by those of the one that it is broadcast to, which begin at `start`."""
+        group, variables = form.groups[axis], form.variables(axis)
+        try:
+            _, own, _ = self.refine(group, common)
+        except Opaque:
+            if len(group) > 1:
+                raise
+            index = self._index(range(len(common)), common, start)
+            return {variables[0]: self.algebra.mul(self.algebra.wide(group[0]), index)}
+        return {v: self._index(pieces, common, start) for v, pieces in zip(variables, own, strict=True)}
+
+    def _index(self, pieces: Sequence[int], sizes: Sequence[Poly], start: int) -> Poly:
+        index, stride = ZERO, UNIT
+        for piece in reversed(pieces):
+            index = index + self.algebra.mul(stride, self.algebra.var(start + piece))
+            stride = self.algebra.mul(stride, sizes[piece])
+        return index
 
     def moved(self, form: Form, order: Sequence[int | None]) -> Form:
         """Dimensions permuted, dropped (they must have size 1) and put in (None, of size 1)."""
@@ -514,7 +574,7 @@ class Forms:
                     form = self._named(("operand", form), self._simple_groups(form), value)
             except (Unreadable, TooComplex):
                 form = None
-            if form is not None and self._invented and value.shape is not None and len(value.shape) == len(form.groups):
+            if form is not None and value not in self.opaque and rank_of(value) == len(form.groups):
                 self._resolve(value, form)
             # Tensors that are always empty are left alone: there is nothing to gain, and size 0 is no size 1.
             self._forms[value] = None if form is None or any(s.constant == 0 for s in form.sizes) else form
@@ -595,15 +655,40 @@ class Forms:
                 name = (node.domain, node.op_type, _attributes_key(node), operands, output)
             except Unreadable:
                 pass
-        return self._named(name, self._opaque_groups(node, value), value)
+        return self._named(name, self._opaque_groups(node, output), value)
 
-    def _opaque_groups(self, node: ir.Node, value: ir.Value) -> tuple[Group, ...]:
-        if value.shape is not None and not any(isinstance(d, ir.SymbolicDim) and d.value is None for d in value.shape):
-            return self.groups_of(value)
-        first = None if not node.inputs or node.inputs[0] is None else self._forms.get(node.inputs[0])
-        if node.op_type in _SAME_SHAPE and first is not None:
-            return self._simple_groups(first)
-        return self.groups_of(value)
+    def _opaque_groups(self, node: ir.Node, output: int) -> tuple[Group, ...]:
+        """The dimensions of a named value: those that follow from its operands before those that the model states."""
+        if not node.domain and (output == 0 or node.op_type == "Dropout"):
+            with contextlib.suppress(Opaque, Unreadable, TooComplex, LookupError, TypeError, ValueError):
+                groups = self._following_groups(node)
+                if groups is not None:
+                    return groups
+        return self.groups_of(node.outputs[output])
+
+    def _following_groups(self, node: ir.Node) -> tuple[Group, ...] | None:
+        """The dimensions that an operator gives its output by those of its inputs."""
+        if node.op_type in SAME_SHAPE:
+            return self._simple_groups(self.form(given(node.inputs, 0)))
+        if node.op_type in ELEMENTWISE or node.op_type == "MatMul":
+            shapes = [Form(self._simple_groups(f), ZERO) for f in inputs_of(self, node)]
+            if node.op_type in ELEMENTWISE:
+                return self._simple_groups(Form(self.broadcast(shapes)[0], ZERO))
+            if all(len(f.groups) > 1 for f in shapes):
+                batch, _ = self.broadcast([Form(f.groups[:-2], ZERO) for f in shapes])
+                return (*batch, shapes[0].groups[-2], shapes[1].groups[-1])
+        elif node.op_type == "Gemm":
+            a, b = (self._simple_groups(self.form(given(node.inputs, k))) for k in range(2))
+            return (a[1 if attribute(node, "transA", 0) else 0], b[0 if attribute(node, "transB", 0) else 1])
+        elif node.op_type in _REDUCTIONS:
+            x = Form(self._simple_groups(self.form(given(node.inputs, 0))), ZERO)
+            _, order = _reduced(self, node, x)
+            return tuple(() if a is None else x.groups[a] for a in order)
+        elif node.op_type == "Reshape":
+            target = self.vector(node.inputs[1])
+            if target is not None and not any(s.integer is not None and s.integer < 1 for s in target):
+                return tuple(() if s == UNIT else (s,) for s in target)
+        return None
 
     # Shape arithmetic
 
@@ -625,7 +710,7 @@ class Forms:
                 return None
             return [number(int(x)) for x in array.ravel()]
         node = value.producer()
-        if node is None or node.domain:
+        if node is None or (node.domain and (node.op_type != "ConcatTraining" or value is not node.outputs[0])):
             return None
         inputs = node.inputs
         match node.op_type:
@@ -636,7 +721,7 @@ class Forms:
                 return [self.extent(self.form(given(inputs, 0)).sizes)]
             case "Identity" | "Squeeze" | "Unsqueeze" | "Reshape" | "Cast" | "Flatten":
                 return self.vector(inputs[0]) if value.shape is None or len(value.shape) <= 1 else None
-            case "Concat":
+            case "Concat" | "ConcatTraining":
                 parts = [self.vector(v) for v in inputs]
                 return None if any(p is None for p in parts) else [x for p in parts if p is not None for x in p]
             case "Gather":
@@ -705,45 +790,6 @@ def given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
     return value
 
 
-def _paired_dims(node: ir.Node) -> Iterator[list[tuple[ir.Value, int]]]:
-    """Dimensions that an operation wants to be equal, but for those that it repeats."""
-    if node.op_type == "OneHot":
-        index, hot = node.inputs[0], node.outputs[0]
-        if index is not None and index.shape is not None and hot.shape is not None:
-            axis = attribute(node, "axis", -1) % len(hot.shape)
-            yield from ([(index, k), (hot, k if k < axis else k + 1)] for k in range(len(index.shape)))
-        return
-    # GatherElements and ScatterElements pair every dimension but one; a fused op would refuse other sizes.
-    indexed = {"GatherElements": 2, "ScatterElements": 3}.get(node.op_type, 0)
-    batched = node.op_type == "MatMul"
-    if not indexed and not batched and node.op_type not in _ELEMENTWISE:
-        return
-    values = node.inputs[:indexed] if indexed else (*node.inputs, *node.outputs)
-    ranks = {v: len(v.shape) for v in values if v is not None and v.shape is not None}
-    # Ahead of rows and columns, products of matrices are paired as sums are; products with vectors have no columns.
-    if batched and not all(v is not None and ranks.get(v, 0) > 1 for v in node.inputs):
-        return
-    rank = max(ranks.values(), default=0)
-    apart = attribute(node, "axis", 0) % rank if indexed and rank else None
-    for k in range(3 if batched else 1, rank + 1):
-        if rank - k != apart:
-            yield [(v, own - k) for v, own in ranks.items() if own >= k]
-
-
-def _symbol(value: ir.Value, axis: int) -> str | None:
-    """The name of a dimension that is a lone symbol, or that the model has no name for."""
-    dim = None if value.shape is None else value.shape[axis]
-    if not isinstance(dim, ir.SymbolicDim):
-        return None
-    if dim.value is None:
-        return _nameless(value, axis)
-    return str(dim.value) if str(dim.value).isidentifier() else None
-
-
-def _nameless(value: ir.Value, axis: int) -> str:
-    return f"?{value.name}.{axis}"
-
-
 def _through_casts(value: ir.Value) -> ir.Value:
     """The first value of the chain of Identity and Cast between floats that ends here."""
     while (node := value.producer()) is not None and node.domain == "" and node.op_type in ("Identity", "Cast"):
@@ -759,44 +805,6 @@ _ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "Split
 _FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
 """Those whose readers do where nothing is known of the last operand."""
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-_ELEMENTWISE = {
-    *("Add", "Sub", "Mul", "Div", "Pow", "Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And"),
-    *(
-        "Or",
-        "Xor",
-        "Sum",
-        "Mean",
-        "Max",
-        "Min",
-        "Identity",
-        "Cast",
-        "Neg",
-        "Exp",
-        "Log",
-        "Softmax",
-        "LogSoftmax",
-        "Relu",
-    ),
-}
-_SAME_SHAPE = {
-    *(
-        "Relu",
-        "Sigmoid",
-        "Tanh",
-        "Erf",
-        "Gelu",
-        "Abs",
-        "Sign",
-        "Floor",
-        "Ceil",
-        "Cast",
-        "Sin",
-        "Cos",
-        "LeakyRelu",
-        "Elu",
-    ),
-    *("Exp", "Log", "Sqrt", "Neg", "IsNaN", "IsInf", "Not", "Clip", "Dropout", "LayerNormalization", "Softplus"),
-}
 
 
 def _attributes_key(node: ir.Node) -> tuple[object, ...]:
@@ -842,20 +850,28 @@ def _identity(forms: Forms, node: ir.Node) -> Form:
 
 @reads("Cast", "CastLike")
 def _cast(forms: Forms, node: ir.Node) -> Form:
-    source, target = given(node.inputs, 0), node.outputs[0]
+    algebra = forms.algebra
+    source = given(node.inputs, 0)
     form = forms.form(source)
     to = ir.DataType(node.attributes["to"].as_int()) if node.op_type == "Cast" else given(node.inputs, 1).dtype
     if to is None or source.dtype is None:
         raise Opaque("unknown type")
+    if source.dtype == ir.DataType.BOOL or (to == ir.DataType.BOOL and algebra.is_boolean(form.poly)):
+        return form
     if to == ir.DataType.BOOL:
-        if source.dtype == ir.DataType.BOOL or forms.algebra.is_boolean(form.poly):
+        return Form(form.groups, UNIT - algebra.equal_zero(form.poly))
+    if to in FLOATS:
+        counts = algebra.has_variable_factor(form.poly) or algebra.tensors(form.poly)
+        if source.dtype not in FLOATS and to in _HALF and counts and not algebra.is_boolean(form.poly):
+            raise Opaque("integers that 16 bits round")
+        return form
+    if source.dtype in FLOATS:
+        if algebra.is_integer(form.poly) and not algebra.tensors(form.poly):
             return form
-        return Form(form.groups, UNIT - forms.algebra.equal_zero(form.poly))
-    if target.dtype in FLOATS or source.dtype not in FLOATS:
-        return form
-    if all(c == int(c) for c in form.poly.terms.values()) and not forms.algebra.tensors(form.poly):
-        return form
-    raise Opaque("a cast that rounds")
+        raise Opaque("a cast that rounds")
+    if to not in _INTEGERS or (to == ir.DataType.INT32 and any(abs(c) >= 1 << 31 for c in form.poly.terms.values())):
+        raise Opaque("a cast that wraps around")
+    return form
 
 
 @reads("Add", "Sum")
@@ -916,6 +932,8 @@ def _pow(forms: Forms, node: ir.Node) -> Form:
     groups, (base, exponent) = forms.broadcast(inputs_of(forms, node))
     if exponent.constant is None:
         raise Opaque("an exponent that is no constant")
+    if not is_float(node.outputs[0]) and (exponent.integer is None or exponent.integer < 0):
+        raise Opaque("a power of integers is rounded")
     return Form(groups, forms.algebra.exponentiate(base, exponent.constant))
 
 
@@ -1164,6 +1182,8 @@ def _squeeze(forms: Forms, node: ir.Node) -> Form:
     rank = len(x.groups)
     axes = forms.axes(node, 1, rank)
     if axes is None:
+        if any(s.constant is None for s in x.sizes):
+            raise Opaque("which dimensions are squeezed depends on their sizes")
         axes = [a for a, g in enumerate(x.groups) if not g]
     if any(x.groups[a] for a in axes):
         raise Opaque("a squeezed dimension is symbolic")
@@ -1201,7 +1221,7 @@ def _reshape(forms: Forms, node: ir.Node) -> Form:
         if rest is None:
             raise Opaque("a dimension of a Reshape is unknown")
         target = [rest if s.constant == -1 else s for s in target]
-    return forms.regrouped(x, target)
+    return forms.regrouped(x, target, reshaped=True)
 
 
 @reads("Expand")
@@ -1260,17 +1280,30 @@ def _range(forms: Forms, node: ir.Node) -> Form:
     return Form((group,), start + forms.algebra.mul(step, forms.algebra.var(0)))
 
 
-def sliced(forms: Forms, x: Form, axis: int, start: int, step: int, size: Poly) -> Form:
+def sliced(forms: Forms, x: Form, axis: int, start: Poly, step: int, size: Poly) -> Form:
     """size elements from `start` on along an axis of one variable."""
     if len(x.groups[axis]) != 1:
         raise Opaque("a slice of a composed dimension")
     v = x.variables(axis)[0]
-    index = number(start) if size.constant == 1 else forms.algebra.var(v).scaled(step) + number(start)
+    index = start if size.constant == 1 else forms.algebra.var(v).scaled(step) + start
     names = {v: index}
     groups = tuple((() if size.constant == 1 else (size,)) if a == axis else g for a, g in enumerate(x.groups))
     if size.constant == 1:
         names |= {w: forms.algebra.var(w - 1) for w in range(v + 1, len(x.sizes))}
     return Form(groups, forms.algebra.substitute(x.poly, names))
+
+
+def _slice_of_symbol(forms: Forms, size: Poly, start: int, end: int, step: int) -> tuple[Poly, Poly]:
+    """Where a slice of a dimension that is not known begins, and how many elements it has."""
+    if step < 1 or start < -1:
+        raise Opaque("a slice from the end of a symbolic dimension")
+    first = number(start) if start >= 0 else size - UNIT
+    if step == 1 and start >= 0 and (end == _END or end < 0):
+        rest = size - number(start) + number(0 if end == _END else end)
+        # All but one element are as many where there is one.
+        if start - (0 if end == _END else end) <= 1:
+            return first, rest
+    return first, forms.algebra.slice_size(size, start, end, step)
 
 
 @reads("Slice")
@@ -1289,21 +1322,22 @@ def _slice(forms: Forms, node: ir.Node) -> Form:
     steps = [int(s) for s in arrays[3].ravel()] if len(arrays) > 3 and arrays[3] is not None else [1] * len(starts)
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         size = forms.extent(x.groups[axis])
-        if start == 0 and step == 1 and end >= (1 << 31) - 1:
+        end = min(end, _END)
+        if start == 0 and step == 1 and end == _END:
             continue
         total = size.integer
         if total is None:
-            end_size = size if end >= (1 << 31) - 1 else (size + number(end) if end < 0 else None)
-            if step != 1 or start < 0 or end_size is None:
-                raise Opaque("a slice of a symbolic dimension")
-            x = sliced(forms, x, axis, start, 1, end_size - number(start))
+            first, count = _slice_of_symbol(forms, size, start, end, step)
+            # One that the exporter knows to be there is not repeated.
+            stated = None if node.outputs[0].shape is None else node.outputs[0].shape[axis]
+            x = sliced(forms, x, axis, first, step, UNIT if stated == 1 else count)
             continue
         span = range(total)[start:end:step]
         if span == range(total):
             continue
         if not len(span):
             raise Opaque("an empty slice")
-        x = sliced(forms, x, axis, span[0], span.step, number(len(span)))
+        x = sliced(forms, x, axis, number(span[0]), span.step, number(len(span)))
     return x
 
 
@@ -1326,7 +1360,9 @@ def _split(forms: Forms, node: ir.Node) -> list[Form | None]:
     result: list[Form | None] = []
     start = 0
     for size in sizes:
-        result.append(x if size == total else sliced(forms, x, axis, start, 1, number(size)) if size > 0 else None)
+        result.append(
+            x if size == total else sliced(forms, x, axis, number(start), 1, number(size)) if size > 0 else None
+        )
         start += size
     return result
 
@@ -1375,19 +1411,29 @@ def concatenated(forms: Forms, parts: Sequence[Form], axis: int) -> Form:
 def _pad(forms: Forms, node: ir.Node) -> Form:
     x = forms.form(given(node.inputs, 0))
     pads = forms.constant(given(node.inputs, 1))
+    axes = forms.vector(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
     rank = len(x.groups)
-    if pads is None or attribute(node, "mode", "constant") != "constant" or pads.size != 2 * rank:
+    order = list(range(rank)) if len(node.inputs) < 4 or node.inputs[3] is None else _axes_in_order(axes, rank)
+    if pads is None or attribute(node, "mode", "constant") != "constant" or pads.size != 2 * len(order):
         raise Opaque("a pad that is not constant")
     if len(node.inputs) > 2 and node.inputs[2] is not None and forms.form(node.inputs[2]).poly.constant != 0:
         raise Opaque("a pad that is not zero")
-    for axis in range(rank):
-        before, after = int(pads[axis]), int(pads[axis + rank])
+    for k, axis in enumerate(order):
+        before, after = int(pads[k]), int(pads[k + len(order)])
         if before or after:
             if before < 0 or after < 0:
                 raise Opaque("a negative pad")
             size = forms.extent(x.groups[axis])
             x = _window(forms, x, axis, number(before), size, size + number(before + after))
     return x
+
+
+def _axes_in_order(axes: Sequence[Poly] | None, rank: int) -> list[int]:
+    """Axes that other inputs refer to one by one."""
+    found = [None if a.integer is None else a.integer % rank for a in axes or [ZERO, ZERO]]
+    if None in found or len(set(found)) < len(found):
+        raise Opaque("axes are not constant")
+    return [a for a in found if a is not None]
 
 
 # Indexing
@@ -1423,15 +1469,33 @@ def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
 def _gather_elements(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
     axis = attribute(node, "axis", 0) % len(data.groups)
-    if len(data.groups[axis]) != 1:
+    if len(data.groups[axis]) > 1 or len(data.groups) != len(index.groups):
         raise Opaque("a gather from a composed dimension")
-    # Other dimensions pair up; the indexed one gets the index.
-    blank = tuple(() if a == axis else g for a, g in enumerate(data.groups))
-    v = data.variables(axis)[0]
-    far = -3_000_000
-    names = {v: forms.algebra.var(far)} | {w: forms.algebra.var(w - 1) for w in range(v + 1, len(data.sizes))}
-    groups, (element, x) = forms.broadcast([Form(blank, forms.algebra.substitute(data.poly, names)), index])
-    return Form(groups, forms.algebra.substitute(element, {far: x}))
+    # Along other dimensions the index may end before the data do.
+    names: dict[int, Poly] = {}
+    for a in range(len(data.groups)):
+        if a == axis:
+            names |= dict.fromkeys(data.variables(a), index.poly)
+        else:
+            names |= _leading(forms, data, index, a)
+    x = index.poly
+    if data.groups[axis] and x.constant is not None and x.constant < 0:
+        names |= dict.fromkeys(data.variables(axis), x + data.groups[axis][0])
+    return Form(index.groups, forms.algebra.substitute(data.poly, names))
+
+
+def _leading(forms: Forms, data: Form, part: Form, axis: int) -> dict[int, Poly]:
+    """The variables of a dimension of `data` by those of `part`, which has as many elements along it or fewer."""
+    own, others = data.variables(axis), part.variables(axis)
+    if not own:
+        return {}
+    if not others:
+        return dict.fromkeys(own, ZERO)
+    if len(own) == 1:
+        return {own[0]: forms.assembled(list(others), part.sizes)}
+    if data.groups[axis] != part.groups[axis]:
+        raise Opaque("layouts do not align")
+    return {v: forms.algebra.var(w) for v, w in zip(own, others, strict=True)}
 
 
 @reads("GatherND")
@@ -1442,7 +1506,7 @@ def _gather_nd(forms: Forms, node: ir.Node) -> Form:
         raise Opaque("a gather by several indices")
     # One index after the other, from the last dimension on; those of one element stay beside each other.
     lead = len(index.groups) - 1
-    picks = [index if depth == 1 else sliced(forms, index, lead, k, 1, UNIT) for k in range(depth)]
+    picks = [index if depth == 1 else sliced(forms, index, lead, number(k), 1, UNIT) for k in range(depth)]
     picks = [forms.moved(pick, range(lead)) for pick in picks]
     algebra, width, count = forms.algebra, len(picks[0].sizes), len(data.sizes)
     if any(len(g) != 1 for g in data.groups[:depth]) or any(p.groups != picks[0].groups for p in picks):
@@ -1469,9 +1533,14 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     algebra = forms.algebra
     if len(data.groups[axis]) != 1:
         raise Opaque("a scatter into a composed dimension")
-    for a, g in enumerate(data.groups):
-        if a != axis and forms.extent(g) != forms.extent(index.groups[a]):
-            raise Opaque("a scatter into a part of the data")
+    # Along other dimensions the updates may end before the data do.
+    ends = [
+        (a, forms.extent(index.groups[a]))
+        for a, g in enumerate(data.groups)
+        if a != axis and forms.extent(g) != forms.extent(index.groups[a])
+    ]
+    if any(len(data.groups[a]) != 1 or len(index.groups[a]) != 1 for a, _ in ends):
+        raise Opaque("a scatter into a part of the data")
     summed = index.groups[axis]
     groups, (x, u) = forms.broadcast([index, updates])
     joined = Form(groups, ZERO)
@@ -1481,7 +1550,13 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
     names |= {w: algebra.var(w - len(inner) + 1) for w in range(start + len(inner), len(joined.sizes))}
     hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names))
-    groups = tuple(data.groups[axis] if a == axis else g for a, g in enumerate(groups))
+    apart = [a for a, _ in ends]
+    if apart and updates.groups != index.groups:
+        raise Opaque("a scatter into a part of the data")
+    groups = tuple(data.groups[a] if a == axis or a in apart else g for a, g in enumerate(groups))
+    for a, end in ends:
+        (v,) = Form(groups, ZERO).variables(a)
+        hit = algebra.mul(hit, algebra.less_than_zero(algebra.var(v) - end))
     sizes = dict(enumerate(s for g in groups for s in g))
     bound = {-3_000_000 - k: s for k, s in enumerate(summed)}
     placed = algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)
@@ -1522,7 +1597,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     # Align the updates with the indices, then name the summed variables apart.
     picks = []
     for k in range(depth):
-        element = index if depth == 1 else sliced(forms, index, lead, k, 1, UNIT)
+        element = index if depth == 1 else sliced(forms, index, lead, number(k), 1, UNIT)
         picks.append(Form((*element.groups[:lead], *((),) * (len(updates.groups) - lead)), element.poly))
     groups, polys = forms.broadcast([updates, *picks])
     width = sum(len(g) for g in groups[:lead])
@@ -1565,16 +1640,27 @@ def _one_hot(forms: Forms, node: ir.Node) -> Form:
 # Conditions
 
 
+def _compared(forms: Forms, node: ir.Node) -> tuple[tuple[Group, ...], Poly, Poly]:
+    """The operands of a comparison, whose difference has the sign that onnxruntime finds."""
+    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
+    if is_float(given(node.inputs, 0)):
+        # What rounding leaves of a difference decides where algebra finds none.
+        if any(len(p) > 1 and not forms.algebra.is_integer(p) for p in (a, b)):
+            raise Opaque("a comparison of floats that are rounded")
+        if a == b and forms.algebra.tensors(a):
+            raise Opaque("a number is not equal to itself where it is NaN")
+    return groups, a, b
+
+
 @reads("Equal")
 def _equal(forms: Forms, node: ir.Node) -> Form:
-    groups, (a, b) = forms.broadcast(inputs_of(forms, node))
+    groups, a, b = _compared(forms, node)
     return Form(groups, forms.algebra.equal_zero(a - b))
 
 
 @reads("Less", "Greater", "LessOrEqual", "GreaterOrEqual")
 def _compare(forms: Forms, node: ir.Node) -> Form:
-    operands = inputs_of(forms, node)
-    groups, (a, b) = forms.broadcast(operands)
+    groups, a, b = _compared(forms, node)
     if node.op_type in ("Greater", "LessOrEqual"):
         a, b = b, a
     below = forms.algebra.less_than_zero(a - b)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.forms import Array, Forms, Opaque, attribute, sliced
 
 _T = TypeVar("_T")
@@ -215,7 +215,8 @@ class Order:
             if any(map(self.names_apart, inputs)):
                 return True
         try:
-            numbers = [form if depth == 1 else sliced(self._forms, form, last, k, 1, UNIT) for k in range(depth)]
+            places = [number(k) for k in range(depth)]
+            numbers = [form if depth == 1 else sliced(self._forms, form, last, k, 1, UNIT) for k in places]
         except Opaque:
             return False
         told = frozenset().union(*(self._tells_apart(n.poly) for n in numbers))

@@ -3,7 +3,8 @@
 The first proof is algebra; this one is arithmetic and shares no code with it but the list of values at which a form
 begins. From these *leaves* on, the nodes of the original and of the rewrite are run by onnx's reference evaluator in
 float64, fused nodes by the bodies of their operators, on random and adversarial leaves: peaked values, zeros, NaNs and
-infinities, ignored targets, masks of all ones and all zeros, symbolic dimensions of several sizes, 1 and 0.
+infinities, numbers near the constants of the graph, ignored targets, masks of all ones and all zeros, and with every
+symbolic dimension of size 0, 1, 2 and more beside others of other sizes. What the original does not take is left out.
 
 A fused value must agree wherever the original is finite. Where it is not, because the original computes 0 x NaN or
 0 x Inf in a mask, an ignored row or a one-hot, the fused value may be zero, or what the original gives with any finite
@@ -16,7 +17,7 @@ import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,15 @@ _ATTEMPTS = 9
 _KEPT_SIZE = 8  # static sizes up to this are never shrunk
 _REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))  # for NaN and infinity; the last is a limit
 _DIMS = ((3, 5, 2, 4, 7, 6), (2, 3, 4, 2, 5, 3))
+_VARIED = 6  # symbols that are given sizes one by one
+_NEAR = 4  # constants near which numbers are chosen, on both sides of 0 and at the inverse
+_LARGEST = {
+    ir.DataType.FLOAT16: 65504.0,
+    ir.DataType.BFLOAT16: 3.38e38,
+    ir.DataType.FLOAT: 3.4e38,
+    ir.DataType.DOUBLE: 1.7e308,
+}
+_WOBBLE = 2.0**-40  # relative change of numbers that shows what rounding does
 
 
 class Refuted(Exception):
@@ -87,6 +97,20 @@ def prove(site: Site, rewrite: Rewrite, tolerance: float) -> None:
     Proof(site, rewrite, tolerance).run()
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What one sample gave; `others` is the original on the numbers of `_variants`."""
+
+    original: Array
+    fused: Array
+    others: list[Array]
+    sample: Sample
+
+    @property
+    def scale(self) -> float:
+        return float(np.abs(self.original[np.isfinite(self.original)]).max(initial=0.0))
+
+
 class Proof:
     """One match on the bench."""
 
@@ -98,6 +122,7 @@ class Proof:
         (self.operator,) = {node.op_type for node in rewrite.fused}
         self.tolerance = tolerance
         self.proto = self._model()
+        self.original = _ending_at(self.proto, self.region.names[rewrite.root])
 
     def run(self) -> None:
         key = self._key()
@@ -112,14 +137,19 @@ class Proof:
     def _dims(self) -> list[str]:
         """The symbols in the sizes of leaves, in order of appearance."""
         found: dict[str, None] = {}
-        sizes = [size for value in self.region.leaves for size in self._extents(value)]
-        for size in (*sizes, *(size for vector in self.region.shapes.values() for size in vector)):
-            for monomial in size.terms:
+        todo = [size for value in self.region.leaves for size in self._extents(value)]
+        todo += [size for vector in self.region.shapes.values() for size in vector]
+        while todo:
+            for monomial in todo.pop(0).terms:
                 for a, _ in monomial:
                     atom = self.site.algebra.atoms[a]
                     if atom.kind != "dim":
                         raise Unproved("a size is no function of dimensions")
-                    found[str(atom.args[0])] = None
+                    derived = self.site.algebra.derived.get(atom.args[0])
+                    if derived is None:
+                        found[str(atom.args[0])] = None
+                    else:
+                        todo += derived.sizes
         return list(found)
 
     def _model(self) -> onnx.ModelProto:
@@ -204,11 +234,12 @@ class Proof:
     def _compare(self) -> None:
         from onnx.reference import ReferenceEvaluator
 
-        evaluator = ReferenceEvaluator(self.proto, new_ops=training_ops.reference_ops())
+        operators = training_ops.reference_ops()
+        evaluator, original = (ReferenceEvaluator(m, new_ops=operators) for m in (self.proto, self.original))
         problem: Exception | None = None
         for table, rescale in self._attempts():
             try:
-                self._compare_at(evaluator, table, rescale)
+                self._compare_at(evaluator, original, table, rescale)
                 return
             except Refuted as error:
                 # In other sizes the constants of the graph may be wrong.
@@ -243,7 +274,7 @@ class Proof:
         yield from affordable[:_ATTEMPTS]
 
     def _elements(self, table: Mapping[int, int]) -> int:
-        env = dict(zip(self.dims, _cycled(_DIMS[0], len(self.dims)), strict=True))
+        env = dict(zip(self.dims, self._base(_DIMS[0]), strict=True))
         return sum(
             math.prod(_evaluated(self.site, s, env, table) for s in self._extents(v)) for v in self.region.leaves
         )
@@ -259,53 +290,67 @@ class Proof:
                 found |= {n for s in (*form.sizes, *self._extents(value)) if (n := s.integer) is not None and n > 1}
         return found
 
-    def _compare_at(self, evaluator: Any, table: Mapping[int, int], rescale: bool) -> None:
+    def _compare_at(self, evaluator: Any, original: Any, table: Mapping[int, int], rescale: bool) -> None:
         constants = {self.region.names[v]: _resized(a, table, rescale) for v, a in self.region.constants.items()}
-        runs: list[tuple[Array, Array, list[Array], Sample]] = []
+        runs: list[_Run] = []
         failure: Exception | None = None
-        for sample in self._samples():
+        for sample in self._samples(constants.values()):
             env = dict(zip(self.dims, sample.sizes, strict=True))
+            leaves = self._leaves(sample, env, table)
             with np.errstate(all="ignore"), warnings.catch_warnings():
                 # Of a mean over nothing, which some samples ask for.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 try:
-                    leaves = self._leaves(sample, env, table)
-                    original, fused = (np.asarray(a) for a in evaluator.run(None, constants | leaves))
+                    plain, fused = (np.asarray(a) for a in evaluator.run(None, constants | leaves))
                     others = [
-                        np.asarray(evaluator.run(None, constants | _replaced(leaves, *numbers))[0])
-                        for numbers in (_REPLACEMENTS if sample.style.startswith("not finite") else ())
+                        np.asarray(original.run(None, constants | feeds)[0]) for feeds in _variants(sample, leaves)
                     ]
                 except Exception as error:  # The evaluator raises whatever its NumPy code raises.
                     failure = error
+                    if 0 not in sample.sizes and self._runs(original, constants | leaves):
+                        raise Unproved(
+                            f"the operator does not take what the original takes ({self._at(sample)})"
+                        ) from error
                     continue
-                runs.append((original, fused, others, sample))
+                runs.append(_Run(plain, fused, others, sample))
         if not runs:
             raise Unproved(f"it cannot be run: {(str(failure) or repr(failure)).splitlines()[0]}")
         # Of all runs, as in some of them all may be what rounding leaves of a difference.
-        scale = max(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a, *_ in runs)
-        for original, fused, others, sample in runs:
+        scale = max((r.scale for r in runs if not r.sample.style.startswith("near")), default=0.0)
+        for run in runs:
             with np.errstate(all="ignore"):
-                self._require_agreement(original, fused, others, scale, sample)
+                self._require_agreement(run, scale)
         if scale == 0.0:
             raise Unproved("no run gave a finite number other than zero")
 
-    def _require_agreement(
-        self, original: Array, fused: Array, others: Sequence[Array], scale: float, sample: Sample
-    ) -> None:
-        """`others`: the original with finite numbers in the place of those that are not; `scale`: its largest value."""
+    def _runs(self, original: Any, feeds: Mapping[str, Array]) -> bool:
+        try:
+            original.run(None, feeds)
+        except Exception:  # The evaluator raises whatever its NumPy code raises.
+            return False
+        return True
+
+    def _require_agreement(self, run: _Run, scale: float) -> None:
+        """`scale`: the largest value of runs with numbers of ordinary size."""
+        original, fused, sample = run.original, run.fused, run.sample
         if original.shape != fused.shape:
             raise Refuted(f"of shape {original.shape}, fused {fused.shape} ({self._at(sample)})")
-        bound = 4 * self.tolerance * scale
+        near = sample.style.startswith("near")
+        bound: Array = np.full(original.shape, 4 * self.tolerance * (run.scale if near else scale))
+        if near:
+            # Among large numbers a difference may be what rounding leaves, or a condition turn.
+            bound = bound + 64 * np.abs(original - run.others[0])
 
         def close(a: Array) -> Array:
             return np.asarray(np.abs(a - fused) <= bound)
 
         right = close(original)
-        free = ~np.isfinite(fused) | (fused == 0)
-        if others:
-            *finite, limit = (close(a) for a in others)
+        free = ~np.isfinite(fused) | (fused == 0) | near
+        if run.others and not near:
+            *finite, limit = (close(a) for a in run.others)
             free |= np.logical_and.reduce(finite) | limit
         right |= ~np.isfinite(original) & free
+        right |= near & ~np.isfinite(bound)
         if not right.all():
             wrong = ~right & np.isfinite(original)
             at = tuple(int(i) for i in np.argwhere(wrong if wrong.any() else ~right)[0])
@@ -321,19 +366,42 @@ class Proof:
 
     # What is tried
 
-    def _samples(self) -> Iterator[Sample]:
+    def _base(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """A size for each symbol: the same for those that meet in an elementwise operation, else another one."""
+        firsts = list(range(len(self.dims)))
+        for derived in self.site.algebra.derived.values():
+            names = [self.site.algebra.text(s) for s in derived.sizes] if derived.kind == "broadcast" else []
+            met = [k for k, dim in enumerate(self.dims) if dim in names]
+            joined = {firsts[k] for k in met}
+            firsts = [min(joined) if f in joined else f for f in firsts]
+        return tuple(sizes[f % len(sizes)] for f in firsts)
+
+    def _samples(self, constants: Iterable[Array]) -> Iterator[Sample]:
         count = len(self.dims)
-        base, other = (_cycled(d, count) for d in _DIMS)
-        for seed, style in enumerate(("normal", "peaked", "sparse", "positive", "uniform")):
-            yield Sample(base, style, seed)
+        base, other = (self._base(d) for d in _DIMS)
+        # Of targets there may be no more than rows, whichever symbol comes first.
+        bases = list(dict.fromkeys((base, tuple(sorted(base, reverse=True)), (_DIMS[0][0],) * count)))
+        for sizes in bases:
+            for seed, style in enumerate(("normal", "peaked", "sparse", "positive", "uniform")):
+                yield Sample(sizes, style, seed)
         floats = [k for k, v in enumerate(self.region.leaves) if v.dtype in FLOATS]
-        yield from (Sample(base, f"not finite {k}", 10 + k) for k in floats[:4])
+        yield from (Sample(s, f"not finite {k}", 10 + k) for k in floats[:4] for s in bases)
         if any(v.dtype not in FLOATS for v in self.region.leaves):
-            yield from (Sample(base, style, 20 + k) for k, style in enumerate(("all true", "all false")))
+            styles = enumerate(("all true", "all false"))
+            yield from (Sample(s, style, 20 + k) for k, style in styles for s in bases)
+        yield from (
+            Sample(s, f"near {x!r}", 60 + k)
+            for k, x in enumerate(_places(constants))
+            for s in {*bases[:1], *bases[-1:]}
+        )
         if count:
             yield Sample(other, "normal", 30)
-            yield Sample((1,) * count, "normal", 31)
-            yield from (Sample((*base[:k], 0, *base[k + 1 :]), "normal", 40 + k) for k in range(min(count, 3)))
+            yield from (Sample((n,) * count, "normal", 30 + n) for n in (1, 2))
+            for k in range(min(count, _VARIED)):
+                yield from (Sample((*s[:k], 1, *s[k + 1 :]), "normal", 40 + k) for s in bases)
+                yield Sample((*base[:k], 2, *base[k + 1 :]), "normal", 46 + k)
+                yield Sample((*(1,) * k, base[k], *(1,) * (count - k - 1)), "normal", 52 + k)
+            yield from (Sample((*base[:k], 0, *base[k + 1 :]), "normal", 80 + k) for k in range(min(count, 3)))
 
     def _leaves(self, sample: Sample, env: Mapping[str, int], table: Mapping[int, int]) -> dict[str, Array]:
         rng = np.random.default_rng(sample.seed)
@@ -366,7 +434,7 @@ class Proof:
                 return np.full(shape, sample.style == "all true")
             return rng.random(shape) < 0.5
         if value.dtype in FLOATS:
-            return _floats(shape, sample.style, rng, k)
+            return _floats(shape, sample.style, rng, k, _LARGEST[value.dtype])
         assert value.dtype is not None
         integers = np.dtype(value.dtype.numpy())
         if value in self.rewrite.ends:
@@ -513,16 +581,23 @@ def _evaluated(site: Site, size: Poly, env: Mapping[str, int], table: Mapping[in
         factor = int(c)
         term = table.get(factor, factor) if table else factor
         for a, e in monomial:
-            term *= env.get(str(site.algebra.atoms[a].args[0]), 1) ** int(e)
+            name = str(site.algebra.atoms[a].args[0])
+            derived = site.algebra.derived.get(name)
+            sizes = [] if derived is None else [_evaluated(site, s, env, table) for s in derived.sizes]
+            term *= (env.get(name, 1) if derived is None else derived.of(sizes)) ** int(e)
         total += term
     if total < 0:
         raise Unproved("a size is negative")
     return total
 
 
-def _floats(shape: Sequence[int], style: str, rng: np.random.Generator, k: int) -> Array:
+def _floats(shape: Sequence[int], style: str, rng: np.random.Generator, k: int, largest: float) -> Array:
     values = rng.standard_normal(shape)
     match style.split():
+        case ["near", place]:
+            x = float(place)
+            values = np.choose(rng.integers(0, 3, shape), [np.full(shape, x), x + values, x * (1 + values / 2)])
+            return np.clip(np.asarray(values, np.float64), -largest, largest)
         case ["peaked"]:
             values *= 30.0
         case ["sparse"]:
@@ -537,16 +612,50 @@ def _floats(shape: Sequence[int], style: str, rng: np.random.Generator, k: int) 
     return np.asarray(values, np.float64)
 
 
+def _places(constants: Iterable[Array]) -> list[float]:
+    """The numbers near which the constants of a graph matter, where those of ordinary size do not reach them."""
+    scalars = {float(a.flat[0]) for a in constants if a.dtype.kind == "f" and a.size and (a == a.flat[0]).all()}
+    apart = {abs(c) for c in scalars if math.isfinite(c) and not (c == 0 or 0.1 < abs(c) < 2)}
+    chosen = sorted(apart, key=lambda c: abs(math.log(c)), reverse=True)[:_NEAR]
+    return list(dict.fromkeys(x for c in chosen for x in ((c, -c) if c > 1 else (1 / c, -1 / c))))
+
+
+def _variants(sample: Sample, leaves: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """The leaves with other numbers: for those that are not finite, or changed by about what rounding does."""
+    if sample.style.startswith("not finite"):
+        return [_replaced(leaves, *numbers) for numbers in _REPLACEMENTS]
+    if not sample.style.startswith("near"):
+        return []
+    rng = np.random.default_rng(sample.seed)
+    return [
+        {
+            name: a * (1 + _WOBBLE * rng.choice([-1.0, 1.0], a.shape)) if a.dtype.kind == "f" else a
+            for name, a in leaves.items()
+        }
+    ]
+
+
+def _ending_at(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
+    """The model with the nodes and the output alone that one value needs."""
+    part = onnx.ModelProto()
+    part.CopyFrom(model)
+    needed, nodes = {output}, []
+    for node in reversed(model.graph.node):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            nodes.append(node)
+    del part.graph.node[:], part.graph.output[:]
+    part.graph.node.extend(reversed(nodes))
+    part.graph.output.extend(o for o in model.graph.output if o.name == output)
+    return part
+
+
 def _replaced(leaves: Mapping[str, Array], nan: float, infinity: float) -> dict[str, Array]:
     """The leaves with numbers in the place of NaNs and infinities."""
     return {
         name: np.nan_to_num(a, nan=nan, posinf=infinity, neginf=-infinity) if a.dtype.kind == "f" else a
         for name, a in leaves.items()
     }
-
-
-def _cycled(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    return tuple(sizes[k % len(sizes)] for k in range(count))
 
 
 def _shrunk(sizes: set[int], free: set[int]) -> dict[int, int]:

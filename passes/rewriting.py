@@ -548,6 +548,12 @@ class Site:
             for mask in masks[1:]:
                 result = builder.op("Or", [result, mask], ir.DataType.BOOL, shape)
             return result
+        for negated in (False, True):
+            condition = UNIT - poly if negated else poly
+            end = self.algebra.end_of(condition)
+            if end is not None:
+                value = builder.arrange(_below(builder, end[1], sizes[end[0]]), [end[0]], layout, sizes)
+                return builder.op("Not", [value], ir.DataType.BOOL, shape) if negated else value
         raise Mismatch("the mask is no boolean value of the graph")
 
     # Shapes of softmax
@@ -776,6 +782,14 @@ class ForgetPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._sites.forget()
         return ir.passes.PassResult(model, False)
+
+
+def _below(builder: Builder, end: Poly, size: Poly) -> ir.Value:
+    """Which of so many indices are below the end."""
+    integers = ir.DataType.INT64
+    first, step = (builder.constant(np.asarray(n), integers) for n in (0, 1))
+    indices = builder.op("Range", [first, builder.reshape(builder.shape([size]), []), step], integers, [size])
+    return builder.op("Less", [indices, builder.shape([end])], ir.DataType.BOOL, [size])
 
 
 def _broadcast(a: Sequence[Poly], b: Sequence[Poly]) -> list[Poly]:

@@ -126,7 +126,7 @@ def _split_training(forms: Forms, node: ir.Node) -> list[Form | None]:
         size = forms.extent(forms.groups_of(output)[axis])
         if size.integer is None:
             raise Opaque("a part of symbolic size")
-        result.append(sliced(forms, x, axis, start, 1, size))
+        result.append(sliced(forms, x, axis, number(start), 1, size))
         start += size.integer
     return result
 

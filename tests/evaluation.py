@@ -52,7 +52,11 @@ class Evaluation:
             case "var":
                 return env[atom.args[0]].astype(np.float64)
             case "dim":
-                return np.asarray(self.dims[atom.args[0]], np.float64)
+                derived = self.algebra.derived.get(atom.args[0])
+                sizes = [] if derived is None else [int(self.poly(s, {}).item()) for s in derived.sizes]
+                return np.asarray(self.dims[atom.args[0]] if derived is None else derived.of(sizes), np.float64)
+            case "wide":
+                return np.asarray(self.poly(atom.args[0], {}) != 1, np.float64)
             case "tensor":
                 data = self.tensor(atom.args[0])
                 indices = [np.rint(self.poly(p, env)).astype(np.int64) for p in atom.args[1:]]
