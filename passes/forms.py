@@ -239,6 +239,8 @@ class Forms:
         node = value.producer()
         if tensor is None and node is not None and node.op_type == "Constant" and node.domain == "":
             for name, attr in node.attributes.items():
+                if attr.is_ref():
+                    return None  # What a function is called with, its body does not know.
                 if name in ("value_float", "value_floats"):
                     return np.asarray(attr.value, np.float32)
                 if name in ("value_int", "value_ints"):
@@ -585,7 +587,8 @@ class Forms:
         Where an equal node was read before, on other tensors, these are its forms with the tensors renamed.
         """
         reader = _READERS.get((node.domain, node.op_type))
-        if reader is None:
+        # What a function is called with, its body does not know.
+        if reader is None or any(attr.is_ref() for attr in node.attributes.values()):
             return [None] * len(node.outputs)
         alike = self._alike(node)
         if alike is not None and (example := self._examples.get(alike[0])) is not None:

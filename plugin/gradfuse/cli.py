@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import io
 import json
+import logging
 import os
 import sys
 import threading
@@ -67,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     state = _State()
+    # What libraries say to whoever uses them is no line of ours; without a handler it would be printed.
+    logging.getLogger("onnx_ir").addHandler(logging.NullHandler())
     try:
         result = commands.main(arguments, prog_name="gradfuse", standalone_mode=False, obj=state)
         return result if isinstance(result, int) else 0

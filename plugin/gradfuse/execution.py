@@ -211,7 +211,10 @@ def _with_float32_borders(model: ir.Model) -> ir.Model:
 
 
 def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
-    return None if value.dtype is None or value.dtype == ir.DataType.STRING else value.dtype.numpy()
+    if value.dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    assert value.dtype is not None
+    return value.dtype.numpy()
 
 
 def reason(error: Exception) -> str:

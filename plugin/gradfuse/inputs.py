@@ -18,7 +18,7 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 
-from gradfuse import model_io
+from gradfuse import model_io, validation
 from gradfuse.errors import ModelError
 
 _Array = npt.NDArray[Any]
@@ -26,9 +26,9 @@ _Array = npt.NDArray[Any]
 # A model is run on inputs that take no more than this together, and on no value that takes more than the latter.
 _MOST_INPUT_BYTES = 2**32
 _MOST_VALUE_BYTES = 2**34
-_HIGHEST_RANK = 32  # of numpy's arrays
 # An expression of dimensions, as exporters write them. Anything else that a dimension is called is a name.
 _EXPRESSION = re.compile(r"(?!.*\*\*)(?!.*[0-9]{7})[\w.+\-*/(), ]{1,200}", re.ASCII)
+_NO_NUMBERS = (None, ir.DataType.STRING, ir.DataType.UNDEFINED)
 # What is larger is data, which neither shapes nor ranges depend on.
 _LARGEST_CONSTANT_BYTES = 2**16
 _DEFAULT_LIMIT = 4
@@ -104,7 +104,7 @@ def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool =
 def _sizes(inputs: list[ir.Value], rng: np.random.Generator, one_size: bool) -> dict[str, tuple[int, ...]]:
     names: set[str] = set()
     for value in inputs:
-        if value.dtype is None or value.dtype == ir.DataType.STRING or not isinstance(value.type, ir.TensorType):
+        if value.dtype in _NO_NUMBERS or not isinstance(value.type, ir.TensorType):
             raise ModelError(f"input {value.name!r} has type {value.type}; expected a tensor of numbers")
         if value.shape is None:
             raise ModelError(f"input {value.name!r} has no shape; expected a known rank")
@@ -165,14 +165,15 @@ def _require_runnable(inputs: list[ir.Value], shapes: Mapping[str, tuple[int, ..
                 f"input {value.name!r} has shape {_short(shape)}; "
                 f"expected inputs of at most {_MOST_INPUT_BYTES} bytes together, for a run on random ones"
             )
-        if len(shape) > _HIGHEST_RANK:
-            raise ModelError(f"input {value.name!r} has {len(shape)} dimensions; expected at most {_HIGHEST_RANK}")
+        if len(shape) > validation.HIGHEST_RANK:
+            most = validation.HIGHEST_RANK
+            raise ModelError(f"input {value.name!r} has {len(shape)} dimensions; expected at most {most}")
 
 
 def _require_moderate(graph: ir.Graph) -> None:
     for node in graph.all_nodes():
         for value in node.outputs:
-            if value.shape is None or value.dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+            if value.shape is None or value.dtype in _NO_NUMBERS:
                 continue
             assert value.dtype is not None
             if value.shape.is_static() and value.dtype.itemsize * math.prod(value.shape.numpy()) > _MOST_VALUE_BYTES:
@@ -183,7 +184,7 @@ def _require_moderate(graph: ir.Graph) -> None:
 
 
 def _short(shape: tuple[int, ...]) -> str:
-    return str(shape) if len(shape) <= _HIGHEST_RANK else f"of {len(shape)} dimensions"
+    return str(shape) if len(shape) <= validation.HIGHEST_RANK else f"of {len(shape)} dimensions"
 
 
 def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Model:
@@ -334,7 +335,10 @@ def _dim(value: ir.Value | None, axis: int) -> int | None:
 
 
 def _constant(value: ir.Value | None) -> _Array | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    try:
+        tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    except ValueError:
+        return None  # A Constant with other attributes than one of its own; whether it is valid, its execution tells.
     return None if tensor is None else tensor.numpy()
 
 

@@ -259,6 +259,10 @@ def save(
         copy = copy_model(model)
         _read_attribute_tensors(copy)
         ir.save(copy, written, external_data=f"{name}{_DATA}")
+        # Small tensors are in the model all the same.
+        data = written + _DATA
+        if not os.path.getsize(data):
+            os.remove(data)
 
     try:
         files.write(path, make, data=f"{name}{_DATA}")
@@ -323,7 +327,8 @@ def _require_free_data(path: str, data: str, inputs: Iterable[str], force: bool)
         raise ModelError(f"{data}: is a symbolic link; expected a path for {wanted}")
     files.require_regular(data, wanted)
     files.require_other(data, inputs, wanted)
-    if os.path.exists(data) and not force and not _refers_to(path, os.path.basename(data)):
+    is_free = force or not os.path.exists(data) or not os.path.getsize(data)
+    if not is_free and not _refers_to(path, os.path.basename(data)):
         raise ModelError(
             f"{data}: exists and does not belong to a model at {path}; expected a path for {wanted}, or force"
         )

@@ -23,6 +23,9 @@ MOST_INLINED = 10_000
 MOST_INLINED_SHARE = 100
 """...and, in larger models, for each node that is written. What is more is made to exhaust whoever reads it."""
 
+HIGHEST_RANK = 32
+"""So many dimensions do arrays of any numpy have."""
+
 # What onnxruntime-training puts into the default domain.
 _TRAINING_OPS = ("AveragePoolGrad", "MaxPoolGrad", "SimplifiedLayerNormalization")
 _LATER_DOMAIN = "gradfuse.later"
@@ -257,6 +260,8 @@ def _check_tensor(tensor: onnx.TensorProto, where: str, folder: str | None) -> N
     dims = list(tensor.dims)
     if any(dim < 0 for dim in dims):
         raise ValueError(f"{where} has the dimensions {dims}; expected none below 0")
+    if len(dims) > HIGHEST_RANK:
+        raise ValueError(f"{where} has {len(dims)} dimensions; expected at most {HIGHEST_RANK}")
     if tensor.data_type not in _TYPES:
         raise ValueError(f"{where} has the type {tensor.data_type}; expected one of ONNX's")
     dtype = ir.DataType(tensor.data_type)
