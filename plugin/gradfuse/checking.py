@@ -15,7 +15,7 @@ import onnx_ir as ir
 from gradfuse import model_io, scatters
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.execution import FLOATS, Arrays, Session, float_types, widened
-from gradfuse.inputs import random_inputs
+from gradfuse.inputs import Analyses, random_inputs
 from gradfuse.testing import peer_error
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class _Pair:
 
     def _open(self, first: ir.Model, second: ir.Model, first_source: str, second_source: str) -> None:
         self._model = first
+        self._analyses: Analyses = {}
         self._first = Session(first, first_source)
         self._second = Session(second, second_source)
         # Some kernels are only found missing when they are to run.
@@ -213,7 +214,7 @@ class _Pair:
         for attempt in range(_ATTEMPTS if self._symbolic else 1):
             rng = np.random.default_rng([self._seed, run, attempt])
             try:
-                feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1)
+                feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1, known=self._analyses)
             except ModelError as error:
                 raise ModelError(f"{self._source}: {error}") from error
             try:

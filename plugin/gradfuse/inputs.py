@@ -71,7 +71,13 @@ class _Use:
     positive: bool = False
 
 
-def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool = False) -> dict[str, _Array]:
+Analyses = dict[tuple[tuple[int, ...], ...], tuple[ir.Graph, dict[str, _Use]]]
+"""What a model is known to do with its inputs, by their shapes."""
+
+
+def random_inputs(
+    model: ir.Model, rng: np.random.Generator, *, one_size: bool = False, known: Analyses | None = None
+) -> dict[str, _Array]:
     """Return a random value for every input of a model that no initializer fills.
 
     Dimensions of one name get one size, from 2 up; floats are standard normal (positive where the graph takes their
@@ -81,6 +87,7 @@ def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool =
         model: any model; it is not changed.
         rng: the source of randomness; equal states give equal inputs.
         one_size: give all symbolic dimensions the same size, as exporters may name one dimension twice.
+        known: what earlier calls for the same model found out, which saves the time to do so again; it is extended.
 
     Raises:
         ModelError: an input is no tensor of numbers, its rank is unknown, or it is too large to be run.
@@ -88,10 +95,14 @@ def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool =
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     shapes = _sizes(inputs, rng, one_size)
     _require_runnable(inputs, shapes)
-    graph = _analysed(model, shapes).graph
-    _require_moderate(graph)
-    by_name = {value.name: value for value in graph.inputs}
-    uses = {name: _use_of(by_name[name], shapes[name]) for name in shapes if name in by_name}
+    known = {} if known is None else known
+    key = tuple(shapes.values())
+    if key not in known:
+        graph = _analysed(model, shapes).graph
+        _require_moderate(graph)
+        by_name = {value.name: value for value in graph.inputs}
+        known[key] = graph, {name: _use_of(by_name[name], shapes[name]) for name in shapes if name in by_name}
+    graph, uses = known[key]
     feeds: dict[str, _Array] = {}
     for value in inputs:
         name = str(value.name)
