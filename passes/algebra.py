@@ -45,6 +45,7 @@ Pattern = tuple[int, tuple[object, ...]]
 ONE: Monomial = ()
 TERM_LIMIT = 64
 _CANCELS = 1e-7  # relative size below which a difference of float32 constants is rounding
+_ABSORBED = 1e-9  # relative size below which a number would lose its digits in a sum
 _SMALLEST = 2.0**-1022  # numbers nearer to 0 have fewer digits
 _EXACT = 2.0**53  # float64 has every integer up to here
 _EXPONENT_LIMIT = 1 << 20
@@ -555,10 +556,11 @@ class Algebra:
         return tuple(sorted(powers.items()))
 
     def _select(self, monomial: Monomial) -> Poly | None:
-        """[v = x] f(v) as [v = x] f(x); None where nothing changes."""
-        for a, _ in monomial:
-            if a not in self._equalities:
-                continue
+        """[v = x] f(v) as [v = x] f(x), [x = 1] [x = 2] as 0; None where nothing changes."""
+        equalities = [self.atoms[a] for a, _ in monomial if a in self._equalities]
+        if any(self.exclude_each_other(a, b) for a, b in itertools.combinations(equalities, 2)):
+            return ZERO
+        for a in [atom.id for atom in equalities]:
             # Always the same variable of an equation, or two of them would replace each other forever.
             v, x = self._eliminated(self.atoms[a])
             if x is None:
@@ -567,6 +569,10 @@ class Algebra:
             if v in self.free_of_monomial(rest):
                 return self.mul(self.of(self.atoms[a]), self.substitute(Poly({rest: 1.0}), {v: x}))
         return None
+
+    def exclude_each_other(self, a: Atom, b: Atom) -> bool:
+        """Whether two indicators say of one thing that it is two numbers."""
+        return any((a.args[0] - b.args[0].scaled(sign)).constant not in (None, 0.0) for sign in (1.0, -1.0))
 
     def _eliminated(self, eq: Atom) -> tuple[int, Poly | None]:
         """The highest variable that the indicator says to be x, and x."""
@@ -644,6 +650,8 @@ class Algebra:
             raise TooComplex("division by zero")
         if len(poly) == 1:
             ((m, c),) = poly.terms.items()
+            if exponent < 0 and any(self.atoms[a].idempotent for a, _ in m):
+                raise TooComplex("division by a condition")
             if not isinstance(exponent, int) and (c < 0 or not all(self.atoms[a].positive for a, _ in m)):
                 return self.of(self._intern("pow", poly), exponent)
             raised = tuple(
@@ -707,6 +715,8 @@ class Algebra:
             return self._choice(
                 condition, *(self.equal_zero(self.given(poly, condition, case)) for case in (True, False))
             )
+        if not self.tensors(poly) and any(self._is_not_negative(p - UNIT) for p in (poly, -poly)):
+            return ZERO  # an index that is compared with a negative number
         lead = poly.terms[max(poly.terms)]
         return self.of(self._intern("eq", poly.scaled(math.copysign(1.0, lead))))
 
@@ -756,6 +766,11 @@ class Algebra:
             c == int(c) and all(e == int(e) and e > 0 and self._is_integer_atom(self.atoms[a]) for a, e in m)
             for m, c in poly.terms.items()
         )
+
+    def is_count(self, poly: Poly) -> bool:
+        """Whether the polynomial is an integer made of indices, dimensions and numbers of conditions that hold."""
+        atoms = (self.atoms[a] for m in poly.terms for a, _ in m)
+        return self.is_integer(poly) and all(atom.indicator or atom.kind in ("var", "dim", "sum") for atom in atoms)
 
     def _is_integer_atom(self, atom: Atom) -> bool:
         if atom.kind == "sum":
@@ -942,6 +957,10 @@ class Algebra:
             names = {b: self.var(v) for b, v in zip(self.bound_of(atom), key[1:], strict=True)}
             known = self._opened[key] = self.substitute(Poly({atom.args[1]: 1.0}), names)
         return known
+
+    def inside_proven(self, index: Poly, size: Poly, sizes: Mapping[int, Poly]) -> bool:
+        """Whether the index is at least 0 and below the size for all values of its variables, of the given sizes."""
+        return self._inside(index, size, sizes) == UNIT
 
     def _inside(self, x: Poly, size: Poly, sizes: Mapping[int, Poly]) -> Poly | None:
         """1 where the index is in range: 1 if that is known, an indicator for data, None if it cannot be told."""
@@ -1194,7 +1213,11 @@ def _collected(items: Iterable[tuple[Monomial, float]]) -> Poly:
             continue
         sums[m] = known + c
         if m in peaks or not (_is_exact(known) and _is_exact(c)):
-            peaks[m] = max(peaks.get(m) or abs(known), abs(c))
+            peak = peaks[m] = max(peaks.get(m) or abs(known), abs(c))
+            if c and abs(c) < _ABSORBED * peak:
+                raise TooComplex(f"a coefficient of {c} beside one of {peak}")
+            if known and abs(known) < _ABSORBED * abs(c):
+                raise TooComplex(f"a coefficient of {known} beside one of {c}")
     if not peaks:
         return Poly(sums)
     return Poly({m: c for m, c in sums.items() if abs(c) > _CANCELS * peaks.get(m, 0.0)})

@@ -36,7 +36,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
     """Finds, in a value P, a softmax p along j with
 
     1. P = p T + R, T free of j and T = -sum_j R;
-    2. R = a [j = t] + b w[j], t from an integer tensor, b / a constant (label smoothing), w one or a tensor;
+    2. R = a [j = t] + b w[j], t from an integer tensor or the number of the row, b / a constant (label smoothing), w
+       one or a tensor;
     3. [t = i] makes a zero: i is the ignore_index; so does [row < n], where t has n elements: t is padded with i.
 
     The operator refuses a target that is no class, so "t is a class" is taken for granted.
@@ -46,25 +47,36 @@ class FuseCrossEntropyLossGradPass(FusePass):
     """
 
     operator = "CrossEntropyLossGrad"
+    refuses_no_class = True
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
-        form = _without_ignored_hits(site.algebra, site.forms.form(root))
-        candidates = _candidates(site, form)
+        form = _readable(site.algebra, site.forms.form(root))
+        candidates = (
+            (*c, ignored) for c in _candidates(site, form) for ignored in _ignored_targets(site.algebra, form, *c)
+        )
         return self.first_bound(
             builder, (partial(self._read_and_bound, site, builder, root, form, *c) for c in candidates)
         )
 
     def possible(self, site: Site, form: Form) -> bool:
-        return any(True for _ in _candidates(site, _without_ignored_hits(site.algebra, form)))
+        return any(True for _ in _candidates(site, _readable(site.algebra, form)))
 
     def _read_and_bound(
-        self, site: Site, builder: Builder, root: ir.Value, form: Form, p: Poly, j: int, rest: Poly
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        form: Form,
+        p: Poly,
+        j: int,
+        rest: Poly,
+        ignored: tuple[int, Atom] | None,
     ) -> Rewrite:
-        _, target = _hit(site.algebra, rest, j)
+        _, target = _hit(site.algebra, form, rest, j)
         classes = form.sizes[j]
         form = Form(form.groups, site.algebra.assuming_inside(form.poly, target, classes))
         rest = site.algebra.assuming_inside(rest, target, classes)
-        return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest))
+        return self._bound(site, builder, root, form, _read(site.algebra, form, p, j, rest, ignored))
 
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
@@ -87,7 +99,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         results = []
         for (smoothing, _), (reduction, gradient) in zip(loss.parts, reductions, strict=True):
             by_row = rows if reduction == "none" else []
-            grad = site.materialise(builder, gradient, by_row, sizes, root.dtype, [by_row] if by_row else [])
+            grad = self._gradient(site, builder, root, loss, gradient, by_row, sizes)
             results.append(
                 builder.fused(
                     self.operator,
@@ -104,6 +116,29 @@ class FuseCrossEntropyLossGradPass(FusePass):
         output = builder.arrange(total, [*rows, loss.classes], shape, sizes)
         return builder.rewrite("cross-entropy-backward", results, output)
 
+    def _gradient(
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        loss: _Loss,
+        gradient: Poly,
+        by_row: list[int],
+        sizes: Mapping[int, Poly],
+    ) -> ir.Value:
+        """The gradient of the loss, or of each row's; what it is for ignored rows does not matter."""
+        assert root.dtype is not None
+        layout = [by_row] if by_row else []
+        before = len(builder.nodes)
+        try:
+            return site.materialise(builder, gradient, by_row, sizes, root.dtype, layout)
+        except Mismatch:
+            builder.discard(before)
+            counted = site.algebra.mul(gradient, _counts(site.algebra, loss))
+            if not by_row or counted == gradient:
+                raise
+            return site.materialise(builder, counted, by_row, sizes, root.dtype, layout)
+
     def _target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
     ) -> ir.Value:
@@ -115,7 +150,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
             own[row] = end
         found = site.find(site.algebra.substitute(loss.target, flat), [own[v] for v in rows], root, dtypes=integers)
         if found is None or found[1] != 1.0:
-            raise Mismatch("the target is no integer value of the graph")
+            return self._counted_target(site, builder, loss, rows, sizes)
         value = builder.cast(found[0], ir.DataType.INT64)
         if loss.ending is None:
             return builder.arrange(value, rows, [rows], sizes)
@@ -131,6 +166,17 @@ class FuseCrossEntropyLossGradPass(FusePass):
         blank = builder.constant(np.asarray(loss.ignore_index), ir.DataType.INT64)
         value = builder.op("Pad", [value, pads, blank], ir.DataType.INT64, [sizes[v] for v in rows])
         return builder.arrange(value, rows, [rows], sizes)
+
+    def _counted_target(
+        self, site: Site, builder: Builder, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
+    ) -> ir.Value:
+        """One class for all rows, or as many as there are rows along a dimension, one after the other."""
+        own = [v for v in rows if v in site.algebra.free(loss.target)]
+        start = (loss.target - sum((site.algebra.var(v) for v in own), ZERO)).integer
+        if start is None or len(own) > 1:
+            raise Mismatch("the target is no integer value of the graph")
+        target = builder.arange(start, sizes[own[0]]) if own else builder.constant(np.asarray(start), ir.DataType.INT64)
+        return builder.arrange(target, own, [rows], sizes)
 
     def _weight(self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, sizes: Mapping[int, Poly]) -> ir.Value:
         assert loss.weight is not None
@@ -173,6 +219,58 @@ def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
             yield p, j, rest
 
 
+_ROW = -5_000_000  # the bound variable of a sum that is looked into
+
+
+def _readable(algebra: Algebra, form: Form) -> Form:
+    return _without_ignored_hits(algebra, _without_flat_indices(algebra, form))
+
+
+def _without_flat_indices(algebra: Algebra, form: Form) -> Form:
+    """The form with [j = t[v]] u[v] for sum_i [C v + j = C i + t[i]] u[i], as t is below the number C of classes.
+
+    Elements of a matrix are picked by one index, and that is what their gradients are scattered by.
+    """
+    single: dict[int, Poly] = {}
+    for atom in _atoms(algebra, form.poly):
+        if atom.kind == "sum" and len(atom.args[0]) == 1 and (found := _at_one_row(algebra, form, atom)) is not None:
+            single[atom.id] = found
+    if not single:
+        return form
+    result = ZERO
+    for monomial, c in form.poly.terms.items():
+        factors = (single.get(a, algebra.of(algebra.atoms[a])) for a, _ in monomial)
+        powers = (algebra.power(factor, e) for factor, (_, e) in zip(factors, monomial, strict=True))
+        result = result + algebra.product(powers).scaled(c)
+    return Form(form.groups, result)
+
+
+def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
+    """A sum over rows with a condition that only the row of the element fulfils; None for other sums."""
+    sizes = form.sizes
+    rows = [v for v, size in enumerate(sizes) if size == atom.args[0][0]]
+    summand = algebra.opened(atom, [_ROW])
+    for condition in _atoms(algebra, summand):
+        if _ROW not in condition.free or condition.kind not in ("eq", "inside"):
+            continue
+        for v in rows:
+            for j, classes in enumerate(sizes):
+                if j == v or v not in condition.free:
+                    continue
+                index = condition.args[0] if condition.kind == "inside" else algebra.solve(condition, j)
+                if index is None or (condition.kind == "inside" and condition.args[1] != classes):
+                    continue
+                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(_ROW))
+                if algebra.free(target) != {_ROW} or algebra.has_variable_factor(target):
+                    continue
+                here = {_ROW: algebra.var(v)}
+                hit = UNIT
+                if condition.kind == "eq":
+                    hit = algebra.equal_zero(algebra.var(j) - algebra.substitute(target, here))
+                return algebra.mul(hit, algebra.substitute(algebra.given(summand, condition, True), here))
+    return None
+
+
 def _without_ignored_hits(algebra: Algebra, form: Form) -> Form:
     """The form with [j = t] as [j = t] (1 - [t = i]) where t is compared with a negative i, which no class is."""
     poly = form.poly
@@ -211,31 +309,54 @@ def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
         yield algebra.atoms[a]
 
 
-def _hit(algebra: Algebra, r: Poly, j: int) -> tuple[Atom, Poly]:
-    """[j = target], and the target."""
+def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:
+    """[j = target], and the target: class indices of a tensor, else a class that the number of the row says."""
     hits = [(a, x) for a in _atoms(algebra, r) if a.kind == "eq" and (x := algebra.solve(a, j)) is not None]
-    hits = [(a, x) for a, x in hits if algebra.tensors(x)]
+    sizes = dict(enumerate(form.sizes))
+    hits = [(a, x) for a, x in hits if algebra.tensors(x)] or [
+        (a, x) for a, x in hits if algebra.is_count(x) and algebra.inside_proven(x, sizes[j], sizes)
+    ]
     if len(hits) != 1:
         raise Mismatch(f"it has {len(hits) or 'no'} one-hot targets; the operator takes one, of class indices")
     return hits[0]
 
 
-def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> _Loss:
-    hit, target = _hit(algebra, r, j)
+def _parts(algebra: Algebra, hit: Atom, target: Poly, j: int, r: Poly) -> tuple[Poly, Poly]:
+    """R at the target, and elsewhere."""
     on = algebra.given(Poly({m: c for m, c in r.terms.items() if (hit.id, 1) in m}), hit, True)
     off = Poly({m: c for m, c in r.terms.items() if (hit.id, 1) not in m})
-    on = algebra.substitute(on, {j: target})
+    return algebra.substitute(on, {j: target}), off
 
-    ignore_index = NO_INDEX
+
+def _ignored_targets(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> Iterator[tuple[int, Atom] | None]:
+    """Numbers i with the condition [t = i] that makes all of a row zero; None where there is no such number."""
+    try:
+        hit, target = _hit(algebra, form, r, j)
+    except Mismatch:
+        yield None  # which is told when it is read
+        return
+    on, off = _parts(algebra, hit, target, j, r)
+    found = False
     for atom in _atoms(algebra, on):
         if atom.kind != "eq":
             continue
         for sign in (1.0, -1.0):
             value = (target - atom.args[0].scaled(sign)).integer
-            if value is not None and not algebra.given(on, atom, True) and not algebra.given(off, atom, True):
-                ignore_index = value
-                on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
+            if value is not None and not any(algebra.mul(algebra.of(atom), part) for part in (on, off)):
+                found = True
+                yield value, atom
                 break
+    if not found:
+        yield None
+
+
+def _read(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly, ignored: tuple[int, Atom] | None) -> _Loss:
+    hit, target = _hit(algebra, form, r, j)
+    on, off = _parts(algebra, hit, target, j, r)
+    ignore_index = NO_INDEX
+    if ignored is not None:
+        ignore_index, atom = ignored
+        on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
 
     ending = None
     for atom in _atoms(algebra, on):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequ
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -28,12 +29,14 @@ from gradfuse.passes.dims import ELEMENTWISE, SAME_SHAPE, Sizes, live, nameless,
 from gradfuse.passes.patterns import Renaming, Reordered
 from gradfuse.passes.progress import Progress, counted
 
+_finfo: Any = ml_dtypes.finfo
 Group = tuple[Poly, ...]
 Array = npt.NDArray[Any]
 
 CONSTANT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _VECTOR_LIMIT = 64
 _END = (1 << 31) - 1  # what slices to the end of a dimension have at least
+_ALIKE_LIMIT = 1 << 16  # elements of constants that are compared with multiples of each other
 _STEPS = 8  # rises of a constant that is read as a sum of steps
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 _HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -116,6 +119,11 @@ class _Relative:
     read: set[ir.Node]
 
 
+def _epsilon(dtype: np.dtype[Any]) -> float:
+    """The distance of 1 to the next number of a type."""
+    return float(_finfo(dtype).eps)
+
+
 class Forms:
     """The canonical forms of the values of one graph (or function body)."""
 
@@ -128,13 +136,16 @@ class Forms:
         self._vectors: dict[ir.Value, list[Poly] | None] = {}
         self._constants: dict[ir.Value, Array | None] = {}
         self._small_constants: dict[object, Form] = {}
+        self._alike_constants: dict[tuple[int, ...], list[tuple[object, Array]]] = {}
         self._dims: dict[str, str] = {}
         self._sizes: dict[str, Poly] = {}
         self._invented = invented
         self._resolved: dict[str, Poly] = {}
+        self._required: dict[tuple[ir.Value, int], Poly] = {}
         self._names: dict[object, str] = {}
         self._relative: _Relative | None = None
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
+        self._ranges: dict[object, tuple[float, float]] = {}
         self.opaque: set[ir.Value] = set()
         """The values that are named, not expressed."""
         self._merge_dims(graph)
@@ -146,6 +157,12 @@ class Forms:
         self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
         for node in counted(list(graph), "reading", progress):
             self._read(node)
+        if self._require_sizes(graph):
+            # Forms that were made before a size was known call it by another name.
+            for memory in (self._forms, self._vectors, self._sizes, self._names, self._examples, self.opaque):
+                memory.clear()
+            for node in graph:
+                self._read(node)
 
     def get(self, value: ir.Value) -> Form | None:
         """The form of a value; None where its rank is unknown."""
@@ -296,14 +313,39 @@ class Forms:
                     return Form(groups, sum(past, ZERO).scaled(float(steps.max())) + number(float(numbers[0])))
             if boolean and numbers.sum() == 1:
                 return Form(groups, self.algebra.equal_zero(index - number(float(numbers.argmax()))))
-        if numbers.ndim == 2 and len(set(numbers.shape)) == 1 and np.all(numbers == np.eye(len(numbers))):
+        if (
+            exact
+            and numbers.ndim == 2
+            and len(set(numbers.shape)) == 1
+            and np.all(numbers == numbers[0, 0] * np.eye(len(numbers)))
+        ):
             row, column = (self.algebra.var(v) for v in varying)
-            return Form(groups, self.algebra.equal_zero(column - row))
+            return Form(groups, self.algebra.equal_zero(column - row).scaled(float(numbers[0, 0])))
         if numbers.ndim == 2 and (blocks := self._blocks(numbers, varying)) is not None:
             return Form(groups, blocks)
+        name, factor = self._constant_name(numbers, array.dtype)
+        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean).scaled(factor))
+
+    def _constant_name(self, numbers: Array, dtype: np.dtype[Any]) -> tuple[object, float]:
+        """A name for numbers of a type, or for what they are a multiple of but for rounding, and the factor.
+
+        Exporters multiply constants ahead of time, such as the weights of classes by a factor of the loss.
+        """
         digest = hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]
         name = ("constant", numbers.shape, digest)
-        return Form(groups, self.algebra.tensor(name, [self.algebra.var(v) for v in varying], boolean))
+        if dtype.kind in "iu":
+            self._ranges[name] = (float(numbers.min()), float(numbers.max()))
+        floats = dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+        if not floats or numbers.size > _ALIKE_LIMIT or not np.all(np.isfinite(numbers)):
+            return name, 1.0
+        alike = self._alike_constants.setdefault(numbers.shape, [])
+        largest = np.abs(numbers).argmax()
+        for first, other in alike:
+            factor = float(numbers.flat[largest] / other.flat[largest]) if other.flat[largest] else 0.0
+            if factor and np.allclose(numbers, factor * other, rtol=4 * _epsilon(dtype), atol=0):
+                return first, factor
+        alike.append((name, numbers))
+        return name, 1.0
 
     def _blocks(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
         """A few rows (or columns) of zeros with one run of ones in each, by conditions; None for other matrices."""
@@ -359,6 +401,44 @@ class Forms:
         for other in others:
             self._dims[other] = first
 
+    def _require_sizes(self, graph: ir.Graph) -> bool:
+        """Note the sizes that losses demand of their labels; whether there is one that is not known by its name.
+
+        Tokens of sequences are the rows of a reshape: their number is a product, and whatever an exporter calls it.
+        """
+        found = False
+        for node in graph:
+            scores, labels = (*node.inputs, None, None)[:2]
+            if scores is None or labels is None or node.op_type not in _LOSSES or labels.producer() is not None:
+                continue
+            form, own = self.get(scores), self.get(labels)
+            if form is None or own is None or len(form.groups) != len(own.groups) + 1:
+                continue
+            groups = (form.groups[0], *form.groups[2:])
+            for axis, (wanted, given) in enumerate(
+                zip(map(self.extent, groups), map(self.extent, own.groups), strict=True)
+            ):
+                name = symbol(labels, axis)
+                if wanted == given or name is None:
+                    continue
+                found = True
+                name = self._dim_name(name)
+                others = [wanted, *self._resolved.values()]
+                if (
+                    name.startswith("?")
+                    or self._resolved.keys() & self._dims_in([wanted])
+                    or name in self._dims_in(others)
+                ):
+                    # No name, or one for a number and its multiple: exporters call rows "batch", too.
+                    self._required[labels, axis] = wanted
+                else:
+                    self._resolved[name] = wanted
+        return found
+
+    def _dims_in(self, sizes: Iterable[Poly]) -> frozenset[str]:
+        atoms = (self.algebra.atoms[a] for size in sizes for m in size.terms for a, _ in m)
+        return frozenset(str(atom.args[0]) for atom in atoms if atom.kind == "dim")
+
     def _dim_name(self, name: str) -> str:
         while name in self._dims:
             name = self._dims[name]
@@ -374,7 +454,7 @@ class Forms:
         if known is None:
             try:
                 known = self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
-            except (SyntaxError, ValueError, TooComplex, RecursionError, MemoryError):
+            except (SyntaxError, ValueError, ArithmeticError, TooComplex, RecursionError, MemoryError):
                 # The last two are what Python makes of an expression that is nested too deeply.
                 known = self._size_of_name(text)
             self._sizes[text] = known
@@ -418,11 +498,30 @@ class Forms:
         """One variable per dimension of the value's own shape."""
         if value.shape is None:
             raise Unreadable(value.name)
-        sizes = [self.size(d, nameless(value, k)) for k, d in enumerate(value.shape)]
+        sizes = [self._required.get((value, k)) or self.size(d, nameless(value, k)) for k, d in enumerate(value.shape)]
         return tuple(() if s.constant == 1 else (s,) for s in sizes)
 
     def extent(self, group: Group) -> Poly:
         return group[0] if len(group) == 1 else self.algebra.product(group)
+
+    def bounds(self, form: Form) -> tuple[Poly, Poly] | None:
+        """The least and the greatest element of what is made of positions, conditions and constants; None for data."""
+        algebra, sizes = self.algebra, form.sizes
+        ends = [ZERO, ZERO]
+        for m, c in form.poly.terms.items():
+            low, high = ZERO, UNIT
+            own = [self.algebra.atoms[a] for a, _ in m]
+            if len(own) == 1 and m[0][1] == 1 and own[0].kind == "var":
+                high = sizes[own[0].args[0]] - UNIT
+            elif len(own) == 1 and m[0][1] == 1 and own[0].kind == "tensor" and own[0].args[0] in self._ranges:
+                low, high = (number(x) for x in self._ranges[own[0].args[0]])
+            elif all(atom.kind == "dim" for atom in own):
+                low = high = Poly({m: 1.0})
+            elif algebra.tensors(form.poly) or not all(atom.indicator for atom in own):
+                return None
+            for k, end in enumerate((low, high) if c > 0 else (high, low)):
+                ends[k] = ends[k] + end.scaled(c)
+        return ends[0], ends[1]
 
     # Layouts
 
@@ -608,6 +707,20 @@ class Forms:
             self._examples[alike[0]] = (alike[1], forms)
         return forms
 
+    def why_opaque(self, node: ir.Node) -> str | None:
+        """The reason why a node that has a reader is not expressed; None where it is, or where there is no reader."""
+        reader = _READERS.get((node.domain, node.op_type))
+        try:
+            if reader is not None:
+                reader(self, node)
+        except Unreadable as unknown:
+            return f"the shape of {unknown} is unknown"
+        except (Opaque, TooComplex) as reason:
+            return str(reason)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return "it is not as the operator wants it"
+        return None
+
     def _alike(self, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
         """What nodes have in common of which readers say the same, up to the names of tensors; and these names.
 
@@ -713,7 +826,9 @@ class Forms:
                 return None
             return [number(int(x)) for x in array.ravel()]
         node = value.producer()
-        if node is None or (node.domain and (node.op_type != "ConcatTraining" or value is not node.outputs[0])):
+        if node is None or value is not node.outputs[0]:
+            return None
+        if node.domain and (node.domain, node.op_type) != ("com.microsoft", "ConcatTraining"):
             return None
         inputs = node.inputs
         match node.op_type:
@@ -803,7 +918,8 @@ def _through_casts(value: ir.Value) -> ir.Value:
     return value
 
 
-_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "SplitTraining"}
+_LOSSES = {"SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "NegativeLogLikelihoodLoss"}
+_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "GatherNDGrad", "SliceGrad", "SplitTraining"}
 """Operations whose readers look at the shapes of a node's outputs."""
 _FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
 """Those whose readers do where nothing is known of the last operand."""
@@ -869,7 +985,7 @@ def _cast(forms: Forms, node: ir.Node) -> Form:
             raise Opaque("integers that 16 bits round")
         return form
     if source.dtype in FLOATS:
-        if algebra.is_integer(form.poly) and not algebra.tensors(form.poly):
+        if algebra.is_count(form.poly):
             return form
         raise Opaque("a cast that rounds")
     if to not in _INTEGERS or (to == ir.DataType.INT32 and any(abs(c) >= 1 << 31 for c in form.poly.terms.values())):
@@ -969,15 +1085,18 @@ def _softmax(forms: Forms, node: ir.Node) -> Form:
 @reads("LogSoftmax")
 def _log_softmax(forms: Forms, node: ir.Node) -> Form:
     (x,) = inputs_of(forms, node)
-    _, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
+    return log_softmax(forms, x, attribute(node, "axis", -1) % len(x.groups))
+
+
+def log_softmax(forms: Forms, x: Form, axis: int) -> Form:
+    """The logarithm of the softmax of a form along an axis."""
+    _, total = _row_sum_of_exp(forms, x, [axis])
     return Form(x.groups, x.poly - forms.algebra.log(total))
 
 
 @reads("SoftmaxCrossEntropyLoss")
 def _softmax_cross_entropy_loss(forms: Forms, node: ir.Node) -> list[Form | None]:
-    x = forms.form(given(node.inputs, 0))
-    _, total = _row_sum_of_exp(forms, x, [1])
-    return [None, Form(x.groups, x.poly - forms.algebra.log(total))]
+    return [None, log_softmax(forms, forms.form(given(node.inputs, 0)), 1)]
 
 
 def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
@@ -990,6 +1109,12 @@ def _reduced(forms: Forms, node: ir.Node, x: Form) -> tuple[list[int], list[int 
         if any(s != forms.extent(x.groups[a]) for a, s in enumerate(tested) if s.integer is None):
             raise Opaque("axes are not constant")
         axes = [a for a, s in enumerate(tested) if s.constant == 1]
+    elif len(node.inputs) > 1 and (stretched := broadcast_axes(forms, node.inputs[1])) is not None:
+        # Where the size is symbolic, and 1 in the end, there is nothing to sum either way.
+        known = all(s is None or s.integer or s == forms.extent(x.groups[a]) for a, s in stretched.items())
+        if not (keep and known and attribute(node, "noop_with_empty_axes", 0)):
+            raise Opaque("axes are not constant")
+        axes = list(stretched)
     else:
         everything = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
         axes = forms.axes(node, 1, rank) or everything
@@ -1010,6 +1135,38 @@ def axes_of_size_one(forms: Forms, value: ir.Value | None) -> list[Poly] | None:
             sizes = next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
             return sizes
     return None
+
+
+def is_broadcast_axes(node: ir.Node) -> bool:
+    """Whether a node gives the axes that broadcasting two shapes stretches: onnxruntime-training's way to undo it."""
+    return (node.domain, node.op_type) == ("com.microsoft", "BroadcastGradientArgs")
+
+
+def broadcast_axes(forms: Forms, value: ir.Value | None) -> dict[int, Poly | None] | None:
+    """The axes along which a shape is repeated to broadcast with another one, and the sizes that the other one has.
+
+    The size is None where the shape has no such axis. An axis whose size is symbolic is one only if that is not 1.
+    None for axes that come from elsewhere; raises Opaque where the sizes do not tell.
+    """
+    node = None if value is None else value.producer()
+    if node is None or value is None or not is_broadcast_axes(node):
+        return None
+    own, other = (forms.vector(v) for v in (node.inputs if value is node.outputs[0] else reversed(node.inputs)))
+    if own is None or other is None:
+        raise Opaque("axes are not constant")
+    rank = max(len(own), len(other))
+    axes: dict[int, Poly | None] = {}
+    for axis in range(rank):
+        mine, theirs = (sizes[axis - rank] if axis >= rank - len(sizes) else None for sizes in (own, other))
+        if mine is None:
+            axes[axis] = None
+        elif theirs is None or mine == theirs or theirs == UNIT or (mine.integer or 0) > 1:
+            continue
+        elif mine == UNIT:
+            axes[axis] = theirs
+        else:
+            raise Opaque("a dimension may be repeated")
+    return axes
 
 
 @reads("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
@@ -1096,7 +1253,11 @@ def _selects(algebra: Algebra, poly: Poly, rows: bool) -> bool:
 
 @reads("MatMul")
 def _matmul(forms: Forms, node: ir.Node) -> Form:
-    operands = inputs_of(forms, node)
+    return multiplied(forms, inputs_of(forms, node))
+
+
+def multiplied(forms: Forms, operands: Sequence[Form]) -> Form:
+    """The product of two forms as matrices, or stacks of matrices."""
     labels: list[list[object]] = []
     for k, form in enumerate(operands):
         rank = len(form.groups)
@@ -1277,6 +1438,8 @@ def _range(forms: Forms, node: ir.Node) -> Form:
     if step.constant is None:
         raise Opaque("an unknown step")
     size = forms._quotient(limit - start, step)
+    if size is not None and size.constant is not None and size.constant <= 0:
+        raise Opaque("an empty range")
     group = (size,) if size is not None else forms.groups_of(node.outputs[0])[0]
     if len(group) == 1 and group[0].constant == 1:
         return Form(((),), start)
@@ -1389,6 +1552,12 @@ def _window(forms: Forms, x: Form, axis: int, start: Poly, size: Poly, total: Po
     return Form(groups, algebra.mul(inside, algebra.substitute(x.poly, shifted)))
 
 
+def windowed(forms: Forms, x: Form, axis: int, start: Poly, total: Poly) -> Form:
+    """x as the elements from `start` on of a dimension of `total` elements, which are 0 elsewhere."""
+    size = forms.extent(x.groups[axis])
+    return x if size == total else _window(forms, x, axis, start, size, total)
+
+
 @reads("Concat")
 def _concat(forms: Forms, node: ir.Node) -> Form:
     parts = inputs_of(forms, node)
@@ -1442,6 +1611,25 @@ def _axes_in_order(axes: Sequence[Poly] | None, rank: int) -> list[int]:
 # Indexing
 
 
+def from_start(forms: Forms, index: Form, size: Poly) -> Form:
+    """The index of an element of a dimension of this size; where it is negative, it counts from the end.
+
+    Data are taken to count from the start. Raises Opaque where some of an index counts from the end, and some does not.
+    """
+    bounds = forms.bounds(index)
+    if bounds is None or _sign(bounds[0], 1):
+        return index
+    if not _sign(bounds[1] + UNIT, -1):
+        raise Opaque("an index that counts from both ends")
+    return Form(index.groups, index.poly + size)
+
+
+def _sign(bound: Poly, sign: int) -> bool:
+    """Whether a function of dimensions, none of which is below 1, is never negative; or, for -1, never positive."""
+    rising = all(c * sign >= 0 for m, c in bound.terms.items() if m)
+    return rising and sum(bound.terms.values()) * sign >= 0
+
+
 @reads("Gather")
 def _gather(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
@@ -1460,9 +1648,9 @@ def _gathered(forms: Forms, data: Form, index: Form, axis: int) -> Form:
         return Form(groups, poly)
     v = data.variables(axis)[0]
     width = len(index.sizes)
+    if data.groups[axis]:
+        index = from_start(forms, index, data.groups[axis][0])
     x = algebra.substitute(index.poly, {w: algebra.var(v + w) for w in range(width)})
-    if x.constant is not None and x.constant < 0:
-        x = x + data.groups[axis][0]
     names = {v: x} | {w: algebra.var(w + width - 1) for w in range(v + 1, len(data.sizes))}
     groups = (*data.groups[:axis], *index.groups, *data.groups[axis + 1 :])
     return Form(groups, algebra.substitute(data.poly, names))
@@ -1474,6 +1662,8 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
     axis = attribute(node, "axis", 0) % len(data.groups)
     if len(data.groups[axis]) > 1 or len(data.groups) != len(index.groups):
         raise Opaque("a gather from a composed dimension")
+    if data.groups[axis]:
+        index = from_start(forms, index, data.groups[axis][0])
     # Along other dimensions the index may end before the data do.
     names: dict[int, Poly] = {}
     for a in range(len(data.groups)):
@@ -1481,9 +1671,6 @@ def _gather_elements(forms: Forms, node: ir.Node) -> Form:
             names |= dict.fromkeys(data.variables(a), index.poly)
         else:
             names |= _leading(forms, data, index, a)
-    x = index.poly
-    if data.groups[axis] and x.constant is not None and x.constant < 0:
-        names |= dict.fromkeys(data.variables(axis), x + data.groups[axis][0])
     return Form(index.groups, forms.algebra.substitute(data.poly, names))
 
 
@@ -1504,8 +1691,9 @@ def _leading(forms: Forms, data: Form, part: Form, axis: int) -> dict[int, Poly]
 @reads("GatherND")
 def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     data, index = inputs_of(forms, node)
+    index = with_batch_indices(forms, index, attribute(node, "batch_dims", 0))
     depth = forms.extent(index.groups[-1]).integer
-    if attribute(node, "batch_dims", 0) or depth is None:
+    if depth is None:
         raise Opaque("a gather by several indices")
     # One index after the other, from the last dimension on; those of one element stay beside each other.
     lead = len(index.groups) - 1
@@ -1514,10 +1702,19 @@ def _gather_nd(forms: Forms, node: ir.Node) -> Form:
     algebra, width, count = forms.algebra, len(picks[0].sizes), len(data.sizes)
     if any(len(g) != 1 for g in data.groups[:depth]) or any(p.groups != picks[0].groups for p in picks):
         raise Opaque("a gather from a composed dimension")
-    names = {k: pick.poly for k, pick in enumerate(picks)}
+    names = {k: from_start(forms, pick, data.groups[k][0]).poly for k, pick in enumerate(picks)}
     names |= {w: algebra.var(w - depth + width) for w in range(depth, count)}
-    names = {k: p + data.groups[k][0] if p.constant is not None and p.constant < 0 else p for k, p in names.items()}
     return Form((*picks[0].groups, *data.groups[depth:]), algebra.substitute(data.poly, names))
+
+
+def with_batch_indices(forms: Forms, index: Form, batch_dims: int) -> Form:
+    """The index with the numbers of its first dimensions in front of each row: what batch_dims leaves out."""
+    rank = len(index.groups)
+    if not batch_dims:
+        return index
+    lead = Form((*index.groups[:-1], ()), ZERO)
+    numbers = [Form(lead.groups, _position(forms, lead, axis)) for axis in range(batch_dims)]
+    return concatenated(forms, [*numbers, index], rank - 1)
 
 
 @reads("NonZero")
@@ -1534,7 +1731,7 @@ def _nonzero(forms: Forms, node: ir.Node) -> Form:
 def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -> tuple[Form, Poly]:
     """The updates added up at their indices along an axis, in the data's shape; and how many hit each element."""
     algebra = forms.algebra
-    if len(data.groups[axis]) != 1:
+    if len(data.groups[axis]) > 1:
         raise Opaque("a scatter into a composed dimension")
     # Along other dimensions the updates may end before the data do.
     ends = [
@@ -1544,6 +1741,8 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     ]
     if any(len(data.groups[a]) != 1 or len(index.groups[a]) != 1 for a, _ in ends):
         raise Opaque("a scatter into a part of the data")
+    if data.groups[axis]:
+        index = from_start(forms, index, data.groups[axis][0])
     summed = index.groups[axis]
     groups, (x, u) = forms.broadcast([index, updates])
     joined = Form(groups, ZERO)
@@ -1551,8 +1750,10 @@ def scattered(forms: Forms, data: Form, index: Form, updates: Form, axis: int) -
     inner = list(joined.variables(axis))
     start = sum(len(g) for g in groups[:axis])
     names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
-    names |= {w: algebra.var(w - len(inner) + 1) for w in range(start + len(inner), len(joined.sizes))}
-    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names))
+    width = len(data.groups[axis])
+    names |= {w: algebra.var(w - len(inner) + width) for w in range(start + len(inner), len(joined.sizes))}
+    # Of one element there is nothing to choose.
+    hit = algebra.equal_zero(algebra.var(start) - algebra.substitute(x, names)) if width else UNIT
     apart = [a for a, _ in ends]
     if apart and updates.groups != index.groups:
         raise Opaque("a scatter into a part of the data")
@@ -1590,8 +1791,14 @@ def _scatter_elements(forms: Forms, node: ir.Node) -> Form:
 
 @reads("ScatterND")
 def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
-    algebra = forms.algebra
     data, index, updates = inputs_of(forms, node)
+    placed, hits = scattered_by_rows(forms, data, index, updates)
+    return _updated(forms, data, placed, hits, attribute(node, "reduction", "none"))
+
+
+def scattered_by_rows(forms: Forms, data: Form, index: Form, updates: Form) -> tuple[Form, Poly]:
+    """The updates added up where the rows of the index say, in the data's shape; and how many hit each element."""
+    algebra = forms.algebra
     depth = forms.extent(index.groups[-1]).integer if index.groups else None
     if depth is None or any(len(g) != 1 for g in data.groups[:depth]):
         raise Opaque("a scatter that is not read")
@@ -1601,6 +1808,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     picks = []
     for k in range(depth):
         element = index if depth == 1 else sliced(forms, index, lead, number(k), 1, UNIT)
+        element = from_start(forms, element, data.groups[k][0])
         picks.append(Form((*element.groups[:lead], *((),) * (len(updates.groups) - lead)), element.poly))
     groups, polys = forms.broadcast([updates, *picks])
     width = sum(len(g) for g in groups[:lead])
@@ -1614,7 +1822,7 @@ def _scatter_nd(forms: Forms, node: ir.Node) -> Form:
     bound = {-3_000_000 - v: sizes[v] for v in range(width)}
     free = dict(enumerate(s for g in out for s in g))
     placed, hits = (algebra.sum(term, bound, free) for term in (algebra.mul(hit, moved[0]), hit))
-    return _updated(forms, data, Form(out, placed), hits, attribute(node, "reduction", "none"))
+    return Form(out, placed), hits
 
 
 @reads("OneHot")

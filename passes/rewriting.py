@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.passes import bodies, shapes, training_ops
+from gradfuse.passes import bodies, shapes
 from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque, attribute
 from gradfuse.passes.progress import Progress, counted
@@ -179,6 +179,15 @@ class Builder:
         value, axis = found
         return self.op("Shape", [value], ir.DataType.INT64, [UNIT], start=axis, end=axis + 1)
 
+    def arange(self, start: int, size: Poly) -> ir.Value:
+        """start, start + 1, ... as an int64 tensor of this size."""
+        if size.integer is not None:
+            return self.ints(range(start, start + size.integer))
+        first, one = (self.constant(np.asarray(n), ir.DataType.INT64) for n in (start, 1))
+        count = self.op("Squeeze", [self._extent(size)], ir.DataType.INT64, [])
+        end = self.op("Add", [count, first], ir.DataType.INT64, [])
+        return self.op("Range", [first, end, one], ir.DataType.INT64, [size])
+
     def arrange(self, value: ir.Value, variables: Sequence[int], layout: Layout, sizes: Mapping[int, Poly]) -> ir.Value:
         """A value whose row-major elements run over `variables`, in the given layout; further variables repeat it."""
         target = [v for group in layout for v in group]
@@ -202,11 +211,12 @@ class Builder:
         nodes = [node for value in fused if (node := value.producer()) is not None]
         return Rewrite(nodes[0].op_type, rule, self.root, self.nodes, nodes, output)
 
-    def discard(self) -> None:
-        for node in self.nodes:
+    def discard(self, kept: int = 0) -> None:
+        """Drop the nodes, but for the first ones."""
+        for node in self.nodes[kept:]:
             for k in range(len(node.inputs)):
                 node.replace_input_with(k, None)
-        self.nodes.clear()
+        del self.nodes[kept:]
 
     def commit(self) -> None:
         for value in self._initializers:
@@ -507,7 +517,8 @@ class Site:
             used = [v for v in variables if v in atom.free]
             # A dimension of several variables is whole, or the parts would not broadcast.
             part_layout = [list(group) if atom.free.intersection(group) else [] for group in layout]
-            power = algebra.of(atom, e if e > 0 else -e)
+            exponent = e if e > 0 else -e
+            power = algebra.power(atom.args[0], exponent) if atom.kind == "pow" else algebra.of(atom, exponent)
             if abs(e) != 1:
                 local = algebra.substitute(power, {v: algebra.var(k) for k, v in enumerate(used)})
                 if self.find(local, [sizes[v] for v in used], builder.root, dtypes=TOLERANCE) is None:
@@ -750,10 +761,6 @@ class Sites:
                 known = _symbols([*values, *(v for g in graphs for v in g.inputs)])
                 shapes.infer(model, values)
                 invented = _symbols(values) - known
-                for node in (n for g in graphs for n in g if n.domain == training_ops.DOMAIN):
-                    # Unknown to the inference; all of them give the type of their first input.
-                    if node.inputs and node.inputs[0] is not None and node.outputs[0].type is None:
-                        node.outputs[0].type = node.inputs[0].type
             names = {str(v.name) for v in values}
             names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
             names |= {str(n.name) for g in graphs for n in g}
@@ -838,6 +845,8 @@ class FusePass(ir.passes.InPlacePass):
     operator: ClassVar[str]
     weak: ClassVar[bool] = False
     """Whether the op's form tells so little that the other operators go first."""
+    refuses_no_class: ClassVar[bool] = False
+    """Whether the op refuses an index that is no class, so that it is taken for granted that it is one."""
     linear: ClassVar[bool] = True
     """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
 
@@ -931,6 +940,8 @@ class FusePass(ir.passes.InPlacePass):
         """The factor, but 0 where a condition makes all of the form 0: it may be infinite."""
         algebra = site.algebra
         for condition in algebra.indicators(form.poly):
+            if condition.kind == "inside" and self.refuses_no_class:
+                continue
             for case in (True, False):
                 if algebra.given(form.poly, condition, case):
                     continue

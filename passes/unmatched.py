@@ -82,6 +82,30 @@ _SOFT = (
 )
 
 
+_BACKWARDS = {
+    "SoftmaxCrossEntropyLossGrad": "CrossEntropyLossGrad",
+    "SoftmaxCrossEntropyLossInternalGrad": "CrossEntropyLossGrad",
+    "SparseSoftmaxCrossEntropyGrad": "CrossEntropyLossGrad",
+    "SoftmaxCrossEntropyGrad": "CrossEntropyLossGrad",
+    "LogSoftmaxGrad": "CrossEntropyLossGrad",
+    "LogSoftmaxGrad_13": "CrossEntropyLossGrad",
+    "SoftmaxGrad": "ScaledMaskedSoftmaxBackward",
+    "SoftmaxGrad_13": "ScaledMaskedSoftmaxBackward",
+}
+"""Training operators of onnxruntime, and the op that a rule would have proposed for them."""
+
+
+@finds
+def _training_operators(site: Site) -> Iterator[NearMiss]:
+    """Backward passes that are one operator of onnxruntime-training, and that no rule could look into."""
+    for node in site.graph:
+        rule = _BACKWARDS.get(node.op_type) if node.domain == training_ops.DOMAIN else None
+        if rule is None or (site.forms.get(node.outputs[0]) is not None and node.outputs[0] not in site.forms.opaque):
+            continue
+        reason = site.forms.why_opaque(node) or "an operator that is not read"
+        yield NearMiss(names_of([node])[0], rule, f"{node.op_type} of onnxruntime-training: {reason}")
+
+
 @finds
 def _rows_by_index(site: Site) -> Iterator[NearMiss]:
     """Rows that are added up at an index: of a Gather, an embedding, or a product with a one-hot."""

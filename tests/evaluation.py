@@ -6,11 +6,36 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from gradfuse.passes.algebra import Algebra, Monomial, Poly, Positions
-from gradfuse.passes.forms import Form
+from gradfuse.passes.forms import Form, Forms
 
 Array = np.ndarray[Any, Any]
+
+
+def squeezed(array: Array, value: ir.Value) -> Array:
+    """The array without the dimensions that are known to have size 1."""
+    shape = np.shape(array) if value.shape is None else value.shape
+    return np.asarray(array).reshape([n for n, d in zip(np.shape(array), shape, strict=True) if d != 1])
+
+
+def constants(forms: Forms, graph: ir.Graph) -> dict[object, Array]:
+    """The content of opaque constants, by the names that forms give them."""
+    found: dict[object, Array] = {}
+    values = [*graph.initializers.values(), *(v for n in graph if n.op_type == "Constant" for v in n.outputs)]
+    for value in values:
+        array, form = forms.constant(value), forms.get(value)
+        if array is None or array.size == 0 or form is None or len(form.poly) != 1:
+            continue
+        ((monomial, factor),) = form.poly.terms.items()
+        for a, _ in monomial:
+            atom = forms.algebra.atoms[a]
+            if atom.kind == "tensor":
+                data = squeezed(array, value) / factor if factor != 1 else squeezed(array, value)
+                used = {forms.algebra.atoms[b].args[0] for p in atom.args[1:] for m in p.terms for b, _ in m}
+                found[atom.args[0]] = data[tuple(slice(None) if v in used else 0 for v in range(data.ndim))]
+    return found
 
 
 class Evaluation:

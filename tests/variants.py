@@ -31,6 +31,7 @@ FEEDS: Feeds = {
     "k": np.asarray(3.0, np.float32),
     "q": np.zeros((2, 3, 4, 16), np.float32),
     "z": RNG.normal(size=(N, C)).astype(np.float32),
+    "square": np.random.default_rng(1).normal(size=(C, C)).astype(np.float32),
     "zt": RNG.normal(size=(C, N)).astype(np.float32),
     "t": np.asarray([0, 4, 2, 1, 3, 3]),
     "t_32": np.asarray([0, 4, 2, 1, 3, 3], np.int32),
@@ -348,6 +349,115 @@ def _p(g: GraphBuilder) -> str:
     return g.op("Softmax", given(g, "z"))
 
 
+def _against_each_other(g: GraphBuilder, hot: Callable[[GraphBuilder, str], str], size: int | str = C) -> str:
+    """Each row's class is its number, as where each of a batch is to find its own among all."""
+    z = given(g, "square", (size, size))
+    return g.op("Mul", g.op("Sub", g.op("Softmax", z), hot(g, z)), g.constant(0.25))
+
+
+def _range_of_rows(g: GraphBuilder, z: str) -> str:
+    rows = g.op("Gather", g.op("Shape", z), g.constant(0, np.int64))
+    return g.op("Range", g.constant(0, np.int64), rows, g.constant(1, np.int64))
+
+
+EYES: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "constant": lambda g, z: g.constant(np.eye(C)),
+    "EyeLike": lambda g, z: g.op("EyeLike", z),
+    "Equal of ranges": lambda g, z: number(g, g.op("Equal", last(g, arange(g, C)), arange(g, C))),
+    "OneHot of a range": lambda g, z: _onehot(g, arange(g, C)),
+    "ScatterND": lambda g, z: g.op(
+        "ScatterND", g.constant(np.zeros((C, C))), g.constant(np.arange(C)[:, None].repeat(2, 1), np.int64), _ones_of(g)
+    ),
+}
+
+
+def _ones_of(g: GraphBuilder) -> str:
+    return g.constant(np.ones(C))
+
+
+def _one_hot_in_steps(g: GraphBuilder, z: str) -> str:
+    """OneHot of the numbers of the rows, of which nobody knows how many there are."""
+    rows = _range_of_rows(g, z)
+    return g.op("OneHot", rows, g.op("Size", rows), g.constant([0.0, 1.0]))
+
+
+def _one_class(g: GraphBuilder, which: int) -> str:
+    t = g.op("Expand", g.constant(which, np.int64), g.op("Shape", given(g, "t")))
+    return cross_entropy(g, g.op("Sub", _p(g), _onehot(g, t)))
+
+
+def _two_one_hots(g: GraphBuilder) -> str:
+    """One of the target, another one of it to pick the weights."""
+    p, t = _p(g), given(g, "t")
+    hot = number(g, g.op("Equal", last(g, t), arange(g, C)))
+    own = g.sum(g.op("Mul", _onehot(g, t), given(g, "w")), 1)
+    return g.op("Div", g.op("Mul", g.op("Sub", p, hot), own), g.op("ReduceSum", own, keepdims=0))
+
+
+def _smoothed_weights(g: GraphBuilder, spread: Array, ignored: bool = False) -> str:
+    """Label smoothing of a tenth, with weights of classes that were multiplied ahead of time."""
+    p, t = _p(g), given(g, "t_some" if ignored else "t")
+    hit = g.op("Equal", t, g.constant(-1, np.int64))
+    safe = g.op("Where", hit, g.constant(0, np.int64), t)
+    r = g.op("Add", g.op("Mul", _onehot(g, safe), g.constant(0.9 * FEEDS["w"])), g.constant(spread))
+    rows = g.op("Sub", g.op("Mul", p, g.sum(r, 1)), r)
+    return g.op("Where", last(g, hit), g.constant(0.0), rows)
+
+
+def _masked_and_ignored(g: GraphBuilder) -> str:
+    """Rows of a class are masked by a factor, those without a class by a choice."""
+    t = given(g, "t_some")
+    keep = number(g, g.op("Not", g.op("Equal", t, g.constant(3, np.int64))))
+    rows = g.op("Sub", _p(g), _onehot(g, g.op("Max", t, g.constant(0, np.int64))))
+    rows = g.op("Where", last(g, g.op("Equal", t, g.constant(-1, np.int64))), g.constant(0.0), rows)
+    return g.op("Mul", rows, last(g, g.op("Div", keep, g.op("ReduceSum", keep, keepdims=0))))
+
+
+def _lessened_by_number(g: GraphBuilder) -> str:
+    """The probabilities at the targets, picked and put back with the row's number left out."""
+    p, t = _p(g), given(g, "t")
+    less = g.op("Sub", g.op("GatherND", p, last(g, t), batch_dims=1), g.constant(1.0))
+    return cross_entropy(g, g.op("ScatterND", p, _matrix(g, t), less))
+
+
+def _through_one_element(g: GraphBuilder) -> str:
+    """-1 scattered into the one element of a row, and that to the target."""
+    p, t = _p(g), given(g, "t")
+    column = g.op(
+        "ScatterElements",
+        *(g.constant(np.zeros((N, 1))), g.constant(np.zeros((N, 1)), np.int64)),
+        _less_ones(g),
+        axis=1,
+    )
+    return cross_entropy(g, g.op("ScatterElements", p, last(g, t), column, axis=1, reduction="add"))
+
+
+def _less_ones(g: GraphBuilder) -> str:
+    return g.constant(-np.ones((N, 1)))
+
+
+def _by_flat_index(g: GraphBuilder, step: int = C) -> str:
+    """The log-probabilities picked by one index, C i + t[i], and the gradient scattered by it."""
+    p, t = _p(g), given(g, "t")
+    index = g.op("Add", t, g.op("Mul", arange(g, N), g.constant(step, np.int64)))
+    ones = g.op("ScatterElements", g.constant(np.zeros(N * C)), index, g.constant(np.ones(N)), axis=0, reduction="add")
+    hot = g.op("Reshape", ones, g.ints(N, C))
+    return cross_entropy(g, g.op("Sub", g.op("Mul", p, g.sum(hot, 1)), hot))
+
+
+def _focal(g: GraphBuilder) -> str:
+    """The loss of a row times its gradient; both are zero where the row is ignored."""
+    t = given(g, "t_some")
+    logp = g.op("LogSoftmax", given(g, "z"))
+    hit = g.op("Equal", t, g.constant(-1, np.int64))
+    safe = g.op("Where", hit, g.constant(0, np.int64), t)
+    loss = g.op("Neg", g.op("GatherElements", logp, last(g, safe), axis=1))
+    loss = g.op("Where", last(g, hit), g.constant(0.0), loss)
+    g.output(g.op("ReduceSum", g.op("Mul", loss, loss), keepdims=0))
+    rows = g.op("Sub", g.op("Exp", logp), _onehot(g, safe))
+    return g.op("Mul", rows, g.op("Mul", loss, g.constant(2.0)))
+
+
 CROSS_ENTROPY: dict[str, Build] = {
     **{
         f"one-hot: {k}": lambda g, w=w: cross_entropy(g, g.op("Sub", _p(g), w(g, given(g, "t"))))  # type: ignore[misc]
@@ -386,6 +496,20 @@ CROSS_ENTROPY: dict[str, Build] = {
     "mean over tokens, gradient by sequence": _mean_of_means,
     "classes first": _columns,
     "sizes without names": _nameless_rows,
+    **{f"row numbers: {k}": lambda g, w=w: _against_each_other(g, w) for k, w in EYES.items()},  # type: ignore[misc]
+    "row numbers: symbolic": lambda g: _against_each_other(g, _one_hot_in_steps, "M"),
+    "row numbers: multiple of a constant": lambda g: g.op(
+        "Add", g.op("Div", g.op("Softmax", given(g, "square")), g.constant(7.0)), g.constant(-np.eye(C) / 7)
+    ),
+    "one class": lambda g: _one_class(g, C - 1),
+    "two one-hots of one target": _two_one_hots,
+    "smoothed weights": lambda g: _smoothed_weights(g, 0.02 * FEEDS["w"]),
+    "smoothed weights, ignored": lambda g: _smoothed_weights(g, 0.02 * FEEDS["w"], ignored=True),
+    "masked and ignored": _masked_and_ignored,
+    "lessened by the row's number": _lessened_by_number,
+    "through one element": _through_one_element,
+    "by one index": _by_flat_index,
+    "focal": _focal,
 }
 
 # Squared error
@@ -624,7 +748,41 @@ def _of_fewer_classes(g: GraphBuilder) -> str:
     return g.op("Sub", g.op("Mul", p, g.sum(fewer, 1)), _onehot(g, t))
 
 
+def _mixed(g: GraphBuilder) -> str:
+    """Two targets for each row."""
+    p, t = _p(g), given(g, "t")
+    other = g.op("Mod", g.op("Add", t, g.constant(1, np.int64)), g.constant(C, np.int64))
+    hot = g.op("Add", g.op("Mul", _onehot(g, t), g.constant(0.75)), g.op("Mul", _onehot(g, other), g.constant(0.25)))
+    return cross_entropy(g, g.op("Sub", p, hot))
+
+
 OTHERS: dict[str, tuple[str, Build]] = {
+    "two targets of a row": ("CrossEntropyLossGrad", _mixed),
+    "more rows than classes": (
+        "CrossEntropyLossGrad",
+        lambda g: cross_entropy(
+            g,
+            g.op(
+                "Sub",
+                _p(g),
+                number(g, g.op("Equal", last(g, arange(g, N)), g.op("Unsqueeze", arange(g, C), g.ints(0)))),
+            ),
+        ),
+    ),
+    "row numbers from one on": (
+        "CrossEntropyLossGrad",
+        lambda g: _against_each_other(g, lambda g, z: _onehot(g, g.op("Add", arange(g, C), g.constant(1, np.int64)))),
+    ),
+    "by one index of fewer classes": ("CrossEntropyLossGrad", lambda g: _by_flat_index(g, C - 1)),
+    "no class": ("CrossEntropyLossGrad", lambda g: _one_class(g, C)),
+    "almost a unit matrix": (
+        "CrossEntropyLossGrad",
+        lambda g: _against_each_other(g, lambda g, z: g.constant(np.eye(C) * [1, 1, 1, 1, 0.9])),
+    ),
+    "weights that differ": (
+        "CrossEntropyLossGrad",
+        lambda g: _smoothed_weights(g, 0.02 * FEEDS["w"] * [1, 1, 1, 1, 1.001]),
+    ),
     "sum along another axis": (
         "ScaledMaskedSoftmaxBackward",
         lambda g: softmax_gradient(g, lambda g, u, y: g.sum(g.op("Mul", u, y), 2)),

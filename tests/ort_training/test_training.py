@@ -18,7 +18,7 @@ FUSED = {
     "classifier": {"CrossEntropyLossGrad"},
     "regressor": {"MseLossBackward"},
     "convolution": {"CrossEntropyLossGrad"},
-    "attention": {"ScaledMaskedSoftmaxBackward"},
+    "attention": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
 }
 
 

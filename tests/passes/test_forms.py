@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import stacking
-from evaluation import Array, Evaluation
+from evaluation import Array, Evaluation, constants, squeezed
 from onnx_ir.passes.common import ShapeInferencePass
 from producers import COMMITTED, Case, cases
 from variants import FEEDS, GRAPHS, Build, built
@@ -23,30 +23,6 @@ from gradfuse.passes.forms import Form, Forms
 def _committed() -> list[Case]:
     names = {f"{p.parent.name}/{p.stem}" for p in COMMITTED.glob("*/*.onnx")}
     return [c for c in cases() if str(c) in names and c.runs and "dropout" not in c.name]
-
-
-def _squeezed(array: Array, value: ir.Value) -> Array:
-    """The array without the dimensions that are known to have size 1."""
-    shape = np.shape(array) if value.shape is None else value.shape
-    return np.asarray(array).reshape([n for n, d in zip(np.shape(array), shape, strict=True) if d != 1])
-
-
-def _constants(forms: Forms, graph: ir.Graph) -> dict[object, Array]:
-    """The content of opaque constants, by the names that forms give them."""
-    found: dict[object, Array] = {}
-    values = [*graph.initializers.values(), *(v for n in graph if n.op_type == "Constant" for v in n.outputs)]
-    for value in values:
-        array, form = forms.constant(value), forms.get(value)
-        if array is None or array.size == 0 or form is None or len(form.poly) != 1:
-            continue
-        ((monomial, _),) = form.poly.terms.items()
-        for a, _ in monomial:
-            atom = forms.algebra.atoms[a]
-            if atom.kind == "tensor":
-                data = _squeezed(array, value)
-                used = {forms.algebra.atoms[b].args[0] for p in atom.args[1:] for m in p.terms for b, _ in m}
-                found[atom.args[0]] = data[tuple(slice(None) if v in used else 0 for v in range(data.ndim))]
-    return found
 
 
 def _compared(model: ir.Model, feeds: Mapping[str, Array]) -> tuple[int, int]:
@@ -70,8 +46,8 @@ def _compared(model: ir.Model, feeds: Mapping[str, Array]) -> tuple[int, int]:
                 dims[f"?{value.name}.{axis}" if d.value is None else str(d.value)] = n
     named = [(v, (got | feeds)[str(v.name)]) for v in (*typed, *model.graph.inputs)]
     named += [(v, a) for v in model.graph.initializers.values() if (a := forms.constant(v)) is not None]
-    tensors: dict[object, Array] = {v.name: _squeezed(a, v) for v, a in named}
-    evaluation = Evaluation(forms.algebra, tensors | _constants(forms, model.graph), dims)
+    tensors: dict[object, Array] = {v.name: squeezed(a, v) for v, a in named}
+    evaluation = Evaluation(forms.algebra, tensors | constants(forms, model.graph), dims)
 
     # The forms see through casts: where a part of the graph is in half precision, all of it may be rounded to it.
     eps = 1e-3 if any(v.dtype == ir.DataType.FLOAT16 for v in typed) else 1.2e-7

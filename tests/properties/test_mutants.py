@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 
+import gradient_graphs
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -157,7 +158,23 @@ def _small_graphs(rng: random.Random) -> Subject:
     return ir.from_proto(built(build)), FEEDS, f"{operator}: {name}"
 
 
-def _check_many(seeds: Iterable[int], draw: Callable[[random.Random], Subject | None]) -> None:
+def _gradient_graphs(rng: random.Random) -> Subject:
+    """Graphs of onnxruntime-training; none with the one operator that nothing else takes the place of."""
+    name = rng.choice([name for name in gradient_graphs.NAMES if "internal" not in name])
+    return gradient_graphs.load(name), gradient_graphs.arrays(name, "in"), name
+
+
+def _as_it_is(model: ir.Model) -> onnx.ModelProto:
+    mutant = ir.to_proto(model)
+    onnx.checker.check_model(mutant, full_check=True)
+    return mutant
+
+
+def _check_many(
+    seeds: Iterable[int],
+    draw: Callable[[random.Random], Subject | None],
+    runnable: Callable[[ir.Model], onnx.ModelProto] = _as_it_is,
+) -> None:
     outcomes = []
     checked = set()
     for seed in seeds:
@@ -172,13 +189,15 @@ def _check_many(seeds: Iterable[int], draw: Callable[[random.Random], Subject | 
         # A small graph has few mutants, and a third of all are drawn again.
         if mutant not in checked:
             checked.add(mutant)
-            outcomes.append(_check(model, feeds, f"mutant {seed} of {name}"))
+            outcomes.append(_check(model, feeds, f"mutant {seed} of {name}", runnable))
     valid = [o for o in outcomes if o is not None]
     assert len(valid) > len(outcomes) / 4
     assert sum(valid) > len(valid) / 4
 
 
-def _check(model: ir.Model, feeds: Mapping[str, Array], name: str) -> bool | None:
+def _check(
+    model: ir.Model, feeds: Mapping[str, Array], name: str, runnable: Callable[[ir.Model], onnx.ModelProto]
+) -> bool | None:
     """Whether a mutant was fused; None where it is no valid model."""
     # What was known of types and shapes may be no longer true.
     for node in model.graph:
@@ -186,9 +205,7 @@ def _check(model: ir.Model, feeds: Mapping[str, Array], name: str) -> bool | Non
             if not value.is_graph_output():
                 value.shape = None
     try:
-        mutant = ir.to_proto(model)
-        onnx.checker.check_model(mutant, full_check=True)
-        wanted = run(mutant, feeds)
+        wanted = run(runnable(model.clone()), feeds)
     except Exception:
         return None
     result = fuse(model, policy="all")
@@ -197,7 +214,7 @@ def _check(model: ir.Model, feeds: Mapping[str, Array], name: str) -> bool | Non
     if not result.report.fusions:
         return False
     try:
-        got = run(ir.to_proto(result.model), feeds)
+        got = run(runnable(result.model), feeds)
     except InvalidArgument as refusal:
         # What the operators refuse, and an error is no wrong number: a negative class index, which wraps in ONNX, and
         # ends of groups that decrease.
@@ -223,6 +240,12 @@ def test_mutants_of_variants_stay_right(part: int) -> None:
     _check_many(range(part, MUTANTS // VARIANT_SHARE, 2), _small_graphs)
 
 
+@pytest.mark.parametrize("part", range(2))
+def test_mutants_of_gradient_graphs_stay_right(part: int) -> None:
+    count = MUTANTS // (2 * VARIANT_SHARE)
+    _check_many(range(part, count, 2), _gradient_graphs, gradient_graphs.in_standard_operators)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(50))
 def test_many_mutants_stay_right(part: int) -> None:
@@ -230,3 +253,4 @@ def test_many_mutants_stay_right(part: int) -> None:
     seeds = range(1_000_000 + part * size, 1_000_000 + (part + 1) * size)
     _check_many(seeds, _training_graphs())
     _check_many(seeds[::VARIANT_SHARE], _small_graphs)
+    _check_many(seeds[::VARIANT_SHARE], _gradient_graphs, gradient_graphs.in_standard_operators)

@@ -139,7 +139,8 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
     const double label_weight = weight ? weight[label] : 1;
     const double q = coefficients.target * g * label_weight;
     const double s = smooths ? coefficients.smoothing * g : 0;
-    const auto scale = static_cast<float>(q + s * coefficients.weight_sum);
+    // A weight that is infinite matters to the rows of its class alone, unless it is smoothed over all.
+    const auto scale = static_cast<float>(smooths ? q + s * coefficients.weight_sum : q);
     const auto shift = static_cast<float>(s);
     if (weight && smooths) {
       weighted_grad_row(part, weight + begin, scale, shift, end - begin, out_part);
