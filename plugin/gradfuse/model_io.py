@@ -355,6 +355,12 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _load_path(path: str) -> ir.Model:
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
@@ -405,7 +411,7 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
         model = ir.from_proto(proto)
     except Exception as error:
         # The deserialiser states no exception classes; whatever it raises, the model is malformed.
-        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
+        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
     return _with_one_default_domain(model)
 
 

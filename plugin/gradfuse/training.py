@@ -61,7 +61,13 @@ class TrainingSession:
             if library.find_library() is not None:
                 library.register(session_options)
         self._options = session_options
-        self.training_step = step if isinstance(step, TrainingStep) else TrainingStep.load(step)
+        self._files: list[str] = []
+        """What checkpoints must not take the place of: the file of the step, and its data."""
+        if isinstance(step, TrainingStep):
+            self.training_step = step
+        else:
+            self.training_step = TrainingStep.load(step)
+            self._files = [os.fspath(step), model_io.data_path(step)]
         self._session = self._inference_session(self.training_step.model)
         self._evaluation: Any = None
         graph = self.training_step.model.graph
@@ -222,7 +228,7 @@ class TrainingSession:
             optimizer: False leaves out all but `state_dict()`.
 
         Raises:
-            ModelError: the file cannot be written.
+            ModelError: the file cannot be written, or is the one of the step.
             GradfuseError: safetensors is not installed.
         """
         tensors = self.state_dict()
@@ -234,7 +240,7 @@ class TrainingSession:
             {name: np.asarray(array, order="C") for name, array in tensors.items()},
             metadata={"format": "pt"},
         )
-        model_io.write_file(path, content)
+        model_io.write_file(path, content, self._files)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.

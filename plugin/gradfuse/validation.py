@@ -252,7 +252,8 @@ def _is_later(node: onnx.NodeProto, version: int) -> bool:
 
 
 def _called(node: onnx.NodeProto) -> str:
-    return f"{node.op_type} (node {node.name or ', '.join(node.output)!r})"
+    # What is no UTF-8 is given as bytes.
+    return f"{node.op_type} (node {node.name or ', '.join(map(str, node.output))!r})"
 
 
 def _check_tensor(tensor: onnx.TensorProto, where: str, folder: str | None) -> None:
