@@ -452,7 +452,9 @@ class Proof:
             return ends.astype(integers)
         if self.operator != "CrossEntropyLossGrad":
             # Numbers that are compared, or ends of groups.
-            if sample.style in ("normal", "peaked") or sample.style.startswith("not finite"):
+            if sample.style == "normal" or sample.style.endswith("often"):
+                return rng.integers(0, 2, shape).astype(integers)
+            if sample.style == "peaked" or sample.style.endswith("once"):
                 return rng.choice(self._compared(integers), shape).astype(integers)
             if sample.style == "sparse" and self.operator == "GroupedBiasAddGrad":
                 # Counts that add up to nothing, and starts in no order.

@@ -162,10 +162,10 @@ class Cpu final : public Device {
   aclrtStream CreateStream() override { return Streams().Add(std::make_shared<Stream>()); }
 
   void DestroyStream(aclrtStream handle) override {
-    std::shared_ptr<Stream> stream = Streams().Take(handle, [](const auto&) { return true; });
-    if (stream == nullptr) ThrowNoStream();
+    std::optional<std::shared_ptr<Stream>> stream = Streams().Take(handle);
+    if (!stream) ThrowNoStream();
     // The worker of a stream of the process that forked this one is not there to be waited for.
-    if (!stream->is_of_this_process()) static_cast<void>(new std::shared_ptr<Stream>(std::move(stream)));
+    if (!(*stream)->is_of_this_process()) static_cast<void>(new std::shared_ptr<Stream>(std::move(*stream)));
   }
 
   void Synchronize(aclrtStream handle) override {
@@ -182,7 +182,7 @@ class Cpu final : public Device {
   }
 
  private:
-  using StreamTable = HandleTable<std::shared_ptr<Stream>>;
+  using StreamTable = HandleTable<std::shared_ptr<Stream>, HandleKind::kStream>;
   static StreamTable& Streams() { return StreamTable::Shared(); }
 
   [[noreturn]] static void ThrowNoStream() {
@@ -190,7 +190,11 @@ class Cpu final : public Device {
   }
   static std::shared_ptr<Stream> Find(aclrtStream handle) {
     std::shared_ptr<Stream> stream;
-    if (!Streams().With(handle, [&](const auto& found) { stream = found; })) ThrowNoStream();
+    {
+      const std::lock_guard lock(SharedMutex());
+      if (const auto* found = Streams().Find(handle)) stream = *found;
+    }
+    if (stream == nullptr) ThrowNoStream();
     if (stream->is_of_this_process()) return stream;
     throw Error(ACL_ERROR_INVALID_PARAM,
                 "stream is one of the process that forked this one; expected one made in this one");

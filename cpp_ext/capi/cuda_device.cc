@@ -1,10 +1,13 @@
 #include <cuda_runtime_api.h>
 
+#include <mutex>
+#include <set>
 #include <string>
 
 #include "capi/cuda_faults.h"
 #include "capi/device.h"
 #include "capi/error.h"
+#include "capi/shared_mutex.h"
 
 namespace gradfuse::capi {
 namespace {
@@ -61,9 +64,17 @@ class Cuda final : public Device {
   aclrtStream CreateStream() override {
     cudaStream_t stream = nullptr;
     Expect(cudaStreamCreate(&stream));
+    const std::lock_guard lock(SharedMutex());
+    streams_.insert(stream);
     return stream;
   }
   void DestroyStream(aclrtStream stream) override {
+    {
+      const std::lock_guard lock(SharedMutex());
+      if (streams_.erase(stream) == 0) {
+        throw Error(ACL_ERROR_INVALID_PARAM, "stream is none of aclrtCreateStream, or destroyed before");
+      }
+    }
     Expect(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
     faults_.Forget(stream);
     Expect(cudaStreamDestroy(static_cast<cudaStream_t>(stream)));
@@ -83,6 +94,7 @@ class Cuda final : public Device {
   }
 
  private:
+  std::set<aclrtStream> streams_;  // those that are CreateStream's, as CUDA says nothing sure about one that is gone
   CudaFaults faults_;
 };
 

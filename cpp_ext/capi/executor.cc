@@ -1,6 +1,7 @@
 #include "capi/executor.h"
 
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "capi/device.h"
@@ -10,7 +11,7 @@
 namespace gradfuse::capi {
 namespace {
 
-using Executors = HandleTable<std::unique_ptr<Executor>>;
+using Executors = HandleTable<std::unique_ptr<Executor>, HandleKind::kExecutor>;
 
 // A call that is refused leaves the executor as it is.
 void ExpectFits(const Executor& executor, const char* op, const void* workspace, uint64_t workspace_bytes) {
@@ -43,14 +44,12 @@ aclnnStatus Execute(const char* function, const char* op, void* workspace, uint6
     ExpectPointer(handle, "executor", "one of the first phase", ACLNN_ERR_PARAM_NULLPTR);
     Device& device = Device::Current();
     device.ExpectStream(stream);
-    std::unique_ptr<Executor> executor = Executors::Shared().Take(handle, [&](const auto& found) {
-      ExpectFits(*found, op, workspace, workspace_bytes);
-      return true;
-    });
-    if (executor == nullptr) {
+    std::optional<std::unique_ptr<Executor>> executor = Executors::Shared().Take(
+        handle, [&](const auto& found) { ExpectFits(*found, op, workspace, workspace_bytes); });
+    if (!executor) {
       throw Error(ACLNN_ERR_PARAM_INVALID, "executor is none of the first phase, or run before; expected one run each");
     }
-    device.Execute(std::move(executor), static_cast<char*>(workspace), stream);
+    device.Execute(std::move(*executor), static_cast<char*>(workspace), stream);
   });
 }
 

@@ -1,15 +1,18 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "capi/device.h"
 #include "capi/error.h"
 #include "capi/executor.h"
+#include "capi/shared_mutex.h"
 #include "capi/staging.h"
 #include "gradfuse/op_table.h"
 #include "gradfuse/signature.h"
@@ -17,8 +20,6 @@
 
 // The first phase of any op: what makes an executor out of C arguments.
 namespace gradfuse::capi {
-
-using Operands = std::initializer_list<Operand>;
 
 // Throws an Error where an operand that the op needs is null.
 class NullCheck {
@@ -33,27 +34,53 @@ class NullCheck {
 
  private:
   void Expect(const char* name) {
-    if (!(next_++)->is_null()) return;
+    if ((next_++)->handle != nullptr) return;
     throw Error(ACLNN_ERR_PARAM_NULLPTR, std::string(name) + " is a null pointer; expected one to an argument");
   }
 
   const Operand* next_;
 };
 
+// Gives the arguments what the operands stand for; throws an Error for one that stands for nothing. To be used with the
+// shared mutex held.
+class OperandReader {
+ public:
+  OperandReader(const Operand* first, Argument* first_argument) : next_(first), next_argument_(first_argument) {}
+
+  template <class Value>
+  void Input(const char* name, const Value&, const TypeSet&) {
+    Read(name);
+  }
+  template <class Value>
+  void Attribute(const char*, const Value&) {}
+  void Output(const char* name, const Tensor&, const TypeSet&) { Read(name); }
+
+ private:
+  void Read(const char* name) { ReadOperand(name, *next_++, *next_argument_++); }
+
+  const Operand* next_;
+  Argument* next_argument_;
+};
+
 template <class Args>
 class Plan final : public Executor {
  public:
-  // `set_attributes` gets the arguments to put the attributes in.
+  // `arguments` are the op's inputs and outputs; `set_attributes` gets the arguments to put the attributes in.
   template <class SetAttributes>
-  Plan(Operands operands, const SetAttributes& set_attributes, const Device& device)
+  Plan(const Argument* arguments, const SetAttributes& set_attributes, const Device& device)
       : Executor(Args::kName, InputName<Args>) {
-    InputReader inputs{staging_, operands.begin(), device.is_host()};
+    // All types and shapes, of outputs too, before any value is looked at or copied.
+    InputReader inputs{staging_, arguments};
     Args::Visit(args_, inputs);
     set_attributes(args_);
     ThrowIfError(Check(args_));
     const std::vector<Shape> shapes = OutputShapes(args_);
-    OutputReader outputs{staging_, inputs.next, shapes.data(), inputs.t};
+    OutputReader outputs{staging_, arguments, inputs.next, inputs.next, shapes.data(), inputs.t};
     Args::Visit(args_, outputs);
+    if (device.is_host() && staging_.reads_values()) {
+      const auto copies = staging_.ReadValues();
+      ThrowIfError(Check(args_));
+    }
     int64_t op_bytes = 0;
 #ifdef GRADFUSE_HAVE_CUDA
     if (!device.is_host()) op_bytes = cuda::WorkspaceBytes(args_);
@@ -80,12 +107,12 @@ class Plan final : public Executor {
 
  private:
   struct InputReader {
-    void Input(const char* name, Tensor& tensor, const TypeSet& types) {
-      staging.Input(name, *next++, types, device_is_host, tensor);
+    void Input(const char*, Tensor& tensor, const TypeSet& types) {
+      staging.Input(*next++, types, tensor);
       if (types.is_t() && !t) t = tensor.dtype;
     }
     void Input(const char* name, std::optional<Tensor>& tensor, const TypeSet& types) {
-      if (next->is_null()) {
+      if (!next->tensor && next->array == nullptr) {
         ++next;
       } else {
         Input(name, tensor.emplace(), types);
@@ -96,8 +123,7 @@ class Plan final : public Executor {
     void Output(const char*, const Tensor&, const TypeSet&) {}
 
     Staging& staging;
-    const Operand* next;
-    bool device_is_host;
+    const Argument* next;
     std::optional<DType> t = std::nullopt;
   };
 
@@ -106,13 +132,15 @@ class Plan final : public Executor {
     void Input(const char*, const Value&, const TypeSet&) {}
     template <class Value>
     void Attribute(const char*, const Value&) {}
-    void Output(const char* name, Tensor& tensor, const TypeSet& types) {
+    void Output(const char*, Tensor& tensor, const TypeSet& types) {
       const DType dtype = types.is_t() ? *t : types[0];
-      staging.Output(name, *(next++)->tensor, Tensor(nullptr, dtype, *shape++), tensor);
+      staging.Output(inputs, outputs, next++, Tensor(nullptr, dtype, *shape++), tensor);
     }
 
     Staging& staging;
-    const Operand* next;
+    const Argument* inputs;
+    const Argument* outputs;
+    const Argument* next;
     const Shape* shape;
     std::optional<DType> t;
   };
@@ -123,16 +151,22 @@ class Plan final : public Executor {
 
 // The first phase of the op with arguments Args: of the C function `function`. `operands` are its inputs and outputs in
 // the order of the op's signature.
-template <class Args, class SetAttributes>
-aclnnStatus Prepare(const char* function, Operands operands, const SetAttributes& set_attributes,
+template <class Args, size_t kOperands, class SetAttributes>
+aclnnStatus Prepare(const char* function, const Operand (&operands)[kOperands], const SetAttributes& set_attributes,
                     uint64_t* workspace_bytes, aclOpExecutor** handle) noexcept {
   return GuardedOp(function, [&] {
-    NullCheck nulls(operands.begin());
     const Args none;
+    NullCheck nulls(operands);
     Args::Visit(none, nulls);
     ExpectPointer(workspace_bytes, "workspaceSize", "an address", ACLNN_ERR_PARAM_NULLPTR);
     ExpectPointer(handle, "executor", "an address", ACLNN_ERR_PARAM_NULLPTR);
-    auto plan = std::make_unique<Plan<Args>>(operands, set_attributes, Device::Current());
+    Argument arguments[kOperands];
+    {
+      OperandReader reader(operands, arguments);
+      const std::lock_guard lock(SharedMutex());
+      Args::Visit(none, reader);
+    }
+    auto plan = std::make_unique<Plan<Args>>(arguments, set_attributes, Device::Current());
     const uint64_t bytes = plan->workspace_bytes();
     *handle = AddExecutor(std::move(plan));
     *workspace_bytes = bytes;

@@ -18,7 +18,7 @@ constexpr int64_t kAlignment = 256;
   throw Error(ACLNN_ERR_PARAM_INVALID, Refuse(argument, got, wanted).message());
 }
 
-void ExpectUsable(const char* name, const aclTensor& tensor) {
+void ExpectUsable(const char* name, const GivenTensor& tensor) {
   if (tensor.format != ACL_FORMAT_ND) {
     ThrowRefusal(name, "of format " + std::to_string(tensor.format), "ACL_FORMAT_ND");
   }
@@ -39,52 +39,82 @@ struct Range {
     end += (last + 1) * SizeOf(view.dtype);
   }
 
+  bool is_empty() const { return begin == end; }
+
   const char* begin;
   const char* end;
 };
 
-bool Overlap(const Range& a, const Range& b) { return a.begin < b.end && b.begin < a.end; }
+bool Overlap(const Range& a, const Range& b) {
+  return !a.is_empty() && !b.is_empty() && a.begin < b.end && b.begin < a.end;
+}
 
 }  // namespace
 
-void Staging::Input(const char* name, const Operand& operand, const TypeSet& types, bool device_is_host,
-                    Tensor& tensor) {
-  if (operand.array != nullptr) {
-    std::vector<int64_t>& values = arrays_.emplace_back(operand.array->values);
-    tensor = Tensor(values.data(), DType::kInt64, Shape{static_cast<int64_t>(values.size())});
-    return;
+void ReadOperand(const char* name, const Operand& operand, Argument& argument) {
+  argument.name = name;
+  if (operand.handle == nullptr) return;
+  if (operand.is_array) {
+    const IntArray* const array = IntArrayTable::Shared().Find(operand.handle);
+    if (array == nullptr) ThrowRefusal(name, "none of aclCreateIntArray, or destroyed before", "one that is there");
+    argument.array = *array;
+  } else {
+    const GivenTensor* const tensor = TensorTable::Shared().Find(operand.handle);
+    if (tensor == nullptr) ThrowRefusal(name, "none of aclCreateTensor, or destroyed before", "one that is there");
+    argument.tensor = *tensor;
   }
-  const Tensor& view = operand.tensor->view;
-  ExpectUsable(name, *operand.tensor);
-  tensor = Tensor(view.data, view.dtype, view.shape);
-  tensor.on_host = device_is_host;
-  const bool checked = device_is_host && types.is_checked();
-  reads_values_ = reads_values_ || checked;
-  if (view.shape.rank() > kMaxRank) return;
-  views_.push_back(view);
-  if (view.IsDense()) return;
-  inputs_.push_back({&tensor, view});
-  if (!checked) return;
-  copies_.push_back(std::make_unique<char[]>(static_cast<size_t>(tensor.NumBytes())));
-  tensor.data = copies_.back().get();
-  cpu::StridedCopy(view, tensor, ThreadPool::Shared());
 }
 
-void Staging::Output(const char* name, const aclTensor& given, const Tensor& expected, Tensor& tensor) {
-  const Tensor& view = given.view;
-  if (view.dtype != expected.dtype || view.shape != expected.shape) {
-    ThrowRefusal(name, Describe(view), Describe(expected));
+void Staging::Input(const Argument& argument, const TypeSet& types, Tensor& tensor) {
+  if (argument.array != nullptr) {
+    const std::vector<int64_t>& values = *arrays_.emplace_back(argument.array);
+    tensor = Tensor(const_cast<int64_t*>(values.data()), DType::kInt64, Shape{static_cast<int64_t>(values.size())});
+    return;
   }
-  ExpectUsable(name, given);
+  const Tensor& view = argument.tensor->view;
+  ExpectUsable(argument.name, *argument.tensor);
+  tensor = Tensor(view.data, view.dtype, view.shape);
+  tensor.on_host = false;
+  if (view.shape.rank() > kMaxRank) return;
+  if (types.is_checked()) checked_.push_back({&tensor, view});
+  if (!view.IsDense()) inputs_.push_back({&tensor, view});
+}
+
+void Staging::Output(const Argument* inputs, const Argument* outputs, const Argument* argument, const Tensor& expected,
+                     Tensor& tensor) {
+  const Tensor& view = argument->tensor->view;
+  if (view.dtype != expected.dtype || view.shape != expected.shape) {
+    ThrowRefusal(argument->name, Describe(view), Describe(expected));
+  }
+  ExpectUsable(argument->name, *argument->tensor);
   tensor = Tensor(view.data, view.dtype, view.shape);
   const Range range(view);
-  const bool is_read =
-      std::any_of(views_.begin(), views_.end(), [&](const Tensor& input) { return Overlap(range, Range(input)); });
-  if (is_read || !view.IsDense()) outputs_.push_back({&tensor, view});
+  bool is_staged = !view.IsDense();
+  for (const Argument* other = inputs; other != argument; ++other) {
+    if (!other->tensor || !Overlap(range, Range(other->tensor->view))) continue;
+    // Views with strides may lie between each other's elements.
+    if (other >= outputs && view.IsDense() && other->tensor->view.IsDense()) {
+      ThrowRefusal(argument->name, std::string("in the memory of ") + other->name, "memory of its own");
+    }
+    is_staged = true;
+  }
+  if (is_staged) outputs_.push_back({&tensor, view});
+}
+
+std::vector<std::unique_ptr<char[]>> Staging::ReadValues() {
+  std::vector<std::unique_ptr<char[]>> copies;
+  for (const Checked& checked : checked_) {
+    Tensor& tensor = *checked.tensor;
+    tensor.on_host = true;
+    if (checked.view.IsDense()) continue;
+    copies.emplace_back(new char[static_cast<size_t>(tensor.NumBytes())]);
+    tensor.data = copies.back().get();
+    cpu::StridedCopy(checked.view, tensor, ThreadPool::Shared());
+  }
+  return copies;
 }
 
 uint64_t Staging::LayOut(int64_t op_bytes) {
-  copies_.clear();
   // Far from overflow: a tensor has at most 2^62 bytes.
   int64_t bytes = 0;
   const auto take = [&](int64_t part) {

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "capi/tensor.h"
@@ -12,14 +12,22 @@ namespace gradfuse::capi {
 
 // An argument of the C function that is a tensor of the op's signature: lengths are arrays of the host.
 struct Operand {
-  Operand(const aclTensor* tensor_) : tensor(tensor_) {}
-  Operand(const aclIntArray* array_) : array(array_) {}
+  Operand(const aclTensor* tensor) : handle(tensor) {}
+  Operand(const aclIntArray* array) : handle(array), is_array(true) {}
 
-  bool is_null() const { return tensor == nullptr && array == nullptr; }
-
-  const aclTensor* tensor = nullptr;
-  const aclIntArray* array = nullptr;
+  const void* handle;
+  bool is_array = false;
 };
+
+// What an operand stands for: a copy, so that another thread may destroy the operand meanwhile. Empty for a null one.
+struct Argument {
+  const char* name = nullptr;
+  std::optional<GivenTensor> tensor;
+  IntArray array;
+};
+
+// Looks an operand up; throws an Error where it stands for nothing. To be called with the shared mutex held.
+void ReadOperand(const char* name, const Operand& operand, Argument& argument);
 
 // A tensor of an op and the view that it stands for, of other strides or of memory that the op also reads.
 struct Staged {
@@ -31,16 +39,23 @@ struct Staged {
 // What a plan has beside the op's arguments, and how it is made: independent of the op.
 class Staging {
  public:
-  // Points `tensor` at an input. Its values can be read until FinishChecks.
-  void Input(const char* name, const Operand& operand, const TypeSet& types, bool device_is_host, Tensor& tensor);
-  // Points `tensor` at an output that is to be `expected`.
-  void Output(const char* name, const aclTensor& given, const Tensor& expected, Tensor& tensor);
+  // Points `tensor` at an input: types, shapes and arrays of the host can be checked from now on.
+  void Input(const Argument& argument, const TypeSet& types, Tensor& tensor);
+
+  // Points `tensor` at the output *argument, which is to be `expected`. `inputs` are the arguments ahead of the
+  // outputs, which begin at `outputs`.
+  void Output(const Argument* inputs, const Argument* outputs, const Argument* argument, const Tensor& expected,
+              Tensor& tensor);
+
+  // Lets checks read the values of inputs in memory of the host as long as the copies live that it gives: of those
+  // that are not dense.
+  std::vector<std::unique_ptr<char[]>> ReadValues();
 
   // Lays out the workspace, of which the op itself takes `op_bytes`, and gives its size.
   uint64_t LayOut(int64_t op_bytes);
 
   // Whether values are checked that may change until the op runs.
-  bool reads_values() const { return reads_values_; }
+  bool reads_values() const { return !checked_.empty(); }
 
   // Begins a run: points what is staged into the workspace. Gives the part for the op itself.
   char* Place(char* workspace);
@@ -49,13 +64,16 @@ class Staging {
   const std::vector<Staged>& outputs() const { return outputs_; }
 
  private:
+  struct Checked {
+    Tensor* tensor;
+    Tensor view;
+  };
+
   std::vector<Staged> inputs_;
   std::vector<Staged> outputs_;
-  std::vector<Tensor> views_;                   // of all inputs in device memory
-  std::deque<std::vector<int64_t>> arrays_;     // of the host
-  std::deque<std::unique_ptr<char[]>> copies_;  // of values that are checked
+  std::vector<Checked> checked_;
+  std::vector<IntArray> arrays_;
   int64_t op_offset_ = 0;
-  bool reads_values_ = false;
 };
 
 }  // namespace gradfuse::capi

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "capi/error.h"
 
@@ -54,9 +55,8 @@ int64_t CountOf(const char* name, const int64_t* dims, uint64_t rank, DType dtyp
   return empty ? 0 : bytes / SizeOf(dtype);
 }
 
-std::unique_ptr<aclTensor> MakeTensor(const int64_t* view_dims, uint64_t rank, int type, const int64_t* strides,
-                                      int64_t offset, aclFormat format, const int64_t* storage_dims,
-                                      uint64_t storage_rank, void* data) {
+GivenTensor MakeTensor(const int64_t* view_dims, uint64_t rank, int type, const int64_t* strides, int64_t offset,
+                       aclFormat format, const int64_t* storage_dims, uint64_t storage_rank, void* data) {
   const std::optional<DType> dtype = DTypeOf(type);
   if (!dtype) Refuse("dataType", std::to_string(type), "one of the types of aclDataType but ACL_DT_UNDEFINED");
   constexpr uint64_t kAnyRank = 64;
@@ -80,13 +80,18 @@ std::unique_ptr<aclTensor> MakeTensor(const int64_t* view_dims, uint64_t rank, i
            "less than the " + std::to_string(room) + " that storageDims has");
   }
 
-  auto tensor = std::make_unique<aclTensor>();
-  tensor->view = Tensor(data, *dtype, Shape(view_dims, rank));
-  std::copy_n(strides, std::min<uint64_t>(rank, kMaxRank), tensor->view.strides);
+  GivenTensor tensor{Tensor(data, *dtype, Shape(view_dims, rank)), format};
+  std::copy_n(strides, std::min<uint64_t>(rank, kMaxRank), tensor.view.strides);
   // An empty view may have an offset that leads nowhere.
-  if (data != nullptr && count > 0) tensor->view.data = static_cast<char*>(data) + offset * SizeOf(*dtype);
-  tensor->format = format;
+  if (data != nullptr && count > 0) tensor.view.data = static_cast<char*>(data) + offset * SizeOf(*dtype);
   return tensor;
+}
+
+// A null handle is none to destroy.
+template <class Table>
+void Destroy(const void* handle, const char* name, const char* maker) {
+  if (handle == nullptr || Table::Shared().Take(handle)) return;
+  Refuse(name, std::string("none of ") + maker + ", or destroyed before", "one that is there");
 }
 
 }  // namespace
@@ -99,29 +104,26 @@ aclTensor* aclCreateTensor(const int64_t* viewDims, uint64_t viewDimsNum, aclDat
                            void* tensorData) {
   aclTensor* made = nullptr;
   Guarded("aclCreateTensor", [&] {
-    made = MakeTensor(viewDims, viewDimsNum, dataType, stride, offset, format, storageDims, storageDimsNum, tensorData)
-               .release();
+    made = static_cast<aclTensor*>(TensorTable::Shared().Add(
+        MakeTensor(viewDims, viewDimsNum, dataType, stride, offset, format, storageDims, storageDimsNum, tensorData)));
   });
   return made;
 }
 
 aclnnStatus aclDestroyTensor(const aclTensor* tensor) {
-  delete tensor;
-  return ACL_SUCCESS;
+  return GuardedOp("aclDestroyTensor", [&] { Destroy<TensorTable>(tensor, "tensor", "aclCreateTensor"); });
 }
 
 aclIntArray* aclCreateIntArray(const int64_t* value, uint64_t size) {
   aclIntArray* made = nullptr;
   Guarded("aclCreateIntArray", [&] {
     if (size > 0) ExpectPointer(value, "value", "an array", ACL_ERROR_INVALID_PARAM);
-    auto array = std::make_unique<aclIntArray>();
-    array->values.assign(value, value + size);
-    made = array.release();
+    made = static_cast<aclIntArray*>(
+        IntArrayTable::Shared().Add(std::make_shared<const std::vector<int64_t>>(value, value + size)));
   });
   return made;
 }
 
 aclnnStatus aclDestroyIntArray(const aclIntArray* array) {
-  delete array;
-  return ACL_SUCCESS;
+  return GuardedOp("aclDestroyIntArray", [&] { Destroy<IntArrayTable>(array, "array", "aclCreateIntArray"); });
 }

@@ -1,15 +1,25 @@
 #pragma once
 
+#include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "acl/acl.h"
+#include "capi/handle_table.h"
 #include "gradfuse/tensor.h"
 
-struct aclTensor {
-  gradfuse::Tensor view;  // data is that of the first element; null where the tensor has no memory
+namespace gradfuse::capi {
+
+// What an aclTensor stands for.
+struct GivenTensor {
+  Tensor view;  // data is that of the first element; null where the tensor has no memory
   aclFormat format = ACL_FORMAT_ND;
 };
 
-struct aclIntArray {
-  std::vector<int64_t> values;
-};
+// What an aclIntArray stands for.
+using IntArray = std::shared_ptr<const std::vector<int64_t>>;
+
+using TensorTable = HandleTable<GivenTensor, HandleKind::kTensor>;
+using IntArrayTable = HandleTable<IntArray, HandleKind::kIntArray>;
+
+}  // namespace gradfuse::capi

@@ -21,7 +21,7 @@ Status CheckTargets(const CrossEntropyLossGradArgs& args) {
 Status Check(const CrossEntropyLossGradArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
   const std::string& reduction = args.reduction;
-  GRADFUSE_EXPECT(reduction == "mean" || reduction == "sum" || reduction == "none", "reduction", "'" + reduction + "'",
+  GRADFUSE_EXPECT(reduction == "mean" || reduction == "sum" || reduction == "none", "reduction", Quote(reduction),
                   "'mean', 'sum' or 'none'");
   GRADFUSE_EXPECT(args.label_smoothing >= 0 && args.label_smoothing <= 1, "label_smoothing",
                   Describe(args.label_smoothing), "a number in [0, 1]");

@@ -20,6 +20,21 @@ std::string Describe(double number) {
   return text;
 }
 
+std::string Quote(const std::string& text) {
+  constexpr size_t kMostCharacters = 64;
+  std::string quoted = "'";
+  for (const char character : text.substr(0, kMostCharacters)) {
+    if (character >= ' ' && character <= '~') {
+      quoted += character;
+    } else {
+      char code[8];
+      std::snprintf(code, sizeof code, "\\x%02x", static_cast<unsigned>(static_cast<unsigned char>(character)));
+      quoted += code;
+    }
+  }
+  return quoted + (text.size() > kMostCharacters ? "...'" : "'");
+}
+
 Status Refuse(const std::string& argument, const std::string& got, const std::string& wanted) {
   return {StatusCode::kInvalidArgument, argument + " is " + got + "; expected " + wanted};
 }

@@ -341,6 +341,156 @@ void CheckExecutors(aclrtStream stream) {
   EXPECT_ERROR(aclInit(nullptr), ACL_ERROR_REPEAT_INITIALIZE, "a second time");
 }
 
+// A handle whose object is gone, or of another kind, is refused wherever it is given, and nothing else is harmed.
+void CheckHandles(aclrtStream stream) {
+  const Op ctc = Ops()[4];
+  const auto placed = ctc.Place(true);
+  const int64_t lengths[] = {5, 4, 2, 1};
+  const aclIntArray* const inputs = aclCreateIntArray(lengths, 2);
+  const aclIntArray* const targets = aclCreateIntArray(lengths + 2, 2);
+  const uint64_t untouched_size = 77;
+  aclOpExecutor* const untouched = reinterpret_cast<aclOpExecutor*>(uintptr_t{77});
+  const auto plan = [&](const aclTensor* log_probs, const aclIntArray* input_lengths, aclTensor* alpha) {
+    Planned planned{untouched_size, untouched};
+    const aclnnStatus status =
+        aclnnCtcLossGetWorkspaceSize(log_probs, placed[1]->tensor(), input_lengths, targets, 0, false,
+                                     placed[2]->tensor(), alpha, &planned.workspace_size, &planned.executor);
+    EXPECT((status == ACL_SUCCESS) == (planned.executor != untouched));
+    EXPECT(status == ACL_SUCCESS || planned.workspace_size == untouched_size);
+    return status;
+  };
+  const aclTensor* const log_probs = placed[0]->tensor();
+  aclTensor* const alpha = placed[3]->tensor();
+  EXPECT(plan(log_probs, inputs, alpha) == ACL_SUCCESS);
+
+  const int64_t one = 1;
+  float number = 0;
+  const auto create = [&] { return aclCreateTensor(&one, 1, ACL_FLOAT, &one, 0, ACL_FORMAT_ND, &one, 1, &number); };
+  aclTensor* const gone = create();
+  EXPECT(aclDestroyTensor(gone) == ACL_SUCCESS);
+  aclIntArray* const gone_array = aclCreateIntArray(lengths, 2);
+  EXPECT(aclDestroyIntArray(gone_array) == ACL_SUCCESS);
+  aclTensor* const successor = create();
+  aclIntArray* const successor_array = aclCreateIntArray(lengths, 2);
+  Planned run;
+  EXPECT(ctc.first_phase(placed, run) == ACL_SUCCESS);
+  const Workspace workspace(run.workspace_size);
+  EXPECT(ctc.second_phase(workspace.memory(), run.workspace_size, run.executor, stream) == ACL_SUCCESS);
+  EXPECT(aclrtSynchronizeStream(stream) == ACL_SUCCESS);
+  Planned other;
+  EXPECT(ctc.first_phase(placed, other) == ACL_SUCCESS);
+
+  char memory[256] = {};
+  const void* const no_tensors[] = {gone,           gone_array, successor_array, inputs, run.executor,
+                                    other.executor, memory,     memory + 1,      &gone,  reinterpret_cast<void*>(-1)};
+  for (const void* handle : no_tensors) {
+    const auto* const tensor = static_cast<const aclTensor*>(handle);
+    EXPECT_ERROR(aclDestroyTensor(tensor), kInvalid, "aclDestroyTensor: tensor is none of aclCreateTensor");
+    EXPECT_ERROR(plan(tensor, inputs, alpha), kInvalid, "log_probs is none of aclCreateTensor, or destroyed before");
+    EXPECT_ERROR(plan(log_probs, inputs, const_cast<aclTensor*>(tensor)), kInvalid, "log_alpha is none of");
+  }
+  const void* const no_arrays[] = {gone_array,     gone,   successor,  alpha, run.executor,
+                                   other.executor, memory, memory + 1, &gone, reinterpret_cast<void*>(-1)};
+  for (const void* handle : no_arrays) {
+    const auto* const array = static_cast<const aclIntArray*>(handle);
+    EXPECT_ERROR(aclDestroyIntArray(array), kInvalid, "aclDestroyIntArray: array is none of aclCreateIntArray");
+    EXPECT_ERROR(plan(log_probs, array, alpha), kInvalid, "input_lengths is none of aclCreateIntArray, or destroyed");
+  }
+  for (const void* handle : {static_cast<const void*>(alpha), static_cast<const void*>(inputs)}) {
+    auto* const executor = reinterpret_cast<aclOpExecutor*>(const_cast<void*>(handle));
+    EXPECT_ERROR(aclnnCtcLoss(workspace.memory(), run.workspace_size, executor, stream), kInvalid, "executor is none");
+    if (OnCpu()) {
+      EXPECT_ERROR(aclrtSynchronizeStream(const_cast<void*>(handle)), ACL_ERROR_INVALID_PARAM, "stream is none");
+      EXPECT_ERROR(aclrtDestroyStream(const_cast<void*>(handle)), ACL_ERROR_INVALID_PARAM, "stream is none");
+    }
+  }
+  // What is there stays so.
+  EXPECT(aclnnCtcLoss(workspace.memory(), run.workspace_size, other.executor, stream) == ACL_SUCCESS);
+  EXPECT(aclrtSynchronizeStream(stream) == ACL_SUCCESS);
+  EXPECT(plan(log_probs, inputs, alpha) == ACL_SUCCESS);
+  EXPECT(plan(log_probs, successor_array, alpha) == ACL_SUCCESS);
+  EXPECT(aclDestroyTensor(successor) == ACL_SUCCESS);
+  for (const aclIntArray* array : {inputs, targets, static_cast<const aclIntArray*>(successor_array)}) {
+    EXPECT(aclDestroyIntArray(array) == ACL_SUCCESS);
+    EXPECT_ERROR(aclDestroyIntArray(array), kInvalid, "or destroyed before");
+  }
+}
+
+// Tensors of 2^50 elements in the memory of one: copied before all shapes are found right, they would take 2^53 bytes.
+void CheckShapesComeFirst() {
+  const int64_t rows = int64_t{1} << 50;
+  const int64_t few = 4;
+  const int64_t zeros[] = {0, 0};
+  const int64_t one = 1;
+  int64_t element = 0;
+  const auto create = [&](const Dims& dims, aclDataType type) {
+    return aclCreateTensor(dims.data(), dims.size(), type, zeros, 0, ACL_FORMAT_ND, &one, 1, &element);
+  };
+  const auto refusal_of = [&](const Dims& log_prob, const Dims& target, const Dims& out, aclDataType out_type) {
+    aclTensor* const tensors[] = {create({}, ACL_FLOAT), create(log_prob, ACL_FLOAT), create(target, ACL_INT64),
+                                  create(out, out_type)};
+    Planned planned;
+    char reduction[] = "mean";
+    EXPECT(aclnnCrossEntropyLossGradGetWorkspaceSize(tensors[0], tensors[1], tensors[2], nullptr, nullptr, nullptr,
+                                                     reduction, -100, 0, 0, tensors[3], &planned.workspace_size,
+                                                     &planned.executor) == kInvalid);
+    for (const aclTensor* tensor : tensors) EXPECT(aclDestroyTensor(tensor) == ACL_SUCCESS);
+    return std::string(aclGetRecentErrMsg());
+  };
+  const std::string name = "aclnnCrossEntropyLossGradGetWorkspaceSize: ";
+  EXPECT(refusal_of({few, few}, {rows}, {few, few}, ACL_FLOAT) ==
+         name + "target is int64(1125899906842624); expected int64(4), one class a row of log_prob");
+  EXPECT(refusal_of({rows, few}, {rows}, {few, few}, ACL_FLOAT) ==
+         name + "grad_input is float32(4,4); expected float32(1125899906842624,4)");
+  EXPECT(refusal_of({rows, few}, {rows}, {rows, few}, ACL_FLOAT16) ==
+         name + "grad_input is float16(1125899906842624,4); expected float32(1125899906842624,4)");
+}
+
+// Outputs in each other's memory: dense ones are refused, those between each other's elements hold their values.
+void CheckOutputsThatMeet(aclrtStream stream) {
+  const Op ctc = Ops()[4];
+  const auto apart = ctc.Place(true);
+  Planned planned;
+  EXPECT(ctc.first_phase(apart, planned) == ACL_SUCCESS);
+  const Workspace first(planned.workspace_size);
+  EXPECT(ctc.second_phase(first.memory(), planned.workspace_size, planned.executor, stream) == ACL_SUCCESS);
+  EXPECT(aclrtSynchronizeStream(stream) == ACL_SUCCESS);
+
+  const Dims loss_dims{2};
+  const Dims alpha_dims{2, 5, 5};
+  const IntArray inputs({5, 4});
+  const IntArray targets({2, 1});
+  const Placed memory(ACL_FLOAT, {100}, std::vector<double>(100, -7), true);
+  const int64_t room = 100;
+  const auto plan = [&](const Dims& loss_strides, const Dims& alpha_strides, int64_t alpha_offset) {
+    aclTensor* const loss = aclCreateTensor(loss_dims.data(), 1, ACL_FLOAT, loss_strides.data(), 0, ACL_FORMAT_ND,
+                                            &room, 1, memory.memory());
+    aclTensor* const alpha = aclCreateTensor(alpha_dims.data(), 3, ACL_FLOAT, alpha_strides.data(), alpha_offset,
+                                             ACL_FORMAT_ND, &room, 1, memory.memory());
+    const aclnnStatus status =
+        aclnnCtcLossGetWorkspaceSize(apart[0]->tensor(), apart[1]->tensor(), inputs.array(), targets.array(), 0, false,
+                                     loss, alpha, &planned.workspace_size, &planned.executor);
+    EXPECT(aclDestroyTensor(loss) == ACL_SUCCESS);
+    EXPECT(aclDestroyTensor(alpha) == ACL_SUCCESS);
+    return status;
+  };
+  EXPECT_ERROR(plan({1}, {25, 5, 1}, 1), kInvalid,
+               "log_alpha is in the memory of neg_log_likelihood; expected memory of its own");
+  EXPECT(plan({1}, {25, 5, 1}, 2) == ACL_SUCCESS);
+  EXPECT(plan({2}, {50, 10, 2}, 1) == ACL_SUCCESS);
+  const Workspace second(planned.workspace_size);
+  EXPECT(aclnnCtcLoss(second.memory(), planned.workspace_size, planned.executor, stream) == ACL_SUCCESS);
+  EXPECT(aclrtSynchronizeStream(stream) == ACL_SUCCESS);
+  const std::vector<float> loss = apart[2]->Read();
+  const std::vector<float> alpha = apart[3]->Read();
+  std::vector<float> expected(100, -7);
+  for (size_t i = 0; i < loss.size(); ++i) expected[2 * i] = loss[i];
+  for (size_t i = 0; i < alpha.size(); ++i) expected[2 * i + 1] = alpha[i];
+  std::vector<float> values(100);
+  EXPECT(aclrtMemcpy(values.data(), 400, memory.memory(), 400, ACL_MEMCPY_DEVICE_TO_HOST) == ACL_SUCCESS);
+  EXPECT(std::memcmp(values.data(), expected.data(), 400) == 0);
+}
+
 // Values that become bad after they were planned with, on a stream: an error when the host waits, once.
 void CheckValuesThatChange(aclrtStream stream) {
   const Op op = Ops()[1];
@@ -424,6 +574,9 @@ int main() {
   EXPECT(aclrtCreateStream(&stream) == ACL_SUCCESS);
   CheckLayouts(stream);
   CheckExecutors(stream);
+  CheckHandles(stream);
+  CheckShapesComeFirst();
+  CheckOutputsThatMeet(stream);
   CheckValuesThatChange(stream);
   CheckMemory();
   CheckOrder(stream);

@@ -118,6 +118,43 @@ void ShareOne() {
   problem.ExpectResult();
 }
 
+// Of all who destroy one tensor or array, one does; who plans with it meanwhile finds all of it, or nothing.
+void ShareHandles() {
+  constexpr int kThreads = 8;
+  constexpr int kRounds = 200;
+  const int64_t one = 1;
+  float number = 1;
+  const auto create = [&] { return aclCreateTensor(&one, 1, ACL_FLOAT, &one, 0, ACL_FORMAT_ND, &one, 1, &number); };
+  const aclTensor* const kept = create();
+  aclTensor* shared[kRounds];
+  aclIntArray* arrays[kRounds];
+  for (int round = 0; round < kRounds; ++round) {
+    shared[round] = create();
+    arrays[round] = aclCreateIntArray(&one, 1);
+  }
+  std::atomic<int> destroyed{0};
+  std::atomic<int> destroyed_arrays{0};
+  InThreads(kThreads, [&](int thread) {
+    for (int round = 0; round < kRounds; ++round) {
+      aclTensor* const own = create();
+      if ((round + thread) % 2 == 0) {
+        uint64_t size = 0;
+        aclOpExecutor* executor = nullptr;
+        const aclnnStatus status =
+            aclnnMseLossBackwardGetWorkspaceSize(kept, shared[round], kept, 0, own, &size, &executor);
+        EXPECT(status == ACL_SUCCESS || status == ACLNN_ERR_PARAM_INVALID);
+      }
+      if (aclDestroyTensor(shared[round]) == ACL_SUCCESS) ++destroyed;
+      if (aclDestroyIntArray(arrays[round]) == ACL_SUCCESS) ++destroyed_arrays;
+      EXPECT(aclDestroyTensor(own) == ACL_SUCCESS);
+      EXPECT(aclDestroyTensor(own) == ACLNN_ERR_PARAM_INVALID);
+    }
+  });
+  EXPECT(destroyed == kRounds);
+  EXPECT(destroyed_arrays == kRounds);
+  EXPECT(aclDestroyTensor(kept) == ACL_SUCCESS);
+}
+
 // Rows of an output that share their memory are not written by several threads at once.
 void ShareRows() {
   Problem problem(2);
@@ -172,6 +209,7 @@ int main(int argc, char** argv) {
   } else {
     InThreads(8, WorkAlone);
     ShareOne();
+    ShareHandles();
     ShareRows();
   }
   EXPECT(aclFinalize() == ACL_SUCCESS);

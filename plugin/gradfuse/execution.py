@@ -24,7 +24,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 """The floating point types that a model may compute in, from narrow to wide."""
 
-_SILENT = 4
+SILENT = 4
+"""The log level of sessions whose errors are raised: onnxruntime would log them as well."""
 _MOST_INLINED = 2000
 
 
@@ -48,8 +49,7 @@ class Session:
         self._source = source
         self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         options = onnxruntime.SessionOptions()
-        # onnxruntime raises what it would log as well.
-        options.log_severity_level = _SILENT
+        options.log_severity_level = SILENT
         if scatters.reduces_by_scatter_nd(model):
             options.intra_op_num_threads = 1
         if kernels and library.find_library() is not None:
@@ -110,7 +110,8 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
             content = os.path.join(folder, "model.onnx")
             model_io.save(model, content)
         try:
-            return import_onnxruntime().InferenceSession(content, options, providers=providers)
+            # Without the fallback, which goes on with other providers than those that were asked for.
+            return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime's exception classes share no public base.
             raise ModelError(f"{source}: onnxruntime cannot load the model: {reason(error)}") from error

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from gradfuse import library, model_io
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError
-from gradfuse.execution import import_onnxruntime, inference_session, reason
+from gradfuse.execution import SILENT, import_onnxruntime, inference_session, reason
 from gradfuse.training_step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
 
 _WHO = "TrainingSession"
@@ -55,12 +55,15 @@ class TrainingSession:
     ) -> None:
         onnxruntime = import_onnxruntime()
         self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        self._providers = list(providers or ["CPUExecutionProvider"])
+        self._providers = _checked_providers(providers)
         if session_options is None:
             session_options = onnxruntime.SessionOptions()
+            session_options.log_severity_level = SILENT
             if library.find_library() is not None:
                 library.register(session_options)
         self._options = session_options
+        if not isinstance(step, TrainingStep | str | os.PathLike):
+            raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
         """What checkpoints must not take the place of: the file of the step, and its data."""
         if isinstance(step, TrainingStep):
@@ -68,6 +71,7 @@ class TrainingSession:
         else:
             self.training_step = TrainingStep.load(step)
             self._files = [os.fspath(step), model_io.data_path(step)]
+        self.training_step.require_consistent(_WHO)
         self._session = self._inference_session(self.training_step.model)
         self._evaluation: Any = None
         graph = self.training_step.model.graph
@@ -76,13 +80,15 @@ class TrainingSession:
         self._device = _device(self._providers[0])
 
         batch = {*self.training_step.input_names, *self.training_step.target_names}
-        kept = {name: self._allocate(self._inputs[name], self._device) for name in self._inputs if name not in batch}
+        kept = {
+            name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
+        }
         changed = [name for name in kept if name + UPDATED_SUFFIX in outputs]
-        other = {name: self._allocate(self._inputs[name], self._device) for name in changed}
+        other = {name: self._allocate(name, self._inputs[name], self._device) for name in changed}
         self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
-        self._loss = self._allocate(outputs[LOSS], ("cpu", 0))
+        self._loss = self._allocate(LOSS, outputs[LOSS], ("cpu", 0))
         self._gradients = {
-            name.removesuffix(GRADIENT_SUFFIX): self._allocate(tensor, self._device)
+            name.removesuffix(GRADIENT_SUFFIX): self._allocate(name, tensor, self._device)
             for name, tensor in outputs.items()
             if name.endswith(GRADIENT_SUFFIX)
         }
@@ -92,9 +98,6 @@ class TrainingSession:
         self._has_run = False
         begin = self.training_step
         values = begin.parameters | begin.buffers | begin.optimizer_state | begin.hyperparameters
-        missing = next((name for name in kept if name not in values), None)
-        if missing is not None:
-            raise ModelError(f"{_WHO}: the step has no value for the input {missing!r}; expected one")
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
 
     def step(self, inputs: Any, targets: Any) -> float:
@@ -106,14 +109,20 @@ class TrainingSession:
             targets: the batch's targets, likewise by `training_step.target_names`.
 
         Raises:
-            ArgumentError: a tensor is missing, or has another type or shape.
-            ModelError: onnxruntime fails to run the step; nothing is changed then.
+            ArgumentError: a tensor is missing, or has another type or shape; or all inputs are empty.
+            ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost.
         """
-        feeds = self._batch_of(inputs, self.training_step.input_names, "step: inputs")
-        feeds |= self._batch_of(targets, self.training_step.target_names, "step: targets")
-        _require_shapes(f"{_WHO}.step", feeds, self._inputs)
-        binding = self._bindings[self._turn]
-        self._run(self._session, binding, feeds, "step")
+        names, known = self.training_step.input_names, self._inputs
+        feeds = self._batch_of(inputs, names, "step", "inputs", known)
+        feeds |= self._batch_of(targets, self.training_step.target_names, "step", "targets", known)
+        _require_shapes(f"{_WHO}.step", feeds, known)
+        if names and not any(feeds[name].size for name in names):
+            # The mean of nothing is NaN, and would not leave running statistics again.
+            first = feeds[names[0]]
+            got = _Tensor(first.dtype, first.shape)
+            raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
+        self._has_run = False
+        self._run(self._session, self._bindings[self._turn], feeds, "step")
         self._turn = 1 - self._turn
         self._has_run = True
         return float(self._loss.numpy())
@@ -135,8 +144,8 @@ class TrainingSession:
         model = self.training_step.evaluation_model
         if model is None:
             raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
-        feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate: inputs")
         known = {value.name: _Tensor.of(value) for value in model.graph.input}
+        feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate", "inputs", known)
         _require_shapes(f"{_WHO}.evaluate", feeds, known)
         if self._evaluation is None:
             self._evaluation = self._inference_session(model)
@@ -155,10 +164,12 @@ class TrainingSession:
         """The gradients of the last step, by parameter: there are some where the step has no optimizer.
 
         Raises:
-            GradfuseError: the step has an optimizer, or none was run yet.
+            GradfuseError: the step has an optimizer; or none was run yet, or the last one has failed.
         """
         if not self._gradients or not self._has_run:
-            why = "no step was run" if self._gradients else "the step has an optimizer, and gives no gradients"
+            why = "the step has an optimizer, and gives no gradients"
+            if self._gradients:
+                why = "no step was run, or the last one has failed"
             raise GradfuseError(f"{_WHO}.gradients: {why}")
         return {name: _copied(value) for name, value in self._gradients.items()}
 
@@ -170,7 +181,7 @@ class TrainingSession:
 
         Raises:
             GradfuseError: the step has no optimizer.
-            ArgumentError: what is set are no numbers, or another number of them.
+            ArgumentError: what is set are no numbers, another number of them, or not all of them finite and at least 0.
         """
         rates = tuple(float(self.ort_values[name].numpy()) for name in self._learning_rates())
         return rates[0] if len(rates) == 1 else rates
@@ -178,10 +189,13 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float | Sequence[float]) -> None:
         names = self._learning_rates()
-        rates = _array(value)
+        wanted = "a number" if len(names) == 1 else f"a number or one each of {len(names)}"
+        rates = _array(value, f"{_WHO}: learning_rate", wanted)
         if rates.dtype.kind not in "fiu" or rates.shape not in ((), (len(names),)):
-            raise ArgumentError(f"{_WHO}: learning_rate is {value!r}; expected a number or one each of {len(names)}")
-        rates = np.broadcast_to(rates, len(names)).astype(np.float32)
+            raise ArgumentError(f"{_WHO}: learning_rate is {_shown(value)}; expected {wanted}")
+        with np.errstate(over="ignore"):
+            rates = np.broadcast_to(rates, len(names)).astype(np.float32)
+        _require_rates(rates, f"{_WHO}: learning_rate is {_shown(value)}")
         self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
 
     @property
@@ -228,9 +242,11 @@ class TrainingSession:
             optimizer: False leaves out all but `state_dict()`.
 
         Raises:
+            ArgumentError: `path` is no path.
             ModelError: the file cannot be written, or is the one of the step.
             GradfuseError: safetensors is not installed.
         """
+        _require_path(path, "save")
         tensors = self.state_dict()
         if optimizer:
             # Buffers too: some are not part of the module's state_dict.
@@ -250,13 +266,18 @@ class TrainingSession:
         buffers that no `state_dict()` has.
 
         Raises:
+            ArgumentError: `path` is no path.
             ModelError: the file cannot be read, or holds not what the step needs (as for `load_state_dict`, or only
                 a part of the optimizer's state). Nothing is changed then.
             GradfuseError: safetensors is not installed.
         """
+        _require_path(path, "load")
         safetensors = _safetensors()
+        if os.path.exists(path) and not os.path.isfile(path):
+            # A pipe would be waited for.
+            raise ModelError(f"{os.fspath(path)}: is no file; expected one that save wrote")
         try:
-            tensors = safetensors.load_file(path)
+            tensors = safetensors.load_file(os.fsdecode(path))
         except Exception as error:
             # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
             raise ModelError(f"{os.fspath(path)}: cannot read the file: {model_io.one_line(error)}") from error
@@ -296,36 +317,45 @@ class TrainingSession:
         binding.bind_ortvalue_output(LOSS, self._loss)
         return binding
 
-    def _allocate(self, tensor: _Tensor, device: tuple[str, int]) -> Any:
+    def _allocate(self, name: str, tensor: _Tensor, device: tuple[str, int]) -> Any:
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
         return self._new_value(list(tensor.shape), tensor.dtype, *device)
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        for name, array in arrays.items():
-            self.ort_values[name].update_inplace(np.asarray(array, order="C"))
+        # All copies are made before anything is changed.
+        for name, array in {name: _plain(array) for name, array in arrays.items()}.items():
+            self.ort_values[name].update_inplace(array)
 
     def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
         try:
+            for name, array in feeds.items():
+                binding.bind_cpu_input(name, array)
             session.run_with_iobinding(binding)
         except Exception as error:
             # onnxruntime's exception classes share no public base.
             raise ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}") from error
 
-    def _batch_of(self, given: Any, names: Sequence[str], what: str) -> Arrays:
+    def _batch_of(
+        self, given: Any, names: Sequence[str], method: str, what: str, known: Mapping[str, _Tensor]
+    ) -> Arrays:
         """Return a part of the batch by names."""
+        where = f"{_WHO}.{method}"
         if isinstance(given, Mapping):
             missing = [name for name in names if name not in given]
             unknown = [name for name in given if name not in names]
             if missing or unknown:
-                fault = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}"
-                raise ArgumentError(f"{_WHO}.{what} {fault}; expected {', '.join(names)}")
+                fault = f"lack {missing[0]!r}" if missing else f"have {_shown(unknown[0])}"
+                raise ArgumentError(f"{where}: {what} {fault}; expected {', '.join(names)}")
             values: Iterable[Any] = [given[name] for name in names]
         else:
             values = given if isinstance(given, (tuple, list)) else (given,)
             if len(values) != len(names):
-                raise ArgumentError(f"{_WHO}.{what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
-        return {name: np.asarray(_array(value), order="C") for name, value in zip(names, values, strict=True)}
+                raise ArgumentError(f"{where}: {what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
+        return {
+            name: _plain(_array(value, f"{where}: {name!r}", str(known[name])))
+            for name, value in zip(names, values, strict=True)
+        }
 
     def _learning_rates(self) -> list[str]:
         names = [n for n in self.training_step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
@@ -335,34 +365,43 @@ class TrainingSession:
 
     def _tensors_of(self, state_dict: Mapping[str, Any], method: str, strict: bool) -> Arrays:
         """Return parameters and buffers by their names in the model, all checked."""
-        step = self.training_step
-        unknown = next((name for name in state_dict if name not in step.state_dict_names), None)
-        if unknown is not None:
-            raise ArgumentError(f"{_WHO}.{method}: {unknown!r} is unknown; expected the names of state_dict()")
+        step, where = self.training_step, f"{_WHO}.{method}"
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise ArgumentError(f"{where}: state_dict is {got}; expected a mapping of names to arrays")
+        unknown = [name for name in state_dict if name not in step.state_dict_names]
+        if unknown:
+            raise ArgumentError(f"{where}: {_shown(unknown[0])} is unknown; expected the names of state_dict()")
         found = {step.state_dict_names[name] for name in state_dict}
-        missing = next((name for name, source in step.state_dict_names.items() if source not in found), None)
-        if strict and missing is not None:
-            raise ArgumentError(f"{_WHO}.{method}: {missing!r} is missing; expected all names of state_dict()")
+        missing = [name for name, source in step.state_dict_names.items() if source not in found]
+        if strict and missing:
+            raise ArgumentError(f"{where}: {missing[0]!r} is missing; expected all names of state_dict()")
         arrays: Arrays = {}
         for name, source in step.state_dict_names.items():
             if name not in state_dict:
                 continue
-            array = _array(state_dict[name])
             known = step.constants.get(source)
+            wanted = self._inputs[source] if known is None else _Tensor(known.dtype, known.shape)
+            array = _array(state_dict[name], f"{where}: {name!r}", str(wanted))
             if known is not None:
                 if not (array.dtype == known.dtype and np.array_equal(array, known)):
-                    raise ArgumentError(f"{_WHO}.{method}: {name!r} is a constant of the model; expected its value")
+                    raise ArgumentError(f"{where}: {name!r} is a constant of the model; expected its value")
                 continue
             array = self._fitting(source, array, method, name)
             if source in arrays and not np.array_equal(arrays[source], array, equal_nan=array.dtype.kind == "f"):
-                raise ArgumentError(
-                    f"{_WHO}.{method}: {name!r} differs from {source!r}; expected equal values, as tied"
-                )
+                raise ArgumentError(f"{where}: {name!r} differs from {source!r}; expected equal values, as tied")
             arrays[source] = array
         return arrays
 
-    def _fitting(self, name: str, array: npt.NDArray[Any], method: str, shown: str | None = None) -> npt.NDArray[Any]:
-        _require_shapes(f"{_WHO}.{method}", {shown or name: array}, {shown or name: self._inputs[name]})
+    def _fitting(self, name: str, value: Any, method: str, shown: str | None = None) -> npt.NDArray[Any]:
+        """Return the value of an input of the model, checked."""
+        where, known, shown = f"{_WHO}.{method}", self._inputs[name], shown or name
+        array = _array(value, f"{where}: {shown!r}", str(known))
+        _require_shapes(where, {shown: array}, {shown: known})
+        if name in self.training_step.hyperparameters:
+            _require_rates(array, f"{where}: {shown!r} is {array}")
+        elif name in self.training_step.optimizer_state and array.dtype == np.int64 and array < 0:
+            raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array
 
 
@@ -397,21 +436,67 @@ def _require_shapes(where: str, feeds: Arrays, known: Mapping[str, _Tensor]) -> 
             raise ArgumentError(f"{where}: {name!r} is {_Tensor(array.dtype, array.shape)}; expected {wanted}{bound}")
 
 
+def _require_rates(rates: npt.NDArray[Any], what: str) -> None:
+    if not (np.isfinite(rates) & (rates >= 0)).all():
+        raise ArgumentError(f"{what}; expected finite numbers from 0 on")
+
+
+def _require_path(path: Any, method: str) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"{_WHO}.{method}: path is {_shown(path)}; expected a path")
+
+
+def _checked_providers(providers: Any) -> list[Any]:
+    """Return execution providers of a form that onnxruntime takes: of others it says so, and goes on without them."""
+    if providers is None:
+        return ["CPUExecutionProvider"]
+
+    def is_one(provider: Any) -> bool:
+        match provider:
+            case str() | (str(), Mapping()):
+                return True
+        return False
+
+    if isinstance(providers, str) or not isinstance(providers, Sequence) or not all(map(is_one, providers)):
+        wanted = "a list of names, or of pairs of a name and its options"
+        raise ArgumentError(f"{_WHO}: providers is {_shown(providers)}; expected {wanted}")
+    return list(providers) or ["CPUExecutionProvider"]
+
+
 def _device(provider: Any) -> tuple[str, int]:
-    name, options = provider if isinstance(provider, (tuple, list)) else (provider, {})
+    name, options = (provider, {}) if isinstance(provider, str) else provider
     return _DEVICES.get(name, "cpu"), int(options.get("device_id", 0)) if name in _DEVICES else 0
 
 
-def _array(value: Any) -> npt.NDArray[Any]:
+def _array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     """Return a numpy array of what may be a torch tensor, without importing torch.
 
+    Args:
+        value: what was given.
+        what: what to call it in messages.
+        wanted: what it is to be.
+
     Raises:
-        ArgumentError: a tensor of a type that numpy does not have, or a sequence of unlike things.
+        ArgumentError: it cannot be one, such as a tensor of a type that numpy does not have, or has a mask.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{what} is a masked array; expected {wanted}")
     try:
         return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{_WHO}: a value cannot be an array: {model_io.one_line(error)}; expected one") from error
+    except Exception as error:
+        # torch has an exception for each of its kinds of tensors that numpy does not have.
+        raise ArgumentError(f"{what} cannot be an array: {model_io.one_line(error)}; expected {wanted}") from error
+
+
+def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array as onnxruntime takes its memory: contiguous and aligned."""
+    return np.require(array, requirements=("C", "A"))
+
+
+def _shown(value: Any) -> str:
+    """Return what a value looks like, in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _copied(value: Any) -> npt.NDArray[Any]:

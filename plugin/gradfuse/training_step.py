@@ -5,6 +5,7 @@ This module needs neither torch nor onnxruntime.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -100,12 +101,12 @@ class TrainingStep:
                 pipe, a device, one of the inputs, or, without `force`, another evaluation model or data file.
         """
         model = ir.from_proto(self.model)
-        inputs = {str(value.name): value for value in model.graph.inputs}
+        by_name = {str(value.name): value for value in model.graph.inputs}
         for field in _TENSORS:
             for name, array in getattr(self, field).items():
-                if name in inputs:
-                    inputs[name].const_value = ir.tensor(array, name=name)
-                    model.graph.register_initializer(inputs[name])
+                if name in by_name:
+                    by_name[name].const_value = ir.tensor(array, name=name)
+                    model.graph.register_initializer(by_name[name])
                 elif name not in model.graph.initializers:
                     # The exporter has folded this constant into others.
                     _free_name(model.graph, name)
@@ -142,15 +143,18 @@ class TrainingStep:
         initializers = model.graph.initializers
         try:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
-            values = {field: {name: initializers[name] for name in stored[field]} for field in _TENSORS}
+            values = {field: {name: initializers[name] for name in _names(stored[field])} for field in _TENSORS}
             arrays = {
                 field: {name: np.array(_tensor(value).numpy()) for name, value in found.items()}
                 for field, found in values.items()
             }
-            batch = tuple(stored["inputs"]), tuple(stored["targets"])
+            batch = _names(stored["inputs"]), _names(stored["targets"])
             state_dict_names, evaluation_file = dict(stored["state_dict"]), stored["evaluation_model"]
-        except (KeyError, ValueError, TypeError) as error:
-            raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {error!r}") from error
+            if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
+                raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            reason = model_io.one_line(ValueError(repr(error)))
+            raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
         for field, found in values.items():
             for name, value in found.items():
                 if field != "constants":
@@ -163,7 +167,7 @@ class TrainingStep:
             beside = os.path.join(os.path.dirname(path), evaluation_file)
             if os.path.exists(beside):
                 evaluation_model = model_io.to_proto(model_io.load(beside).ir)
-        return cls(
+        step = cls(
             ir.to_proto(model),
             arrays["parameters"],
             arrays["buffers"],
@@ -175,6 +179,41 @@ class TrainingStep:
             state_dict_names,
             evaluation_model,
         )
+        step.require_consistent(os.fspath(path))
+        return step
+
+    def require_consistent(self, who: str) -> None:
+        """Refuse a step whose fields and models are not of one step.
+
+        Args:
+            who: what the message names first.
+
+        Raises:
+            ModelError: an input of the model has no value, or two; a name of the batch or of `state_dict_names` stands
+                for nothing; or there is no loss.
+        """
+        inputs = {value.name for value in self.model.graph.input}
+        held = [name for field in _TENSORS[:-1] for name in getattr(self, field)]
+        given = collections.Counter([*held, *self.input_names, *self.target_names])
+        sources = {*self.parameters, *self.buffers, *self.constants}
+        for value in self.model.graph.input:
+            if value.name not in given:
+                raise ModelError(f"{who}: the step has no value for the input {value.name!r}; expected one")
+        for name, count in given.items():
+            if name not in inputs:
+                raise ModelError(f"{who}: the step has {name!r}, which is no input of its model; expected only inputs")
+            if count > 1:
+                raise ModelError(f"{who}: the step has {name!r} in {count} places; expected one")
+        if LOSS not in [value.name for value in self.model.graph.output]:
+            raise ModelError(f"{who}: the model of the step has no output {LOSS!r}; expected one")
+        for name, source in self.state_dict_names.items():
+            if source not in sources:
+                raise ModelError(f"{who}: the step has no value for {name!r} of its state_dict; expected one")
+        if self.evaluation_model is not None:
+            known = {*self.parameters, *self.buffers, *self.input_names}
+            unknown = [value.name for value in self.evaluation_model.graph.input if value.name not in known]
+            if unknown:
+                raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
 
 
 def _evaluation_path(path: str | os.PathLike[str]) -> str:
@@ -209,6 +248,12 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
     if value.const_value is None:
         raise ValueError(f"{value.name!r} has no value")
     return value.const_value
+
+
+def _names(stored: Any) -> tuple[str, ...]:
+    if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+        raise TypeError(f"{stored!r} are no names")
+    return tuple(stored)
 
 
 def _free_name(graph: ir.Graph, name: str) -> None:

@@ -109,7 +109,7 @@ def cross_entropy() -> Iterator[Case]:
     for class_ in (-1, 5, 2**40, -(2**63)):
         yield from changed(op, 2, torch.tensor([class_, 0, 0, 0]), torch.tensor([0, 0, 0, class_]))
     yield from changed(op, 2, torch.tensor([0, -100, 1, 2]), ignore_index=-1)
-    yield from with_attributes(op, "reduction", "max", "", "Mean", "batchmean", "none ")
+    yield from with_attributes(op, "reduction", "max", "", "Mean", "batchmean", "none ", "mean\n", "méan", "x" * 1000)
     yield from with_attributes(op, "label_smoothing", -0.125, 1.5, float("nan"), float("inf"))
     yield from with_attributes(op, "lse_square_scale_for_zloss", 1.0, -0.5, float("nan"))
     yield from changed(op, 4, torch.zeros(()))

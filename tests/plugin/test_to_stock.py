@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ort_training.runs import Run
 
 import gradfuse
-from gradfuse import ModelError, cli
+from gradfuse import ArgumentError, ModelError, cli
 from gradfuse.ort_training import checkpoint
 from gradfuse.testing import assert_gradients_close
 
@@ -116,40 +121,61 @@ def test_command_writes_a_step_that_trains(artifacts: Path, capsys: pytest.Captu
     assert_gradients_close(losses, run.losses("native"), run.losses("exact"), np.float32)
 
 
-def test_checkpoint_beyond_two_gigabytes_has_its_tensors_in_a_file_beside_it(tmp_path: Path) -> None:
+Tensor = tuple[str, list[int], int, bytes | int]
+"""Name, sizes, ONNX type, and the bytes or where they begin in the data file."""
+
+WEIGHT: Tensor = ("weight", [2, 3], onnx.TensorProto.FLOAT, np.arange(6, dtype=np.float32).tobytes())
+
+
+def write_checkpoint(
+    path: Path,
+    trainable: Sequence[Tensor] = (WEIGHT,),
+    frozen: Sequence[Tensor] = (),
+    *,
+    steps: int = 0,
+    learning_rate: float = 0.5,
+) -> None:
     import flatbuffers
 
     builder = flatbuffers.Builder()
+    offset = builder.PrependUOffsetTRelativeSlot
 
-    def table(*fields: tuple[Callable[[int, int, int], None], int, int]) -> int:
+    def table(*fields: tuple[int, Callable[[int, Any, Any], None], Any, Any]) -> int:
         builder.StartObject(7)
-        for number, (prepend, value, default) in enumerate(fields):
+        for number, prepend, value, default in fields:
             prepend(number, value, default)
         return int(builder.EndObject())
 
-    def vector(values: list[int], size: int, prepend: Callable[[int], None]) -> int:
+    def vector(values: Sequence[int], size: int, prepend: Callable[[int], None]) -> int:
         builder.StartVector(size, len(values), size)
         for value in reversed(values):
             prepend(value)
         return int(builder.EndVector())
 
-    offset, absent = builder.PrependUOffsetTRelativeSlot, (builder.PrependUOffsetTRelativeSlot, 0, 0)
-    name, dims = builder.CreateString("weight"), vector([2, 3], 8, builder.PrependInt64)
-    tensor = table(
-        (offset, name, 0),
-        absent,
-        (offset, dims, 0),
-        (builder.PrependInt32Slot, int(onnx.TensorProto.FLOAT), 0),
-        absent,
-        absent,
-        (builder.PrependInt64Slot, 8, -1),
-    )
-    parameters = vector([tensor], 4, builder.PrependUOffsetTRelative)
-    module = table((offset, parameters, 0))
-    builder.Finish(table((builder.PrependInt32Slot, 1, 0), (offset, module, 0)), file_identifier=b"ODTC")
-    path = tmp_path / "checkpoint"
+    def tensors(given: Sequence[Tensor]) -> int:
+        tables = []
+        for name, sizes, dtype, content in given:
+            fields = [(0, offset, builder.CreateString(name), 0)]
+            fields.append((2, offset, vector(sizes, 8, builder.PrependInt64), 0))
+            fields.append((3, builder.PrependInt32Slot, dtype, 0))
+            if isinstance(content, bytes):
+                fields.append((4, offset, builder.CreateByteVector(content), 0))
+            else:
+                fields.append((6, builder.PrependInt64Slot, content, -1))
+            tables.append(table(*fields))
+        return vector(tables, 4, builder.PrependUOffsetTRelative)
+
+    module = table((0, offset, tensors(trainable), 0), (1, offset, tensors(frozen), 0))
+    group = table((1, builder.PrependInt64Slot, steps, 0), (2, builder.PrependFloat32Slot, learning_rate, 0.0))
+    groups = vector([group], 4, builder.PrependUOffsetTRelative)
+    root = table((0, builder.PrependInt32Slot, 1, 0), (1, offset, module, 0), (2, offset, groups, 0))
+    builder.Finish(root, file_identifier=b"ODTC")
     path.write_bytes(bytes(builder.Output()))
 
+
+def test_checkpoint_beyond_two_gigabytes_has_its_tensors_in_a_file_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    write_checkpoint(path, [(*WEIGHT[:3], 8)])
     with pytest.raises(ModelError, match=r"checkpoint\.data: cannot read the checkpoint's data: No such file"):
         checkpoint.load(path)
     np.arange(8, dtype=np.float32).tofile(tmp_path / "checkpoint.data")
@@ -158,6 +184,62 @@ def test_checkpoint_beyond_two_gigabytes_has_its_tensors_in_a_file_beside_it(tmp
     np.arange(7, dtype=np.float32).tofile(tmp_path / "checkpoint.data")
     with pytest.raises(ModelError, match=r"is truncated or damaged: 'weight' has 5 elements and shape \(2, 3\)"):
         checkpoint.load(path)
+    # Nothing of the size that a file merely claims is allocated.
+    write_checkpoint(path, [("weight", [2**40], onnx.TensorProto.FLOAT, 8)])
+    with pytest.raises(ModelError, match=r"'weight' has 5 elements and shape \(1099511627776,\)"):
+        checkpoint.load(path)
+    (tmp_path / "checkpoint.data").unlink()
+    os.mkfifo(tmp_path / "checkpoint.data")
+    with pytest.raises(ModelError, match=r"checkpoint\.data: .*is no file; expected one"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"trainable": [("w", [2, 3], 1, bytes(20))]}, r"'w' has 5 elements and shape \(2, 3\); expected 6"),
+        ({"trainable": [("w", [2, 3], 1, bytes(28))]}, r"'w' has 7 elements and shape \(2, 3\); expected 6"),
+        ({"trainable": [("w", [2, 3], 1, bytes(23))]}, "is truncated or damaged"),
+        ({"trainable": [("w", [-2, -3], 1, bytes(24))]}, r"'w' has shape \(-2, -3\); expected sizes from 0 on"),
+        ({"trainable": [("w", [2**33, 2**33], 1, bytes(24))]}, r"'w' has 6 elements and shape \(8589934592, 8589"),
+        ({"trainable": [("w", [6], 99, bytes(24))]}, "is truncated or damaged"),
+        ({"trainable": [("w", [6], 8, bytes(24))]}, "is truncated or damaged"),
+        ({"trainable": [WEIGHT, WEIGHT]}, "'weight' is there twice; expected different names"),
+        ({"frozen": [WEIGHT]}, "'weight' is a trainable parameter and a frozen one; expected one of them"),
+        ({"steps": -1}, "the optimizer has done -1 steps; expected 0 or more"),
+        ({"learning_rate": float("nan")}, "the learning rate is nan; expected a finite number from 0 on"),
+        ({"learning_rate": -0.5}, r"the learning rate is -0\.5; expected a finite number from 0 on"),
+    ],
+)
+def test_checkpoints_that_contradict_themselves_are_refused(
+    content: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    write_checkpoint(path, **content)
+    with pytest.raises(ModelError, match=rf"checkpoint: is truncated or damaged: .*{message}|{message}") as error:
+        checkpoint.load(path)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damaged_checkpoints_are_read_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever bytes change, and wherever the file ends."""
+    content = bytearray((ARTIFACTS / "classifier" / data.draw(st.sampled_from(["checkpoint", "trained"]))).read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) // 4 - 1)) * 4
+        content[at : at + 4] = data.draw(
+            st.binary(min_size=4, max_size=4)
+            | st.sampled_from([b"\xff" * 4, bytes(4), b"\0\0\0\x80", b"\xff\xff\xff\x7f"])
+        )
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
+    try:
+        loaded = checkpoint.load(path)
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        assert loaded.steps >= 0 and not set(loaded.trainable) & set(loaded.frozen)
 
 
 def _edited(name: str, edit: Callable[[onnx.ModelProto], object]) -> Callable[[Path], None]:
@@ -190,6 +272,44 @@ def _rename_input(name: str, to: str) -> Callable[[onnx.ModelProto], None]:
             value.name = to if value.name == name else value.name
 
     return edit
+
+
+def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return damage
+
+
+def _first(model: onnx.ModelProto, op_type: str) -> onnx.NodeProto:
+    nodes: list[onnx.NodeProto] = [node for node in model.graph.node if node.op_type == op_type]
+    return nodes[0]
+
+
+def _retype(model: onnx.ModelProto, name: str) -> None:
+    (value,) = (value for value in model.graph.input if value.name == name)
+    value.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+
+
+def _drop_outputs(model: onnx.ModelProto) -> None:
+    del model.graph.output[:]
+
+
+def _set_attribute(op_type: str, name: str, value: Any) -> Callable[[onnx.ModelProto], None]:
+    def edit(model: onnx.ModelProto) -> None:
+        node = _first(model, op_type)
+        kept = [attribute for attribute in node.attribute if attribute.name != name]
+        del node.attribute[:]
+        node.attribute.extend([*kept, onnx.helper.make_attribute(name, value)])
+
+    return edit
+
+
+def _twice(model: onnx.ModelProto) -> None:
+    second = onnx.NodeProto.FromString(_first(model, "AdamWOptimizer").SerializeToString())
+    second.name, second.output[0] = "second", "second"
+    model.graph.node.append(second)
 
 
 def _checkpoint(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -239,6 +359,50 @@ def _checkpoint(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
             lambda folder: shutil.copy(folder / "eval_model.onnx", folder / "training_model.onnx"),
             "has no gradient accumulators; expected a model that generate_artifacts wrote",
         ),
+        (lambda folder: (folder / "training_model.onnx").write_bytes(b""), "training_model.onnx: is not an ONNX model"),
+        (_instead("eval_model.onnx", Path.mkdir), "eval_model.onnx: is a folder; expected an ONNX file"),
+        (_instead("optimizer_model.onnx", os.mkfifo), "optimizer_model.onnx: .*; expected an ONNX file"),
+        (_instead("checkpoint", os.mkfifo), "checkpoint: cannot read the checkpoint: it is no file; expected one"),
+        (
+            lambda folder: shutil.copy(ARTIFACTS / "convolution" / "eval_model.onnx", folder / "eval_model.onnx"),
+            r"eval_model.onnx: does not fit .*training_model.onnx: 'input' has shape .*; expected \[batch,6\]",
+        ),
+        (
+            _edited("training_model.onnx", lambda model: _retype(model, "2.bias")),
+            "does not fit .*: '2.bias' is FLOAT; expected DOUBLE",
+        ),
+        (
+            _edited("training_model.onnx", lambda model: _first(model, "InPlaceAccumulatorV2").input.pop()),
+            r"InPlaceAccumulatorV2 \(GradientAccumulator\d+\) takes or gives other values",
+        ),
+        (
+            _edited("training_model.onnx", _drop_outputs),
+            r"InPlaceAccumulatorV2 \(GradientAccumulator\d+\) takes or gives other values",
+        ),
+        (
+            _edited("training_model.onnx", _set_attribute("SoftmaxCrossEntropyLossGrad", "reduction", 3)),
+            "cannot replace: SoftmaxCrossEntropyLossGrad",
+        ),
+        (
+            _edited("optimizer_model.onnx", _set_attribute("AdamWOptimizer", "alpha", 1.5)),
+            r"AdamWOptimizer has alpha 1\.5; expected a finite number from 0 on, and below 1",
+        ),
+        (
+            _edited("optimizer_model.onnx", _set_attribute("AdamWOptimizer", "epsilon", float("nan"))),
+            "AdamWOptimizer has epsilon nan; expected a finite number from 0 on",
+        ),
+        (
+            _edited("optimizer_model.onnx", _set_attribute("InplaceClipGradNorm", "max_norm", "much")),
+            "InplaceClipGradNorm has max_norm much; expected a finite number from 0 on",
+        ),
+        (
+            _edited("optimizer_model.onnx", _set_attribute("AdamWOptimizer", "adam_mode", 2)),
+            r"AdamWOptimizer has adam_mode and correct_bias \[2, 1\]; expected 0 and 1, or 1 and either",
+        ),
+        (
+            _edited("optimizer_model.onnx", _twice),
+            "has TransformersAdamW and TransformersAdamW; expected one AdamW or SGD of onnxblock",
+        ),
     ],
 )
 def test_wrong_artifacts_are_refused_in_one_line_and_nothing_is_written(
@@ -255,3 +419,29 @@ def test_wrong_artifacts_are_refused_in_one_line_and_nothing_is_written(
     assert cli.run(["to-stock", str(artifacts), str(tmp_path / "step.onnx")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("path", [None, 3, b"artifacts", []])
+def test_paths_that_are_none_are_refused(path: Any, artifacts: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"to_stock: artifacts_dir is \w+; expected a path"):
+        gradfuse.to_stock(path)
+    if path is not None:
+        with pytest.raises(ArgumentError, match=r"to_stock: checkpoint is \w+; expected a path"):
+            gradfuse.to_stock(artifacts, path)
+
+
+def test_state_of_the_optimizer_is_that_of_all_parameters(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = checkpoint.load(artifacts / "trained")
+    where = r"optimizer_model\.onnx: the checkpoint's state of the optimizer"
+    lacking = {name: states for name, states in whole.momentums.items() if name != "2.bias"}
+    other = {**whole.momentums, "other": whole.momentums["2.bias"]}
+    reshaped = {**whole.momentums, "2.bias": {**whole.momentums["2.bias"], "momentum1": np.zeros(5, np.float32)}}
+    for momentums, message in (
+        (lacking, r"lacks '2\.bias\.exp_avg'; expected that of all parameters"),
+        (other, "has the parameter 'other'; expected those of the model"),
+        (reshaped, r"has momentum1 of '2\.bias' as float32 of shape \(5,\); expected float32 of shape \(4,\)"),
+    ):
+        saved = dataclasses.replace(whole, momentums=momentums)
+        monkeypatch.setattr(checkpoint, "load", lambda path, saved=saved: saved)
+        with pytest.raises(ModelError, match=f"{where} {message}"):
+            gradfuse.to_stock(artifacts)

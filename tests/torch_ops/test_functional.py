@@ -116,6 +116,9 @@ def test_ctc_loss_refuses_what_it_does_not_know() -> None:
         ctc_loss(*inputs.tensors, reduction="average")
     with pytest.raises(gradfuse.ArgumentError, match=r"^aclnn::ctc_loss: target_lengths\[0\] is 3; expected"):
         ctc_loss(inputs.log_probs, inputs.targets, 6, 3)
+    for lengths in ([5.5], torch.tensor([5.0]), [True]):
+        with pytest.raises(gradfuse.ArgumentError, match=r"^ctc_loss: input_lengths is \w+; expected integers$"):
+            ctc_loss(inputs.log_probs, inputs.targets, lengths, [2])  # type: ignore[arg-type]
 
 
 @given(
@@ -273,6 +276,19 @@ def test_grouped_bias_add_is_that_of_torch(
 def test_wrong_shapes_are_refused_before_the_backward_pass(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(gradfuse.ArgumentError, match=f"^{message}"):
         call()
+
+
+def test_smoothing_that_is_no_share_is_what_torch_makes_of_it() -> None:
+    logits, labels = torch.randn(2, 3), torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match="label_smoothing must be between"):
+        cross_entropy(logits, labels, label_smoothing=1.5)
+    expected = F.cross_entropy(logits, labels, label_smoothing=-0.5)
+    assert torch.equal(cross_entropy(logits, labels, label_smoothing=-0.5), expected)
+
+
+def test_ends_of_groups_are_integers() -> None:
+    with pytest.raises(gradfuse.ArgumentError, match=r"^grouped_bias_add: offs is float32; expected int32 or int64$"):
+        grouped_bias_add(torch.zeros(4, 2), torch.zeros(2, 2), torch.tensor([1.0, 4.0]))
 
 
 def test_groups_that_miss_rows_are_refused() -> None:

@@ -173,6 +173,30 @@ def test_wrong_arguments_are_refused_by_the_library(call: Any, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
+@each_operator
+def test_tensors_that_are_missing_or_on_other_devices_are_refused(operator: Operator) -> None:
+    """Meta tensors among real ones too, for which the dispatcher takes the shapes that the operator gives."""
+    inputs, attributes, _, _ = SAMPLES[operator.name](random.Random(0), torch.float32)
+    op, first = op_of(operator.name), operator.inputs[0].name
+    for index, (described, value) in enumerate(zip(operator.inputs, inputs, strict=False)):
+        if value is None:
+            continue
+        if not described.optional:
+            with pytest.raises(gradfuse.ArgumentError, match=rf": {described.name} is None; expected a tensor$"):
+                op(*inputs[:index], None, *inputs[index + 1 :], **attributes)
+        if index > 0 and described.type != "L":
+            with pytest.raises(
+                gradfuse.ArgumentError, match=rf": {described.name} is on meta; expected cpu, as {first}$"
+            ):
+                op(*inputs[:index], value.to("meta"), *inputs[index + 1 :], **attributes)
+
+
+def test_text_ends_at_no_null_character() -> None:
+    inputs, _, _, _ = SAMPLES["CrossEntropyLossGrad"](random.Random(0), torch.float32)
+    with pytest.raises(gradfuse.ArgumentError, match=r"reduction is .*; expected text without null characters"):
+        aclnn.cross_entropy_loss_grad(*inputs, reduction="mean\0")
+
+
 def test_threads_have_their_own_results_and_errors() -> None:
     def work(seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)

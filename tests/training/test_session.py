@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import safetensors.numpy
@@ -23,6 +25,7 @@ from training.models import SHAPES, Mlp, Whole, assert_trained, batches, groups,
 
 import gradfuse
 from gradfuse import ArgumentError, GradfuseError, ModelError, TrainingSession, TrainingStep, export_training_step
+from gradfuse.training_step import METADATA_KEY
 
 DATA = batches(40, 4)
 CLIPPED = 0.5
@@ -212,7 +215,11 @@ def test_a_checkpoint_does_not_take_the_place_of_the_step_or_a_pipe(step: Traini
     link.symlink_to(path)
     os.mkfifo(pipe)
     session = TrainingSession(path)
-    for target, reason in ((path, "a file of the input"), (link, "a file of the input"), (pipe, "is a named pipe")):
+    for target, reason in (
+        (path, "which the input is read from"),
+        (link, "which the input is read from"),
+        (pipe, "is a named pipe"),
+    ):
         with pytest.raises(ModelError, match=reason):
             session.save(target)
     assert path.read_bytes() == before and link.is_symlink() and pipe.is_fifo()
@@ -327,22 +334,160 @@ MISUSES: list[tuple[Callable[[TrainingSession], Any], str]] = [
     ),
     *(
         (lambda s, rate=rate: setattr(s, "learning_rate", rate), "; expected a number or one each of 2")
-        for rate in ([1.0], np.ones(3), torch.ones(1, 2), None, "0.1", [0.1, None])
+        for rate in (
+            [1.0],
+            np.ones(3),
+            np.ones((30, 30)),
+            torch.ones(1, 2),
+            None,
+            "0.1",
+            [0.1, None],
+            True,
+            [True, False],
+            1j,
+            {0: 0.1},
+            2**70,
+            np.array(["1", "2"]),
+            torch.tensor(0.1, device="meta"),
+            torch.tensor(0.1).bfloat16(),
+            np.ma.masked,
+            object(),
+        )
     ),
-    (lambda s: s.step(X.bfloat16(), Y), "a value cannot be an array: Got unsupported ScalarType BFloat16"),
+    *(
+        (lambda s, rate=rate: setattr(s, "learning_rate", rate), f"is {rate}; expected finite numbers from 0 on")
+        for rate in (-1, -1e-30, float("nan"), float("inf"), 1e39, [0.1, -0.1], [float("nan"), 0.1])
+    ),
+    *(
+        (
+            lambda s, value=value: s.load_state_dict({**s.state_dict(), "norm.bias": value}),
+            LOADING + f"'norm.bias' {fault}; expected float32 of shape (6,)",
+        )
+        for value, fault in (
+            (np.ones(6), "is float64 of shape (6,)"),
+            ([1.0] * 6, "is float64 of shape (6,)"),
+            (np.ones(6, ">f4"), "is >f4 of shape (6,)"),
+            (np.ones((6, 1), np.float32), "is float32 of shape (6, 1)"),
+            (None, "is object of shape ()"),
+            (np.ma.array(np.ones(6, np.float32), mask=True), "is a masked array"),
+            (torch.ones(6, device="meta"), "cannot be an array: Cannot copy out of meta tensor; no data!"),
+            (torch.ones(6).bfloat16(), "cannot be an array: Got unsupported ScalarType BFloat16"),
+        )
+    ),
+    (
+        lambda s: s.load_state_dict([("norm.bias", X)]),  # type: ignore[arg-type]
+        LOADING + "state_dict is list; expected a mapping of names to arrays",
+    ),
+    (
+        lambda s: s.load_state_dict({**s.state_dict(), None: X}),  # type: ignore[dict-item]
+        LOADING + "None is unknown; expected the names of state_dict()",
+    ),
+    (
+        lambda s: s.step(X.bfloat16(), Y),
+        "step: 'x' cannot be an array: Got unsupported ScalarType BFloat16; expected float32 of shape (batch, 4)",
+    ),
+    (lambda s: s.step(X.tolist(), Y), "step: inputs are 8; expected 1: x"),
+    (lambda s: s.step([X.tolist()], Y), "step: 'x' is float64 of shape (8, 4); expected float32 of shape (batch, 4)"),
+    (lambda s: s.step(None, Y), "step: 'x' is object of shape (); expected float32 of shape (batch, 4)"),
+    (lambda s: s.step(X, Y.int()), "step: 'target' is int32 of shape (8,); expected int64 of shape (batch,)"),
+    (lambda s: s.step(X.numpy().astype(">f4"), Y), "step: 'x' is >f4 of shape (8, 4); expected float32"),
+    (lambda s: s.step(X, np.ma.array(Y.numpy(), mask=True)), "step: 'target' is a masked array; expected int64"),
+    (lambda s: s.step(X[:0], Y[:0]), "step: 'x' is float32 of shape (0, 4); expected at least one element"),
+    (
+        lambda s: s.evaluate(X.double()),
+        "evaluate: 'x' is float64 of shape (8, 4); expected float32 of shape (batch, 4)",
+    ),
+    *(
+        (lambda s, path=path, method=method: getattr(s, method)(path), f"{method}: path is {path}; expected a path")
+        for path in (None, 3)
+        for method in ("save", "load")
+    ),
+    (lambda s: TrainingSession(s.training_step.model), "step is ModelProto; expected a TrainingStep or a path"),
+    *(
+        (
+            lambda s, providers=providers: TrainingSession(s.training_step, providers),
+            "expected a list of names, or of pairs of a name and its options",
+        )
+        for providers in ("CPUExecutionProvider", 3, [3], [("CPUExecutionProvider",)], [("CPUExecutionProvider", 3)])
+    ),
 ]
 
 
-@pytest.mark.parametrize("misuse, message", MISUSES)
-def test_misuse_is_one_clear_line(step: TrainingStep, misuse: Callable[[TrainingSession], Any], message: str) -> None:
+def everything(session: TrainingSession) -> dict[str, Any]:
+    return {name: value.numpy().copy() for name, value in session.ort_values.items()}
+
+
+def assert_unchanged(session: TrainingSession, before: dict[str, Any]) -> None:
+    for name, array in everything(session).items():
+        np.testing.assert_array_equal(array, before[name], strict=True)
+
+
+@pytest.fixture(scope="module")
+def used(step: TrainingStep) -> TrainingSession:
+    """A session that nothing may change any more."""
     session = TrainingSession(step)
-    before = session.state_dict()
+    session.step(X, Y)
+    return session
+
+
+@pytest.mark.parametrize("misuse, message", MISUSES)
+def test_misuse_is_one_clear_line(
+    used: TrainingSession, misuse: Callable[[TrainingSession], Any], message: str
+) -> None:
+    before = everything(used)
     with pytest.raises(ArgumentError) as error:
-        misuse(session)
+        misuse(used)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    for name, array in session.state_dict().items():
-        np.testing.assert_array_equal(array, before[name])
+    assert_unchanged(used, before)
+
+
+@pytest.mark.parametrize("rate", [0, 0.25, np.float16(0.25), np.array(2), torch.tensor(0.25), (0.5, 0.25), range(2)])
+def test_learning_rates_are_numbers_of_any_kind(step: TrainingStep, rate: Any) -> None:
+    session = TrainingSession(step)
+    session.learning_rate = rate
+    wanted = np.broadcast_to(np.asarray(rate, np.float64), 2)
+    assert session.learning_rate == tuple(wanted)
+
+
+def test_arrays_may_lie_in_memory_in_any_way(step: TrainingStep) -> None:
+    session, plain = TrainingSession(step), np.arange(6, dtype=np.float32)
+    unaligned = np.frombuffer(b"." + plain.tobytes(), np.float32, offset=1)
+    for array in (plain[::-1], np.repeat(plain, 2)[::2], np.broadcast_to(plain[2], 6), unaligned):
+        session.load_state_dict({"norm.bias": array}, strict=False)
+        np.testing.assert_array_equal(session.state_dict()["norm.bias"], array.copy(), strict=True)
+    x, y = X.numpy(), Y.numpy()
+    forms = [
+        (x, y),
+        (np.repeat(x, 2, 1)[:, ::2], np.repeat(y, 2)[::2]),
+        (np.ascontiguousarray(x[::-1])[::-1], np.ascontiguousarray(y[::-1])[::-1]),
+        (
+            np.frombuffer(b"." + x.tobytes(), np.float32, offset=1).reshape(8, 4),
+            np.frombuffer(b"." + y.tobytes(), np.int64, offset=1),
+        ),
+    ]
+    assert len({TrainingSession(step).step(*form) for form in forms}) == 1
+
+
+def test_a_step_that_fails_leaves_all_as_it_was(
+    step: TrainingStep, gradient_step: TrainingStep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    session, other = TrainingSession(step), TrainingSession(step)
+    assert session.step(X, Y) == other.step(X, Y)
+    before = everything(session)
+    for label in (99, -1, 2**62):
+        with pytest.raises(ModelError, match=rf"TrainingSession\.step: .*target\[0\] is {label}; expected a class in"):
+            session.step(X, torch.full_like(Y, label))
+        assert_unchanged(session, before)
+    assert session.step(X, Y) == other.step(X, Y)
+    assert capfd.readouterr().err == ""
+    session = TrainingSession(gradient_step)
+    session.step(X, Y % 3)
+    assert session.gradients
+    with pytest.raises(ModelError):
+        session.step(X, Y + 99)
+    with pytest.raises(GradfuseError, match="no step was run, or the last one has failed"):
+        _ = session.gradients
 
 
 def test_files_that_do_not_fit_are_refused(step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +508,74 @@ def test_files_that_do_not_fit_are_refused(step: TrainingStep, tmp_path: Path, m
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(GradfuseError, match=r"safetensors is not installed; expected what gradfuse\[train\] installs"):
         session.save(path)
+
+
+def test_a_damaged_file_changes_nothing(step: TrainingStep, tmp_path: Path) -> None:
+    session, path = TrainingSession(step), tmp_path / "state.safetensors"
+    session.step(X, Y)
+    session.save(path)
+    content, stored = path.read_bytes(), safetensors.numpy.load_file(path)
+    session.step(X, Y)
+    before = everything(session)
+
+    def assert_refused(message: str) -> None:
+        with pytest.raises(ModelError, match=rf"state\.safetensors: {message}") as error:
+            session.load(path)
+        assert "\n" not in str(error.value)
+        assert_unchanged(session, before)
+
+    for size in (*range(0, len(content), 97), len(content) - 1):
+        path.write_bytes(content[:size])
+        assert_refused("cannot read the file")
+    path.write_bytes(content + b"more")
+    assert_refused("cannot read the file")
+    for name, array, message in (
+        ("norm.bias", np.ones(6), r"'norm\.bias' is float64 of shape \(6,\); expected float32 of shape \(6,\)"),
+        ("step", np.array(1.0), r"'step' is float64 of shape \(\); expected int64"),
+        ("step", np.array(-1), "'step' is -1; expected a count from 0 on"),
+        ("learning_rate", np.array(np.nan, np.float32), "'learning_rate' is nan; expected finite numbers from 0 on"),
+        ("learning_rate.1", np.array(-1, np.float32), r"'learning_rate\.1' is -1\.0; expected finite numbers from 0"),
+        ("more", np.ones(1), "'more' is unknown"),
+    ):
+        safetensors.numpy.save_file({**stored, name: array}, path)
+        assert_refused(rf"TrainingSession\.load: {message}")
+    path.unlink()
+    path.mkdir()
+    assert_refused("is no file")
+    path.rmdir()
+    os.mkfifo(path)
+    assert_refused("is no file")  # and is not waited for
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"inputs": 3}, "is not a training step saved by gradfuse"),
+        ({"inputs": "x"}, "is not a training step saved by gradfuse"),
+        ({"inputs": ["q"]}, "the step has no value for the input 'x'; expected one"),
+        ({"inputs": ["x", "q"]}, "the step has 'q', which is no input of its model; expected only inputs"),
+        ({"inputs": ["x", "x"]}, "the step has 'x' in 2 places; expected one"),
+        ({"parameters": ["q"]}, "is not a training step saved by gradfuse"),
+        ({"hyperparameters": []}, "the step has no value for the input 'learning_rate'; expected one"),
+        ({"state_dict": {"a": "q"}}, "the step has no value for 'a' of its state_dict; expected one"),
+        ({"state_dict": [1]}, "is not a training step saved by gradfuse"),
+        ({"evaluation_model": 3}, "is not a training step saved by gradfuse"),
+        ({"evaluation_model": "../other.onnx"}, "expected a file beside it"),
+        ({"evaluation_model": "step.onnx"}, "the evaluation model takes 'embed.weight.exp_avg'; expected"),
+    ],
+)
+def test_saved_steps_whose_metadata_lie_are_refused(
+    step: TrainingStep, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "step.onnx"
+    step.save(path)
+    model = onnx.load(path)
+    (stored,) = (prop for prop in model.metadata_props if prop.key == METADATA_KEY)
+    stored.value = json.dumps({**json.loads(stored.value), **change})
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match=r"step\.onnx: ") as error:
+        TrainingSession(path)
+    assert message in str(error.value)
 
 
 def test_bfloat16_is_refused() -> None:

@@ -79,6 +79,9 @@ std::string Describe(DType dtype, const Shape& shape);
 // As short as it can be: "0.5".
 std::string Describe(double number);
 
+// In quotes, in one line and in ASCII whatever the text holds: "'mean\\x00'". Long texts end in "...".
+std::string Quote(const std::string& text);
+
 // InvalidArgument: `<argument> is <got>; expected <wanted>`.
 Status Refuse(const std::string& argument, const std::string& got, const std::string& wanted);
 

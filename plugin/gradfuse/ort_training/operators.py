@@ -21,6 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
+from gradfuse.model_io import one_line
 
 DOMAIN = "com.microsoft"
 OLDEST_OPSET = 17
@@ -221,6 +222,8 @@ def softmax_cross_entropy_loss_grad(
         ignored = op.Equal(label, op.number(ignore_index, label))
         used = op.Where(ignored, op.number(0, label), label)
         factor = op.Where(ignored, zero, one if weight is None else op.Gather(weight, used))
+    if reduction not in ("mean", "sum", "none"):
+        raise Unsupported(f"reduction is {reduction!r}")
     if reduction == "mean" and factor is None:
         dy = op.Div(dy, op.cast(op.Size(label), log_prob))
     elif reduction == "mean":
@@ -609,5 +612,9 @@ def _call(replacement: Replacement, op: Operators, node: ir.Node) -> Sequence[Va
         call = inspect.signature(replacement).bind(op, *node.inputs, **attributes)
     except TypeError as error:
         raise Unsupported(str(error)) from error
-    result = replacement(*call.args, **call.kwargs)
+    try:
+        result = replacement(*call.args, **call.kwargs)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # No schema has checked the attributes and inputs of these operators.
+        raise Unsupported(f"malformed: {one_line(error)}") from error
     return [result] if isinstance(result, ir.Value) else result

@@ -8,6 +8,7 @@ checkpoint; and the evaluation model is what the eval model computes ahead of th
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse import model_io, optimizers
-from gradfuse.errors import ModelError
+from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
@@ -63,12 +64,16 @@ def to_stock(
         model are the additional outputs of the eval model, or where it has none, what the loss was put on.
 
     Raises:
-        ModelError: a file is missing or cannot be read, the checkpoint is of another model, or an operator of
-            onnxruntime-training has no replacement; it is named. The text is one line.
+        ArgumentError: a path is none.
+        ModelError: a file is missing or cannot be read, the checkpoint or the eval model is of another model, or an
+            operator of onnxruntime-training has no replacement; it is named. The text is one line.
     """
     from gradfuse.fusion import fuse as fuse_model
     from gradfuse.ort_training import checkpoint as checkpoints
 
+    for name, path in (("artifacts_dir", artifacts_dir), ("checkpoint", checkpoint)):
+        if not isinstance(path, str | os.PathLike) and not (name == "checkpoint" and path is None):
+            raise ArgumentError(f"to_stock: {name} is {type(path).__name__}; expected a path")
     files = _Files.of(artifacts_dir, checkpoint)
     saved = checkpoints.load(files.checkpoint)
     values = saved.trainable | saved.frozen
@@ -76,13 +81,13 @@ def to_stock(
     graph = model.graph
 
     gradients = _without_accumulation(graph, files.training)
-    buffers = _running_statistics(graph)
-    _require_fitting(graph, gradients, files, saved)
+    buffers = _running_statistics(graph, files.training)
+    _require_fitting(graph, gradients, buffers, files, saved)
     parameters = {name: saved.trainable[name] for name in gradients}
     constants = {name: array for name, array in saved.frozen.items() if name not in buffers}
     batch = {str(value.name): _is_target(value) for value in graph.inputs if value.name not in values}
     targets = tuple(name for name, is_target in batch.items() if is_target)
-    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved, tuple(parameters))
+    optimizer = None if files.optimizer is None else _optimizer(files.optimizer, saved, parameters)
 
     _embed(graph, constants)
     _set_interface(graph, [*parameters, *buffers, *batch], gradients, buffers, files.training, optimizer)
@@ -95,7 +100,10 @@ def to_stock(
     _add_in_order(model)
     if optimizer is not None:
         optimizers.append(model, optimizer, batch)
-    evaluation_model = None if files.eval is None else _evaluation_model(files.eval, constants, {*values, *targets})
+    evaluation_model = None
+    if files.eval is not None:
+        evaluation_model = _evaluation_model(files.eval, constants, {*values, *targets})
+        _require_same_inputs(evaluation_model.graph, graph, files)
     return TrainingStep(
         ir.to_proto(model),
         parameters,
@@ -147,11 +155,12 @@ class _Files:
 
         def optional(name: str) -> str | None:
             path = folder / (prefix + name)
-            return str(path) if path.is_file() else None
+            # Whatever is there is read, also to say that it is no file.
+            return str(path) if os.path.lexists(path) else None
 
         return cls(
             str(found[0]),
-            os.fspath(checkpoint or folder / f"{prefix}checkpoint"),
+            os.fspath(folder / f"{prefix}checkpoint" if checkpoint is None else checkpoint),
             optional("optimizer_model.onnx"),
             optional("eval_model.onnx"),
         )
@@ -186,82 +195,165 @@ def _add_in_order(model: ir.Model) -> None:
     replace_scatter_nd(model)
 
 
-def _require_fitting(graph: ir.Graph, gradients: Mapping[str, ir.Value], files: _Files, saved: Checkpoint) -> None:
+def _require_fitting(
+    graph: ir.Graph, gradients: Collection[str], buffers: Collection[str], files: _Files, saved: Checkpoint
+) -> None:
     """Refuse a checkpoint of another model."""
     where = f"{files.checkpoint}: does not fit {files.training}"
-    for name in {**gradients, **saved.trainable}:
-        if name not in gradients or name not in saved.trainable:
-            raise ModelError(f"{where}: only one has the parameter {name!r}")
     values = saved.trainable | saved.frozen
-    for value in graph.inputs:
-        array = values.get(str(value.name))
-        if array is not None and value.shape is not None and value.shape != array.shape:
-            raise ModelError(f"{where}: {value.name!r} has shape {array.shape}; expected {value.shape}")
+    inputs = {str(value.name): value for value in graph.inputs}
+    for name in {**dict.fromkeys(gradients), **saved.trainable}:
+        if name not in gradients or name not in saved.trainable or name not in inputs:
+            raise ModelError(f"{where}: only one has the parameter {name!r}")
+    for name in buffers:
+        if name not in values:
+            raise ModelError(f"{where}: only one has the parameter {name!r}")
+    for name, value in inputs.items():
+        array = values.get(name)
+        if array is None:
+            continue
+        if value.dtype is None or value.shape is None:
+            raise ModelError(f"{files.training}: the input {name!r} has no type or no shape; expected both")
+        if value.shape != array.shape:
+            raise ModelError(f"{where}: {name!r} has shape {array.shape}; expected {value.shape}")
+        if value.dtype != ir.DataType.from_numpy(array.dtype):
+            raise ModelError(f"{where}: {name!r} is {ir.DataType.from_numpy(array.dtype)}; expected {value.dtype}")
 
 
-def _optimizer(path: str, saved: Checkpoint, parameters: tuple[str, ...]) -> optimizers.Optimizer:
+def _require_same_inputs(evaluation: ir.Graph, training: ir.Graph, files: _Files) -> None:
+    """Refuse an eval model of another model."""
+    known = {str(value.name): value for value in training.inputs}
+    where = f"{files.eval}: does not fit {files.training}"
+    for value in evaluation.inputs:
+        other = known.get(str(value.name))
+        if other is None:
+            raise ModelError(f"{where}: only one has the input {value.name!r}")
+        if value.dtype != other.dtype:
+            raise ModelError(f"{where}: {value.name!r} is {value.dtype}; expected {other.dtype}")
+        if value.shape is None or other.shape is None:
+            continue
+        sizes = zip(value.shape, other.shape, strict=False)
+        if len(value.shape) != len(other.shape) or any(
+            isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes
+        ):
+            raise ModelError(f"{where}: {value.name!r} has shape {value.shape}; expected {other.shape}")
+
+
+def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.Optimizer:
     """Describe the optimizer of an optimizer model, from the checkpoint's state on."""
-    max_grad_norm = algorithm = None
+    max_grad_norm = None
+    algorithms = []
     options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
     for node in model_io.load(path).ir.graph:
-        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        match node.op_type, attributes:
-            case "InplaceClipGradNorm", {"max_norm": max_norm}:
-                max_grad_norm = float(max_norm)
-            case "SGDOptimizerV2", _:
-                algorithm = "SGD"
+        match node.op_type:
+            case "InplaceClipGradNorm":
+                max_grad_norm = _number(node, "max_norm", path)
+            case "SGDOptimizerV2":
+                algorithms.append("SGD")
                 options |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-            case "AdamWOptimizer", {"alpha": beta1, "beta": beta2, "epsilon": eps, "weight_decay": decay, **rest}:
-                match rest:
-                    case {"adam_mode": 0, "correct_bias": 1}:
-                        algorithm = "Adam"
+            case "AdamWOptimizer":
+                options["betas"] = tuple(_number(node, name, path, below=1.0) for name in ("alpha", "beta"))
+                options["eps"], options["weight_decay"] = (
+                    _number(node, name, path) for name in ("epsilon", "weight_decay")
+                )
+                match [_number(node, name, path) for name in ("adam_mode", "correct_bias")]:
+                    case [0, 1]:
+                        algorithms.append("Adam")
                         options |= {"decoupled_weight_decay": True, "amsgrad": False}
-                    case {"adam_mode": 1, "correct_bias": correct_bias}:
-                        algorithm = "TransformersAdamW"
-                        options |= {"correct_bias": bool(correct_bias)}
-                options |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+                    case [1, (0 | 1) as correct_bias]:
+                        algorithms.append("TransformersAdamW")
+                        options["correct_bias"] = bool(correct_bias)
+                    case modes:
+                        raise ModelError(
+                            f"{path}: AdamWOptimizer has adam_mode and correct_bias {modes}; "
+                            "expected 0 and 1, or 1 and either"
+                        )
             case _:
                 raise ModelError(f"{path}: has the operator {node.op_type}; expected onnxblock's AdamW or SGD")
-    if algorithm is None:
-        raise ModelError(f"{path}: has no optimizer that is known; expected onnxblock's AdamW or SGD")
+    if len(algorithms) != 1:
+        found = " and ".join(algorithms) or "no optimizer that is known"
+        raise ModelError(f"{path}: has {found}; expected one AdamW or SGD of onnxblock")
     options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
-    state = {
-        f"{parameter}.{_STATES[name]}": array
-        for parameter, states in saved.momentums.items()
-        for name, array in states.items()
-        if name in _STATES
-    }
-    group = optimizers.ParameterGroup(parameters, options)
-    return optimizers.Optimizer(algorithm, (group,), dict.fromkeys(parameters, saved.steps), state, max_grad_norm)
+    group = optimizers.ParameterGroup(tuple(parameters), options)
+    steps = dict.fromkeys(parameters, saved.steps)
+    optimizer = optimizers.Optimizer(algorithms[0], (group,), steps, {}, max_grad_norm)
+    return dataclasses.replace(optimizer, state=_state(saved, optimizer, parameters, path))
+
+
+def _number(node: ir.Node, name: str, path: str, below: float = math.inf) -> float:
+    """Return an attribute that is a finite number from 0 on."""
+    attribute = node.attributes.get(name)
+    value = None if attribute is None else attribute.value
+    if not isinstance(value, int | float) or not 0 <= value < below:
+        limit = "" if below == math.inf else f", and below {below:g}"
+        raise ModelError(f"{path}: {node.op_type} has {name} {value}; expected a finite number from 0 on{limit}")
+    return value
+
+
+def _state(saved: Checkpoint, optimizer: optimizers.Optimizer, parameters: Arrays, path: str) -> Arrays:
+    """Return the checkpoint's state of an optimizer under torch's names: that of all parameters, or of none."""
+    state: Arrays = {}
+    where = "the checkpoint's state of the optimizer"
+    for parameter, states in saved.momentums.items():
+        for name, array in states.items():
+            known = parameters.get(parameter)
+            if known is None:
+                raise ModelError(f"{path}: {where} has the parameter {parameter!r}; expected those of the model")
+            if array.shape != known.shape or array.dtype != known.dtype:
+                got, wanted = (f"{value.dtype} of shape {value.shape}" for value in (array, known))
+                raise ModelError(f"{path}: {where} has {name} of {parameter!r} as {got}; expected {wanted}")
+            if name in _STATES:
+                state[f"{parameter}.{_STATES[name]}"] = array
+    wanted_names = [f"{name}.{kind}" for name, kinds in optimizer.state_names().items() for kind in kinds]
+    missing = [name for name in wanted_names if name not in state]
+    if state and missing:
+        raise ModelError(f"{path}: {where} lacks {missing[0]!r}; expected that of all parameters")
+    return state
 
 
 def _without_accumulation(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
     """Take the nodes out that add gradients to buffers; return parameter -> gradient."""
-    gradients = {}
+    gradients: dict[str, ir.Value] = {}
     for node in [node for node in graph if (node.domain, node.op_type) == (DOMAIN, _ACCUMULATOR)]:
-        buffer, gradient, reset = node.inputs
-        assert buffer is not None and gradient is not None and reset is not None
-        gradients[str(buffer.name).removesuffix(_BUFFER_SUFFIX)] = gradient
+        match [value for value in node.inputs if value is not None], node.outputs:
+            case [buffer, gradient, reset], [output, *rest] if (
+                all(value.is_graph_input() and value in graph.inputs for value in (buffer, reset))
+                and gradient.producer() is not None
+                and gradient not in gradients.values()
+                and len(buffer.uses()) == 1
+                and graph.outputs.count(output) == 1
+                and not any(value.uses() for value in node.outputs)
+                and not any(value.is_graph_output() for value in rest)
+            ):
+                gradients[str(buffer.name).removesuffix(_BUFFER_SUFFIX)] = gradient
+            case _:
+                wanted = "a buffer, a gradient and a signal that nothing else has, and to give an output of the model"
+                raise ModelError(f"{path}: {_ACCUMULATOR} ({node.name}) takes or gives other values; expected {wanted}")
         graph.outputs.remove(node.outputs[0])
         graph.remove(node, safe=True)
         graph.inputs.remove(buffer)
         if not reset.uses():
             graph.inputs.remove(reset)
-    if not gradients:
-        raise ModelError(f"{path}: has no gradient accumulators; expected a model that generate_artifacts wrote")
+    if not gradients or not graph.outputs:
+        what = "outputs beside them" if gradients else "gradient accumulators"
+        raise ModelError(f"{path}: has no {what}; expected a model that generate_artifacts wrote")
     return gradients
 
 
-def _running_statistics(graph: ir.Graph) -> dict[str, ir.Value]:
+def _running_statistics(graph: ir.Graph, path: str) -> dict[str, ir.Value]:
     """Return the running means and variances, which the training build writes in place -> what they become."""
-    return {
-        str(old.name): new
-        for node in graph
-        if (node.domain, node.op_type) == (DOMAIN, "BatchNormInternal")
-        for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=True)
-        # Those that were not declared as frozen parameters are constants, and stay what they are.
-        if old is not None and old.is_graph_input()
-    }
+    found = {}
+    for node in graph:
+        if (node.domain, node.op_type) != (DOMAIN, "BatchNormInternal"):
+            continue
+        if len(node.inputs) != 5 or len(node.outputs) != 5:
+            counts = f"{len(node.inputs)} inputs and {len(node.outputs)} outputs"
+            raise ModelError(f"{path}: BatchNormInternal ({node.name}) has {counts}; expected 5 and 5")
+        for old, new in zip(node.inputs[3:], node.outputs[1:3], strict=True):
+            # Those that were not declared as frozen parameters are constants, and stay what they are.
+            if old is not None and old.is_graph_input():
+                found[str(old.name)] = new
+    return found
 
 
 def _is_target(value: ir.Value) -> bool:

@@ -119,8 +119,19 @@ class Kernel:
         return results if len(results) > 1 else results[0]
 
     def _complete(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """All arguments: the dispatcher leaves out those at the end that have their default values."""
-        return (*given, *self._defaults[len(given) :])
+        """All arguments: the dispatcher leaves out those at the end that have their default values.
+
+        Tensors are there where they must be, and on one device: the dispatcher asks for neither, and would have results
+        for fake tensors, which nothing writes to, be those of real ones beside them.
+        """
+        args = (*given, *self._defaults[len(given) :])
+        for input, is_array, value in zip(self._operator.inputs, self._is_array, args, strict=False):
+            if value is None:
+                if not input.optional:
+                    raise self._error(input.name, "None", "a tensor")
+            elif not is_array and value.device != args[0].device:
+                raise self._error(input.name, f"on {value.device}", f"{args[0].device}, as {self._names[0]}")
+        return args
 
     def _run(self, args: tuple[Any, ...], device: torch.device, stream: int | None) -> tuple[Tensor, ...]:
         if device.type != _device_type():
@@ -129,7 +140,7 @@ class Kernel:
         library = _library()
         first_phase, second_phase = self._phases
         count = len(self._is_array)
-        attributes = [value.encode() if isinstance(value, str) else value for value in args[count:]]
+        attributes = [self._attribute(*pair) for pair in zip(self._names[count:], args[count:], strict=True)]
         tensors: list[int] = []
         arrays: list[int] = []
         inputs: list[int | None] = []
@@ -142,11 +153,11 @@ class Kernel:
                     arrays.append(self._create_int_array(name, value))
                     inputs.append(arrays[-1])
                 else:
-                    tensors.append(self._create_tensor(name, value, device))
+                    tensors.append(self._create_tensor(name, value))
                     inputs.append(tensors[-1])
             outputs = self._torch_op.outputs(*args)
-            results = [self._create_tensor("output", output, device) for output in outputs]
-            tensors += results
+            tensors += (self._create_tensor("output", output) for output in outputs)
+            results = tensors[len(tensors) - len(outputs) :]
             code = first_phase(*inputs, *attributes, *results, ctypes.byref(size), ctypes.byref(executor))
             self._expect_success(code)
         finally:
@@ -170,10 +181,15 @@ class Kernel:
         second.argtypes = [pointer, ctypes.c_uint64, pointer, pointer]
         return first, second
 
-    def _create_tensor(self, name: str, tensor: Tensor, device: torch.device) -> int:
+    def _attribute(self, name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if "\0" in value:
+            raise self._error(name, repr(value), "text without null characters")
+        return value.encode()
+
+    def _create_tensor(self, name: str, tensor: Tensor) -> int:
         """An aclTensor over the memory of a tensor; the caller destroys it."""
-        if tensor.device != device:
-            raise self._error(name, f"on {tensor.device}", f"{device}, as {self._names[0]}")
         if tensor.dtype not in _DTYPES:
             raise self._error(name, _show(tensor), f"one of {', '.join(map(_type_name, _DTYPES))}")
         shape, strides, extent = _layout(tensor.shape, tensor.stride())

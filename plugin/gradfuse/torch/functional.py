@@ -48,11 +48,11 @@ def ctc_loss(
         # The roundings of a 16-bit log_alpha would add up in the gradient, step by step.
         log_probs = log_probs.float()
     batched = log_probs.dim() != 2
-    lengths = torch.as_tensor(target_lengths, dtype=torch.int64).reshape(-1)
+    lengths = _lengths("target_lengths", target_lengths)
     losses: Tensor = torch.ops.aclnn.ctc_loss(
         log_probs if batched else log_probs.unsqueeze(1),
         targets,
-        torch.as_tensor(input_lengths, dtype=torch.int64).reshape(-1),
+        _lengths("input_lengths", input_lengths),
         lengths,
         blank,
         zero_infinity,
@@ -78,7 +78,8 @@ def cross_entropy(
 
     Where PyTorch's backward pass writes, and reads again, the gradient of the log-softmax, which is as large as the
     logits, `torch.ops.aclnn.cross_entropy_loss_grad` reads the log-softmax and writes the gradient of the logits. What
-    it does not take is left to PyTorch: float64, logits of other ranks, and targets of other types.
+    it does not take is left to PyTorch: float64, logits of other ranks, targets of other types, and values of
+    label_smoothing that neither takes.
 
     Args:
         input: logits, (N, C).
@@ -94,7 +95,8 @@ def cross_entropy(
     Raises:
         RuntimeError, IndexError, ValueError: those of PyTorch.
     """
-    if input.dim() != 2 or input.dtype == torch.float64 or target.dtype != torch.int64:
+    is_taken = input.dim() == 2 and input.dtype != torch.float64 and target.dtype == torch.int64
+    if not is_taken or not 0 <= label_smoothing <= 1:
         return F.cross_entropy(
             input,
             target,
@@ -156,7 +158,7 @@ def grouped_bias_add(input: Tensor, bias: Tensor, offs: Tensor | None = None) ->
         The sum, in the shape of `input`.
 
     Raises:
-        ArgumentError: the shapes do not fit each other.
+        ArgumentError: the shapes do not fit each other, or offs are no integers.
     """
     groups = input.shape[:1] if offs is None else offs.shape
     rank = 3 if offs is None else 2
@@ -164,12 +166,22 @@ def grouped_bias_add(input: Tensor, bias: Tensor, offs: Tensor | None = None) ->
         wanted = "(G, C, H) and (G, H)" if offs is None else "(R, H) and (G, H) for offs of shape (G)"
         found = f"{_show(input)} and {_show(bias)}"
         raise ArgumentError(f"grouped_bias_add: shape of input and bias is {found}; expected {wanted}")
+    if offs is not None and offs.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"grouped_bias_add: offs is {_type_of(offs)}; expected int32 or int64")
     if offs is not None and len(offs) > _MAX_GROUPS:
         raise ArgumentError(f"grouped_bias_add: offs is of {len(offs)} groups; expected at most {_MAX_GROUPS}")
     if torch.float64 in (input.dtype, bias.dtype):
         return _add_bias(input, bias, offs)
     result: Tensor = _GroupedBiasAdd.apply(input, bias, offs)  # type: ignore[no-untyped-call]
     return result
+
+
+def _lengths(name: str, given: Tensor | Sequence[int] | int) -> Tensor:
+    lengths = torch.as_tensor(given)
+    is_integral = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+    if lengths.numel() > 0 and not is_integral:
+        raise ArgumentError(f"ctc_loss: {name} is {_type_of(lengths)}; expected integers")
+    return lengths.to(torch.int64).reshape(-1)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -262,6 +274,10 @@ class _GroupedBiasAdd(torch.autograd.Function):
         (offs,) = ctx.saved_tensors
         grad_bias = torch.ops.aclnn.grouped_bias_add_grad(grad_output, offs) if ctx.needs_input_grad[1] else None
         return grad_output if ctx.needs_input_grad[0] else None, grad_bias, None
+
+
+def _type_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _show(tensor: Tensor) -> str:

@@ -101,7 +101,8 @@ aclError aclrtMemcpy(void* dst, size_t destMax, const void* src, size_t count, a
 aclTensor* aclCreateTensor(const int64_t* viewDims, uint64_t viewDimsNum, aclDataType dataType, const int64_t* stride,
                            int64_t offset, aclFormat format, const int64_t* storageDims, uint64_t storageDimsNum,
                            void* tensorData);
-/* Whatever was planned with the tensor can still run. */
+/* Whatever was planned with the tensor can still run. A tensor that was destroyed before is refused; NULL is none to
+ * destroy. The same holds for arrays. */
 aclnnStatus aclDestroyTensor(const aclTensor* tensor);
 
 /* A copy of the values. NULL where the arguments describe no array. */
