@@ -238,7 +238,7 @@ def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
     try:
         metadata = model_io.read_metadata(path)
         stored = json.loads(metadata.get(METADATA_KEY, "{}"))
-    except (ModelError, ValueError):
+    except (ModelError, ValueError, RecursionError):
         return None
     name = stored.get("evaluation_model") if isinstance(stored, dict) else None
     return name if isinstance(name, str) else None
