@@ -56,9 +56,14 @@ def check_calls(model: ir.Model, source: str) -> None:
     for node in model.graph.all_nodes():
         for attribute in node.attributes.values():
             if attribute.is_ref():
-                where = f"{node.op_type} (node {node.name or node.outputs[0].name!r})"
+                name = node.name or ", ".join(str(value.name) for value in node.outputs)
+                where = f"{node.op_type} (node {name!r})"
                 reference = f"a reference to attribute {attribute.ref_attr_name!r} of a function"
                 raise ModelError(f"{source}: {where}: {attribute.name} is {reference}; expected a value")
+    for domain, name, _ in model.functions:
+        if not domain:
+            # onnx_ir writes no empty domain, which onnx's checker asks for.
+            raise ModelError(f"{source}: function {name!r} has the default domain; expected one of its own")
     own, written = inlined_nodes(model, source)
     most = max(MOST_INLINED, MOST_INLINED_SHARE * written)
     if own > most:

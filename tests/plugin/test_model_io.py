@@ -382,6 +382,14 @@ def test_external_data_in_the_folder_is_taken(location: str, place: str, folder:
         np.testing.assert_array_equal(found.numpy().ravel(), np.arange(20, dtype=np.float32))
 
 
+def test_functions_of_the_default_domain_are_refused() -> None:
+    model = with_tensor(helper.make_tensor("w", 1, [4, 5], [0.0] * 20), "constant in a function")
+    model.functions[0].domain = model.graph.node[0].domain = ""
+    model.graph.node[0].op_type = model.functions[0].name = "Twice"
+    with pytest.raises(ModelError, match="Twice"):
+        model_io.load(model)
+
+
 WRONG_SIZES: dict[str, onnx.TensorProto] = {
     "raw data too long": onnx.TensorProto(name="w", data_type=1, dims=[4, 5], raw_data=bytes(84)),
     "raw data too short": onnx.TensorProto(name="w", data_type=1, dims=[4, 5], raw_data=bytes(76)),
