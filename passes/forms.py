@@ -107,6 +107,18 @@ def _repeated(array: Array) -> Array | None:
     return np.broadcast_to(first, array.shape)
 
 
+@dataclass
+class _Relative:
+    """What was read last with some values taken as opaque, as neighbours are mostly asked for one after another."""
+
+    sources: tuple[ir.Value, ...]
+    opaque: tuple[Form, ...]
+    forms: Forms
+    changed: set[ir.Value]
+    """The values that depend on the sources."""
+    read: set[ir.Node]
+
+
 def _epsilon(dtype: np.dtype[Any]) -> float:
     """The distance of 1 to the next number of a type."""
     return float(_finfo(dtype).eps)
@@ -134,6 +146,7 @@ class Forms:
         self._met: dict[str, Poly] | None = {}
         self._reads_live = False
         self._names: dict[object, str] = {}
+        self._relative: _Relative | None = None
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self._ranges: dict[object, tuple[float, float]] = {}
         self.opaque: set[ir.Value] = set()
@@ -180,16 +193,21 @@ class Forms:
 
     def set(self, value: ir.Value, form: Form) -> None:
         """Says what a value that is new to the graph computes."""
+        self._relative = None
         self._forms[value] = form
 
     def place(self, nodes: Iterable[ir.Node], anchor: ir.Node) -> None:
         """Says that new nodes stand, in order, right before another."""
+        self._relative = None
         *same, last = self._order[anchor]
         for k, node in enumerate(nodes):
             self._order[node] = (*same, last - 1, k)
 
     def relative(self, root: ir.Value, *sources: ir.Value) -> tuple[Form, ...]:
         """The forms of a value and of others that it is computed from, with the latter taken as opaque."""
+        if self._relative is None or self._relative.sources != sources:
+            self._relative = self._opaque_sources(sources)
+        known = self._relative
         above = [node for source in sources if (node := source.producer()) is not None]
         first = min(self._order.get(node, ()) for node in above) if len(above) == len(sources) else ()
         cone: set[ir.Node] = set()
@@ -199,24 +217,29 @@ class Forms:
             # What comes before the sources, or is of an outer graph, is not computed from them.
             if node is None or node in cone or (order := self._order.get(node)) is None or order < first:
                 continue
+            if node in known.read:
+                continue
             cone.add(node)
             for value in node.inputs:
                 if value is not None and value not in seen:
                     seen.add(value)
                     todo.append(value)
+        for node in sorted(cone, key=self._order.__getitem__):
+            if any(v in known.changed for v in node.inputs):
+                known.forms._read(node)
+                known.changed.update(node.outputs)
+            known.read.add(node)
+        return known.forms.form(root), *known.opaque
+
+    def _opaque_sources(self, sources: tuple[ir.Value, ...]) -> _Relative:
         forms = [self.form(source) for source in sources]
-        opaque = [
+        opaque = tuple(
             self._named(("source", own), self._simple_groups(own), source)
             for own, source in zip(forms, sources, strict=True)
-        ]
+        )
         part = copy.copy(self)
         part._forms = ChainMap(dict(zip(sources, opaque, strict=True)), self._forms)
-        changed = set(sources)
-        for node in sorted(cone, key=self._order.__getitem__):
-            if any(v in changed for v in node.inputs):
-                part._read(node)
-                changed.update(node.outputs)
-        return part.form(root), *opaque
+        return _Relative(sources, opaque, part, set(sources), set())
 
     def _leaf(self, value: ir.Value) -> Form | None:
         array = self.constant(value)
@@ -240,6 +263,8 @@ class Forms:
         node = value.producer()
         if tensor is None and node is not None and node.op_type == "Constant" and node.domain == "":
             for name, attr in node.attributes.items():
+                if attr.is_ref():
+                    return None  # What a function is called with, its body does not know.
                 if name in ("value_float", "value_floats"):
                     return np.asarray(attr.value, np.float32)
                 if name in ("value_int", "value_ints"):
@@ -436,7 +461,7 @@ class Forms:
         if known is None:
             try:
                 known = self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
-            except (SyntaxError, ValueError, TooComplex, RecursionError, MemoryError):
+            except (SyntaxError, ValueError, ArithmeticError, TooComplex, RecursionError, MemoryError):
                 # The last two are what Python makes of an expression that is nested too deeply.
                 known = self._size_of_name(text)
             self._sizes[text] = known
@@ -706,7 +731,8 @@ class Forms:
         Where an equal node was read before, on other tensors, these are its forms with the tensors renamed.
         """
         reader = _READERS.get((node.domain, node.op_type))
-        if reader is None:
+        # What a function is called with, its body does not know.
+        if reader is None or any(attr.is_ref() for attr in node.attributes.values()):
             return [None] * len(node.outputs)
         alike = self._alike(node)
         if alike is not None and (example := self._examples.get(alike[0])) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -62,6 +63,10 @@ class FuseGroupedBiasAddGradPass(FusePass):
     operator = "GroupedBiasAddGrad"
     linear = False  # It would be; but the sums are read relative to a tensor that has the factor already.
 
+    _site: Site | None = None
+    # Roots come from the end of the graph, so that what is ahead of them has not been replaced.
+    _behind: dict[ir.Value, _Behind]
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
@@ -69,7 +74,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
             return None  # It was tried as what it goes on as.
         miss: Mismatch | None = None
-        for source in _sources(site, root):
+        for source in self._sources_of(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
@@ -82,6 +87,11 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if miss is not None:
             raise miss
         return None
+
+    def _sources_of(self, site: Site, root: ir.Value) -> list[ir.Value]:
+        if site is not self._site:
+            self._site, self._behind = site, {}
+        return _sources(site, root, self._behind)
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
@@ -430,33 +440,38 @@ def _sums_nothing(site: Site, node: ir.Node) -> bool:
     return before is not None and after is not None and before.sizes == after.sizes
 
 
-def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
-    """Tensors whose sums the root may be made of."""
-    sources: dict[ir.Value, None] = {}
-    todo, seen, top = [root], {root}, root.producer()
+@dataclass(frozen=True)
+class _Behind:
+    """What the sums are made of that a value carries: the first two of the tensors, and what ends the way to more."""
+
+    sources: tuple[ir.Value, ...] = ()
+    end: Literal["", "other", "product"] = ""
+
+
+def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> list[ir.Value]:
+    """Tensors whose sums the root may be made of; `behind` has what is known of values ahead of it."""
+    top = root.producer()
+    if top is not None and top.op_type in _PRODUCTS and not top.domain:
+        return [] if _is_opaque(site, root) else _factors(site, top)
     summed = top is not None and top.op_type == "ReduceSum"
+    sources: dict[ir.Value, None] = {}
+    if top is not None and summed and not _sums_nothing(site, top):
+        sources.update(dict.fromkeys(_factors(site, top)))
+    todo, seen = [root], {root}
     while todo and len(seen) <= 4 * MAX_GROUPS and (summed or len(sources) <= 1):
-        node = todo.pop().producer()
-        if node is not None and node.op_type in _PRODUCTS and not node.domain:
-            return _factors(site, node) if node is top and not _is_opaque(site, root) else []
-        if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
-            break
-        sums = node.op_type == "ReduceSum" and not _sums_nothing(site, node)
-        if sums or node.op_type in _CUTS - {"Cast"}:
-            source = _first_input(node)
-            if sums:
-                sources.update(dict.fromkeys(_factors(site, node) if node is top else ()))
-            while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
-                source = _first_input(above)
-            if source is not None:
-                sources[source] = None
+        value = todo.pop()
+        known = _what_is_behind(site, value, behind)
+        if known.end == "product":
+            return []
+        if len(known.sources) > 1 and summed:
+            # There may be more of them.
+            new = [v for v in _carried(site, value) or () if v not in seen]
+            seen.update(new)
+            todo += new
             continue
-        # The operands that carry sums: no indices, shapes and conditions.
-        first, last = _CARRIERS.get(node.op_type, (0, 1))
-        for v in node.inputs[first:last]:
-            if v is not None and v not in seen and v.const_value is None:
-                seen.add(v)
-                todo.append(v)
+        sources.update(dict.fromkeys(known.sources))
+        if known.end:
+            break
     scatters = top is not None and top.op_type in _SCATTERS and len(top.inputs) > 2
     updates = top.inputs[2] if top is not None and scatters else None
     # Rows that are left out of a scatter, as those of no group are, are picked from all of them.
@@ -464,6 +479,58 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     picked = _first_input(picks) if picks is not None and picks.op_type == "Gather" else None
     clear = summed or len(sources) == 1
     return [*(v for v in (picked, updates) if v is not None), *(sources if clear else ())]
+
+
+def _what_is_behind(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> _Behind:
+    """What a value carries; it is kept, so that each value is looked at once."""
+    todo = [root]
+    while todo:
+        value = todo[-1]
+        operands = [] if value in behind else _carried(site, value)
+        unknown = [] if operands is None else [v for v in operands if v not in behind]
+        if unknown:
+            todo += unknown
+            continue
+        todo.pop()
+        if value not in behind:
+            behind[value] = _joined(site, value, None if operands is None else [behind[v] for v in operands])
+    return behind[root]
+
+
+def _joined(site: Site, value: ir.Value, operands: list[_Behind] | None) -> _Behind:
+    node = value.producer()
+    if node is not None and node.op_type in _PRODUCTS and not node.domain:
+        return _Behind(end="product")
+    if operands is None:
+        return _Behind(end="other")
+    sources: dict[ir.Value, None] = {}
+    if node is not None and _is_end(site, node):
+        source = _first_input(node)
+        while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
+            source = _first_input(above)
+        return _Behind(() if source is None else (source,))
+    # The last first, as far as the first end or the second tensor.
+    for operand in reversed(operands):
+        sources.update(dict.fromkeys(operand.sources))
+        if len(sources) > 1 or operand.end:
+            return _Behind(tuple(sources)[:2], operand.end if len(sources) < 2 else "")
+    return _Behind(tuple(sources))
+
+
+def _is_end(site: Site, node: ir.Node) -> bool:
+    """Whether what a node takes is one of the tensors that sums are made of."""
+    return node.op_type in _CUTS - {"Cast"} or (node.op_type == "ReduceSum" and not _sums_nothing(site, node))
+
+
+def _carried(site: Site, value: ir.Value) -> list[ir.Value] | None:
+    """The operands of its node that carry sums: no indices, shapes and conditions. None where it carries none."""
+    node = value.producer()
+    if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
+        return None
+    if (node.op_type in _PRODUCTS and not node.domain) or _is_end(site, node):
+        return []
+    first, last = _CARRIERS.get(node.op_type, (0, 1))
+    return list(dict.fromkeys(v for v in node.inputs[first:last] if v is not None and v.const_value is None))
 
 
 def _factors(site: Site, node: ir.Node) -> list[ir.Value]:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from gradfuse import model_io, scatters
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.execution import FLOATS, Arrays, Session, float_types, widened
-from gradfuse.inputs import random_inputs
+from gradfuse.inputs import Analyses, random_inputs
 from gradfuse.testing import peer_error
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ class _Pair:
 
     def __init__(self, first: LoadedModel, second: LoadedModel, seed: int) -> None:
         self._seed = seed
+        self._source = first.source
         self._symbolic = any(value.shape is not None and not value.shape.is_static() for value in _inputs(first.ir))
         self.notes: list[str] = []
         if any(scatters.reduces_by_scatter_nd(model) for model in (first.ir, second.ir)):
@@ -191,6 +192,7 @@ class _Pair:
 
     def _open(self, first: ir.Model, second: ir.Model, first_source: str, second_source: str) -> None:
         self._model = first
+        self._analyses: Analyses = {}
         self._first = Session(first, first_source)
         self._second = Session(second, second_source)
         # Some kernels are only found missing when they are to run.
@@ -211,7 +213,10 @@ class _Pair:
         reasons: list[ModelError] = []
         for attempt in range(_ATTEMPTS if self._symbolic else 1):
             rng = np.random.default_rng([self._seed, run, attempt])
-            feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1)
+            try:
+                feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1, known=self._analyses)
+            except ModelError as error:
+                raise ModelError(f"{self._source}: {error}") from error
             try:
                 expected = self._first.run(feeds)
             except ModelError as error:

@@ -1,19 +1,24 @@
 """The command `gradfuse`.
 
-Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed. Results go to standard
-output, errors to standard error in one line. An output file is written whole or not at all.
+Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed; 4 a bug in gradfuse,
+which `-v` shows the traceback of. Results go to standard output, errors to standard error in one line. An output file
+is written whole or not at all, and never in the place of a file of the input, a folder, a pipe or a device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import io
 import json
+import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import click
 from rich.console import Console
@@ -21,8 +26,8 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from gradfuse import __version__
-from gradfuse.errors import CheckError, GradfuseError, ModelError
+from gradfuse import __version__, files
+from gradfuse.errors import CheckError, GradfuseError
 
 if TYPE_CHECKING:
     import onnx.defs
@@ -33,19 +38,40 @@ if TYPE_CHECKING:
 
 EXIT_BAD_INPUT = 2
 EXIT_CHECK_FAILED = 3
+EXIT_BUG = 4
 
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 _SHOW_PROGRESS_AFTER_SECONDS = 1.0
+
+
+@dataclasses.dataclass
+class _State:
+    """What holds for a run of the command line."""
+
+    verbose: bool = False
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process with its code."""
-    sys.exit(run(arguments))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names and paths may hold what the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
+    code = run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = _broken_output(error)
+    sys.exit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    state = _State()
+    # What libraries say to whoever uses them is no line of ours; without a handler it would be printed.
+    logging.getLogger("onnx_ir").addHandler(logging.NullHandler())
     try:
-        result = commands.main(arguments, prog_name="gradfuse", standalone_mode=False)
+        result = commands.main(arguments, prog_name="gradfuse", standalone_mode=False, obj=state)
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -58,6 +84,43 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail(str(error), EXIT_CHECK_FAILED)
     except GradfuseError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}" if str(error) else "out of memory", EXIT_BAD_INPUT)
+    except Exception as error:
+        if _is_of_output(error):
+            return _broken_output(error)
+        # Whatever else is raised, nobody thought of.
+        if state.verbose:
+            traceback.print_exc()
+        what = f"{type(error).__name__}: {error}"
+        hint = "" if state.verbose else "; -v shows where"
+        return _fail(f"a bug in gradfuse, please report it with the model: {what[:400]}{hint}", EXIT_BUG)
+
+
+def _is_of_output(error: Exception) -> TypeGuard[OSError]:
+    """Whether it is of writing to standard output, as when the reader of a pipe has gone or the disk is full."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_ERRORS
+
+
+def _broken_output(error: OSError) -> int:
+    # What is left in the buffer cannot be written when the process ends either.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        return EXIT_BAD_INPUT  # Its reader has seen enough.
+    return _fail(f"cannot write to standard output: {error.strerror}", EXIT_BAD_INPUT)
+
+
+def _note_verbose(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    if context.obj is not None:
+        context.obj.verbose = value
+    return value
+
+
+_verbose = click.option(
+    "-v", "--verbose", is_flag=True, expose_value=False, callback=_note_verbose, help="Show the traceback of a bug."
+)
+_force = click.option("--force", is_flag=True, help="Overwrite an OUT.onnx.data that is not OUT.onnx's own.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,7 +147,14 @@ def commands() -> None:
 @click.option("--no-bodies", is_flag=True, help="Leave out the function bodies: OUT then needs gradfuse's library.")
 @click.option("--report", "report_path", metavar="R.json", help="Write what was done as JSON.")
 @click.option("--in-place", is_flag=True, help="Overwrite IN.onnx.")
-@click.option("-v", "--verbose", is_flag=True, help="List the nodes that each fused node replaces.")
+@_force
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    callback=_note_verbose,
+    help="List the nodes that each fused node replaces, and show the traceback of a bug.",
+)
 def fuse(
     source: str,
     target: str | None,
@@ -95,6 +165,7 @@ def fuse(
     no_bodies: bool,
     report_path: str | None,
     in_place: bool,
+    force: bool,
     verbose: bool,
 ) -> None:
     """Fuse IN.onnx and write the result to OUT.onnx."""
@@ -106,6 +177,7 @@ def fuse(
     with fusion.collection_paused():
         with _busy("reading"):
             loaded = model_io.load(source)
+            inputs = _inputs(loaded.ir, source, target, in_place, report_path)
             # Of onnx_ir's kind, so that external data stays in its files; the original only where it is compared with.
             fused = dataclasses.replace(loaded, ir=model_io.copy_model(loaded.ir) if runs else loaded.ir, source=target)
         with _busy("fusing") as progress:
@@ -115,9 +187,9 @@ def fuse(
         if runs:
             document["check"] = _checked(loaded, fused, runs)
         with _busy("writing"):
-            _write(fused.ir, report, source, target, in_place)
+            _write(fused.ir, report, source, target, in_place, inputs, force)
     if report_path is not None:
-        model_io.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode())
+        model_io.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode(), inputs)
     _print_report(report, verbose)
     if runs:
         click.echo(f"checked: {document['check']['summary']}")
@@ -126,6 +198,7 @@ def fuse(
 @commands.command()
 @click.argument("source", metavar="IN.onnx")
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
+@_verbose
 def explain(source: str, as_json: bool) -> None:
     """Name each backward region of IN.onnx and what fuse would do with it, or why not."""
     from gradfuse import explaining, model_io
@@ -147,19 +220,24 @@ def explain(source: str, as_json: bool) -> None:
 @click.argument("source", metavar="IN.onnx")
 @click.argument("target", metavar="OUT.onnx", required=False)
 @click.option("--in-place", is_flag=True, help="Overwrite IN.onnx.")
-def expand(source: str, target: str | None, in_place: bool) -> None:
+@_force
+@_verbose
+def expand(source: str, target: str | None, in_place: bool, force: bool) -> None:
     """Put standard operators back in the place of the fused ones."""
     target = _target(source, target, in_place)
-    from gradfuse import custom_ops, model_io
+    from gradfuse import model_io
+    from gradfuse.custom_ops import functions
     from gradfuse.fusion import expand as expand_model
 
     with _busy("reading"):
         loaded = model_io.load(source)
-    count = sum(node.domain == custom_ops.DOMAIN for node in loaded.ir.graph.all_nodes())
+    inputs = _inputs(loaded.ir, source, target, in_place)
+    count = sum(1 for _ in functions.aclnn_nodes(loaded.ir))
     with _busy("expanding"):
         expanded = expand_model(loaded.ir)
     with _busy("writing"):
-        model_io.save(expanded, target, keep_references=_same_folder(source, target))
+        references_hold = _same_folder(source, target)
+        model_io.save(expanded, target, keep_references=references_hold, inputs=inputs, force=force)
     click.echo(f"expanded {count} nodes" if count else "nothing to expand: no node is a fused operator")
 
 
@@ -168,16 +246,17 @@ def expand(source: str, target: str | None, in_place: bool) -> None:
 @click.argument("target", metavar="OUT.onnx")
 @click.option("--checkpoint", metavar="FILE", help="Begin at this checkpoint instead of ARTIFACTS_DIR's own.")
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
-def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool) -> None:
+@_force
+@_verbose
+def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool, force: bool) -> None:
     """Turn artifacts of onnxruntime-training into a training step for stock onnxruntime."""
-    if os.path.isdir(target):
-        raise ModelError(f"{target}: is a folder; expected a path for the training step")
+    files.require_regular(target, "the training step")
     from gradfuse.ort_training import to_stock as conversion
 
     with _busy("converting"):
         step = conversion.to_stock(artifacts, checkpoint, fuse=not no_fuse)
     with _busy("writing"):
-        step.save(target)
+        step.save(target, inputs=conversion.files_of(artifacts, checkpoint), force=force)
     if step.report is not None:
         _print_report(step.report, verbose=False)
     click.echo(f"parameters {', '.join(step.parameters)}")
@@ -190,6 +269,7 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool)
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Runs with inputs of their own.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@_verbose
 def check(first: str, second: str, runs: int, seed: int, as_json: bool) -> int:
     """Run two models on the same random inputs and compare every output."""
     from gradfuse.checking import check as check_models
@@ -248,23 +328,35 @@ def _target(source: str, target: str | None, in_place: bool) -> str:
         if not in_place:
             raise click.UsageError("OUT.onnx is missing; expected a path, or --in-place")
         return source
-    same = os.path.realpath(source) == os.path.realpath(target)
-    with contextlib.suppress(OSError):
-        same = same or os.path.samefile(source, target)
+    same = files.same(source, target)
     if same and not in_place:
         raise click.UsageError(f"OUT.onnx is {target}, the same file as IN.onnx; expected another, or --in-place")
     if in_place and not same:
         raise click.UsageError(f"OUT.onnx is {target} with --in-place; expected no OUT.onnx")
-    if os.path.isdir(target):
-        raise ModelError(f"{target}: is a folder; expected a path for the fused model")
+    files.require_regular(target, "the fused model")
     return target
 
 
+def _inputs(model: ir.Model, source: str, target: str, in_place: bool, report_path: str | None = None) -> list[str]:
+    """Return the files of the input, which must stay as they are, after making sure that none is an output."""
+    from gradfuse import model_io
+
+    inputs = model_io.data_files(model) + ([] if in_place else [source])
+    files.require_other(target, inputs, "the fused model")
+    if report_path is not None:
+        files.require_other(report_path, inputs, "the report")
+    # A model that is overwritten may have its data file written anew.
+    return [] if in_place else inputs
+
+
 def _require_report_path(path: str, source: str, target: str) -> None:
-    if os.path.realpath(path) in (os.path.realpath(source), os.path.realpath(target)):
+    from gradfuse import model_io
+
+    if any(files.same(path, other) for other in (source, target, model_io.data_path(target))):
         raise click.UsageError(f"--report is {path}, which is also a model; expected another path")
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+    if not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise click.UsageError(f"--report is {path}; expected a file in a folder that exists")
+    files.require_regular(path, "the report")
 
 
 def _checked(first: Any, second: Any, runs: int) -> dict[str, Any]:
@@ -283,15 +375,17 @@ def _same_folder(source: str, target: str) -> bool:
     return first == second
 
 
-def _write(model: ir.Model, report: Report, source: str, target: str, in_place: bool) -> None:
+def _write(
+    model: ir.Model, report: Report, source: str, target: str, in_place: bool, inputs: list[str], force: bool
+) -> None:
     from gradfuse import model_io
 
     if report.fusions or model_io.has_external_data(model):
-        model_io.save(model, target, keep_references=_same_folder(source, target))
+        model_io.save(model, target, keep_references=_same_folder(source, target), inputs=inputs, force=force)
     elif not in_place:
         # Nothing was changed, so not a byte is.
         with open(source, "rb") as file:
-            model_io.write_file(target, file.read())
+            model_io.write_file(target, file.read(), inputs)
 
 
 def _print_report(report: Report, verbose: bool) -> None:

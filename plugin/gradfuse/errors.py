@@ -1,8 +1,13 @@
 """The exceptions that gradfuse raises on purpose; their text is always one line."""
 
+from __future__ import annotations
+
 
 class GradfuseError(Exception):
     """Base of every error that gradfuse raises on purpose."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_printable(message))
 
 
 class ModelError(GradfuseError):
@@ -27,3 +32,11 @@ class CheckError(GradfuseError):
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
         self.report = report
+
+
+def _printable(text: str) -> str:
+    """The text in one line: names that it quotes come from files, and may hold anything."""
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return "".join(shown)

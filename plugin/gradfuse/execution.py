@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -11,9 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx
+import onnx.inliner
 import onnx_ir as ir
 
-from gradfuse import library, model_io, scatters
+from gradfuse import custom_ops, files, library, model_io, scatters, validation
 from gradfuse.errors import GradfuseError, ModelError
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -23,6 +26,7 @@ FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataT
 
 SILENT = 4
 """The log level of sessions whose errors are raised: onnxruntime would log them as well."""
+_MOST_INLINED = 2000
 
 
 class Session:
@@ -98,10 +102,11 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
     Raises:
         ModelError: onnxruntime cannot load the model.
     """
-    with tempfile.TemporaryDirectory(prefix="gradfuse-") as folder:
+    with contextlib.ExitStack() as stack:
         if model_io.fits_one_message(model):
-            content: bytes | str = model_io.to_proto(model).SerializeToString()
+            content: bytes | str = _called_out(model, source).SerializeToString()
         else:
+            folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
             content = os.path.join(folder, "model.onnx")
             model_io.save(model, content)
         try:
@@ -110,6 +115,22 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
         except Exception as error:
             # onnxruntime's exception classes share no public base.
             raise ModelError(f"{source}: onnxruntime cannot load the model: {reason(error)}") from error
+
+
+def _called_out(model: ir.Model, source: str) -> onnx.ModelProto:
+    """The model as one message, with its functions, but ours, in the place of their calls where these are many.
+
+    onnxruntime does so itself, in a time that grows with the square of their number.
+    """
+    proto = model_io.to_proto(model)
+    if not proto.functions or validation.inlined_nodes(model, source)[0] <= _MOST_INLINED:
+        return proto
+    ours = [(f.domain, f.name) for f in proto.functions if f.domain == custom_ops.DOMAIN]
+    try:
+        return onnx.inliner.inline_selected_functions(proto, ours, exclude=True)
+    except Exception:
+        # onnx states no exception classes; onnxruntime says better what is wrong with a model.
+        return proto
 
 
 def float_types(model: ir.Model) -> set[ir.DataType]:
@@ -191,7 +212,10 @@ def _with_float32_borders(model: ir.Model) -> ir.Model:
 
 
 def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
-    return None if value.dtype is None or value.dtype == ir.DataType.STRING else value.dtype.numpy()
+    if value.dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    assert value.dtype is not None
+    return value.dtype.numpy()
 
 
 def reason(error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradfuse import checking, custom_ops, model_io
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
+from gradfuse.inlining import inline
 from gradfuse.passes.exporter_bugs import FindExporterBugsPass
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
@@ -141,11 +142,9 @@ def _gain(report: Report) -> tuple[int, int]:
 
 def _inlined(model: ir.Model) -> ir.Model | None:
     """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
-    from onnx_ir.passes.common import InlinePass
-
     copy = model_io.copy_model(model)
     try:
-        InlinePass(criteria=lambda function: function.domain != custom_ops.DOMAIN)(copy)
+        inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
     except ValueError:
         # A function of another opset than the model's keeps its own.
         return None
@@ -169,23 +168,25 @@ def expand(model: Any) -> Any:
         ModelError: the model cannot be read.
         ArgumentError: a node has inputs or attributes that its operator does not accept.
     """
-    from onnx_ir.passes.common import InlinePass
-
     loaded = model_io.load(model)
     functions.attach(loaded.ir)
     results = {(node.graph, out.name): out for node in functions.aclnn_nodes(loaded.ir) for out in node.outputs}
-    InlinePass(criteria=lambda function: function.domain == custom_ops.DOMAIN)(loaded.ir)
+    bodies = {key for key in loaded.ir.functions if key[0] == custom_ops.DOMAIN and key[1] in custom_ops.OPS}
+    inline(loaded.ir, lambda function: function.identifier() in bodies)
     for graph in (*loaded.ir.graphs(), *(f.graph for f in loaded.ir.functions.values())):
         for value in (out for node in graph for out in node.outputs):
             if (old := results.get((graph, value.name))) is not None:
-                # The pass makes a value anew, with the old one's name.
+                # It is a value of the body, with the old one's name.
                 value.type, value.shape, value.doc_string = old.type, old.shape, old.doc_string
                 value.metadata_props.update(old.metadata_props)
                 value.meta.update(old.meta)
     functions.strip(loaded.ir)
-    imports = [loaded.ir.graph.opset_imports, *(f.opset_imports for f in loaded.ir.functions.values())]
-    for versions in imports:
-        versions.pop(custom_ops.DOMAIN, None)
+    # Unless nodes are left that are the domain's, but no operators of ours.
+    if all(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions):
+        holders: list[ir.Graph | ir.Function] = [loaded.ir.graph, *loaded.ir.functions.values()]
+        for holder in holders:
+            if all(node.domain != custom_ops.DOMAIN for node in functions.every_node(holder)):
+                holder.opset_imports.pop(custom_ops.DOMAIN, None)
     loaded.ir.metadata_props.pop(VERSION_KEY, None)
     return loaded.restore(loaded.ir)
 

@@ -7,6 +7,8 @@ them: index a dimension, count as a class, compare with a row number.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,11 +18,17 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 
-from gradfuse import model_io
+from gradfuse import model_io, validation
 from gradfuse.errors import ModelError
 
 _Array = npt.NDArray[Any]
 
+# A model is run on inputs that take no more than this together, and on no value that takes more than the latter.
+_MOST_INPUT_BYTES = 2**32
+_MOST_VALUE_BYTES = 2**34
+# An expression of dimensions, as exporters write them. Anything else that a dimension is called is a name.
+_EXPRESSION = re.compile(r"(?!.*\*\*)(?!.*[0-9]{7})[\w.+\-*/(), ]{1,200}", re.ASCII)
+_NO_NUMBERS = (None, ir.DataType.STRING, ir.DataType.UNDEFINED)
 # What is larger is data, which neither shapes nor ranges depend on.
 _LARGEST_CONSTANT_BYTES = 2**16
 _DEFAULT_LIMIT = 4
@@ -63,7 +71,13 @@ class _Use:
     positive: bool = False
 
 
-def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool = False) -> dict[str, _Array]:
+Analyses = dict[tuple[tuple[int, ...], ...], tuple[ir.Graph, dict[str, _Use]]]
+"""What a model is known to do with its inputs, by their shapes."""
+
+
+def random_inputs(
+    model: ir.Model, rng: np.random.Generator, *, one_size: bool = False, known: Analyses | None = None
+) -> dict[str, _Array]:
     """Return a random value for every input of a model that no initializer fills.
 
     Dimensions of one name get one size, from 2 up; floats are standard normal (positive where the graph takes their
@@ -73,15 +87,22 @@ def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool =
         model: any model; it is not changed.
         rng: the source of randomness; equal states give equal inputs.
         one_size: give all symbolic dimensions the same size, as exporters may name one dimension twice.
+        known: what earlier calls for the same model found out, which saves the time to do so again; it is extended.
 
     Raises:
-        ModelError: an input is no tensor of numbers, or its rank is unknown.
+        ModelError: an input is no tensor of numbers, its rank is unknown, or it is too large to be run.
     """
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     shapes = _sizes(inputs, rng, one_size)
-    graph = _analysed(model, shapes).graph
-    by_name = {value.name: value for value in graph.inputs}
-    uses = {name: _use_of(by_name[name], shapes[name]) for name in shapes if name in by_name}
+    _require_runnable(inputs, shapes)
+    known = {} if known is None else known
+    key = tuple(shapes.values())
+    if key not in known:
+        graph = _analysed(model, shapes).graph
+        _require_moderate(graph)
+        by_name = {value.name: value for value in graph.inputs}
+        known[key] = graph, {name: _use_of(by_name[name], shapes[name]) for name in shapes if name in by_name}
+    graph, uses = known[key]
     feeds: dict[str, _Array] = {}
     for value in inputs:
         name = str(value.name)
@@ -94,11 +115,12 @@ def random_inputs(model: ir.Model, rng: np.random.Generator, *, one_size: bool =
 def _sizes(inputs: list[ir.Value], rng: np.random.Generator, one_size: bool) -> dict[str, tuple[int, ...]]:
     names: set[str] = set()
     for value in inputs:
-        if value.dtype is None or value.dtype == ir.DataType.STRING or not isinstance(value.type, ir.TensorType):
+        if value.dtype in _NO_NUMBERS or not isinstance(value.type, ir.TensorType):
             raise ModelError(f"input {value.name!r} has type {value.type}; expected a tensor of numbers")
         if value.shape is None:
             raise ModelError(f"input {value.name!r} has no shape; expected a known rank")
-        names |= value.shape.free_symbols()
+        for dim in value.shape:
+            names |= _symbols(dim)
     # Different sizes for different names, so that no two dimensions are mistaken for each other unnoticed.
     choices = rng.permutation(np.arange(2, 2 + max(5, len(names))))
     bindings = {name: int(size) for name, size in zip(sorted(names), choices, strict=False)}
@@ -108,9 +130,72 @@ def _sizes(inputs: list[ir.Value], rng: np.random.Generator, one_size: bool) -> 
     shapes = {}
     for value in inputs:
         assert value.shape is not None
-        dims = value.shape.evaluate(bindings)
+        dims = [_evaluated(dim, bindings) for dim in value.shape]
         shapes[str(value.name)] = tuple(max(dim, 0) if isinstance(dim, int) else unnamed for dim in dims)
     return shapes
+
+
+def _symbols(dim: int | ir.SymbolicDim) -> frozenset[str]:
+    """The names that the size of a dimension depends on: those in an expression, or what it is called."""
+    if isinstance(dim, int) or not dim.value:
+        return frozenset()
+    if _EXPRESSION.fullmatch(dim.value):
+        try:
+            return dim.free_symbols()
+        except (ValueError, ArithmeticError, RecursionError):
+            pass
+    return frozenset([dim.value])
+
+
+def _evaluated(dim: int | ir.SymbolicDim, bindings: Mapping[str, int]) -> int | ir.SymbolicDim:
+    """The size of a dimension for the sizes of what it depends on; a symbol where those do not tell."""
+    if isinstance(dim, int):
+        return dim
+    if not dim.value:
+        return ir.SymbolicDim(None)
+    if dim.value in bindings:
+        return bindings[dim.value]
+    if not _symbols(dim) <= bindings.keys():
+        return dim
+    try:
+        return dim.evaluate(bindings)
+    except (ValueError, ArithmeticError, TypeError):
+        return ir.SymbolicDim(None)
+
+
+def _require_runnable(inputs: list[ir.Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    total = 0
+    for value in inputs:
+        shape = shapes[str(value.name)]
+        assert value.dtype is not None
+        # numpy multiplies all but zeros.
+        size = math.ceil(math.prod(n for n in shape if n) * value.dtype.itemsize)
+        total += size if all(shape) else 0
+        if max(total, size) > _MOST_INPUT_BYTES:
+            raise ModelError(
+                f"input {value.name!r} has shape {_short(shape)}; "
+                f"expected inputs of at most {_MOST_INPUT_BYTES} bytes together, for a run on random ones"
+            )
+        if len(shape) > validation.HIGHEST_RANK:
+            most = validation.HIGHEST_RANK
+            raise ModelError(f"input {value.name!r} has {len(shape)} dimensions; expected at most {most}")
+
+
+def _require_moderate(graph: ir.Graph) -> None:
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.shape is None or value.dtype in _NO_NUMBERS:
+                continue
+            assert value.dtype is not None
+            if value.shape.is_static() and value.dtype.itemsize * math.prod(value.shape.numpy()) > _MOST_VALUE_BYTES:
+                raise ModelError(
+                    f"{node.op_type} (node {node.name or value.name!r}): {value.name!r} has shape "
+                    f"{_short(value.shape.numpy())}; expected at most {_MOST_VALUE_BYTES} bytes, to be run"
+                )
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    return str(shape) if len(shape) <= validation.HIGHEST_RANK else f"of {len(shape)} dimensions"
 
 
 def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Model:
@@ -128,7 +213,7 @@ def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Mode
     for node in copy.graph.all_nodes():
         for output in node.outputs:
             if output.shape is not None:
-                output.shape = output.shape.evaluate(bindings)
+                output.shape = ir.Shape([_evaluated(dim, bindings) for dim in output.shape])
     for value in copy.graph.inputs:
         if (name := str(value.name)) in shapes:
             value.shape = ir.Shape(shapes[name])
@@ -261,7 +346,10 @@ def _dim(value: ir.Value | None, axis: int) -> int | None:
 
 
 def _constant(value: ir.Value | None) -> _Array | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    try:
+        tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    except ValueError:
+        return None  # A Constant with other attributes than one of its own; whether it is valid, its execution tells.
     return None if tensor is None else tensor.numpy()
 
 

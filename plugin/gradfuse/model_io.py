@@ -6,20 +6,17 @@ fit into one protobuf message is written with its tensors in a file beside it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import os
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
 
+from gradfuse import files, validation
 from gradfuse.errors import ArgumentError, ModelError
 
 if TYPE_CHECKING:
@@ -37,8 +34,9 @@ _OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
 PROTOBUF_LIMIT = 2**31 - 1
 # Room for everything of a message that is not tensor data.
 _MESSAGE_ROOM = 2**27
-# What onnxruntime-training puts into the default domain.
-_TRAINING_OPS = ("AveragePoolGrad", "MaxPoolGrad", "SimplifiedLayerNormalization")
+# What the names of files with external data end in.
+_DATA = ".data"
+_OUTPUT = "the model"
 
 
 class _Kind(enum.Enum):
@@ -97,9 +95,11 @@ def load(model: ModelLike) -> LoadedModel:
         return _raised(LoadedModel(_load_path(path), path, _Kind.PATH, None))
     if isinstance(model, onnx.ModelProto):
         _check_versions(model, "ModelProto")
-        # The checker takes one message within the limit, and looks for external data in the current folder only.
-        if model.ByteSize() <= PROTOBUF_LIMIT and not _has_external_initializers(model):
-            _check(model, "ModelProto")
+        # Nothing says which folder the data files are in.
+        validation.check_tensors(model, "ModelProto", None)
+        # The checker takes one message within the limit.
+        if model.ByteSize() <= PROTOBUF_LIMIT:
+            _check(model, None, "ModelProto")
         return _raised(LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None))
     kind, inner = (_Kind.IR, model) if isinstance(model, ir.Model) else (_Kind.PROGRAM, getattr(model, "model", None))
     if not isinstance(inner, ir.Model) or (kind is _Kind.PROGRAM and not hasattr(model, "exported_program")):
@@ -119,6 +119,7 @@ def load(model: ModelLike) -> LoadedModel:
 
 def _raised(loaded: LoadedModel) -> LoadedModel:
     """The model with a default opset that function bodies can be written in."""
+    validation.check_calls(loaded.ir, loaded.source)
     opset = loaded.ir.opset_imports[""]
     if opset >= OLDEST_OPSET:
         return loaded
@@ -213,7 +214,14 @@ def embedded_bytes(model: ir.Model) -> int:
     return sum(tensor.nbytes for tensor in tensors(model) if not isinstance(tensor, ir.ExternalTensor))
 
 
-def save(model: ir.Model, path: str | os.PathLike[str], *, keep_references: bool = False) -> None:
+def save(
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    *,
+    keep_references: bool = False,
+    inputs: Iterable[str] = (),
+    force: bool = False,
+) -> None:
     """Write a model, with its external data, whole or not at all.
 
     A model that has external tensors, or is too large for one protobuf message, gets its tensors into `<path>.data`,
@@ -225,27 +233,39 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, keep_references: bool
         model: the model; it is not changed.
         path: the file to write; its ending chooses the format, as for `onnx.save`.
         keep_references: external tensors go on referring to the files they are in, which must be beside `path`.
+        inputs: files that must stay as they are, as the model was made from them.
+        force: replace a `<path>.data` that does not belong to a model at `path`.
 
     Raises:
-        ModelError: the model cannot be written.
+        ModelError: the model cannot be written, or would take the place of something else: a folder, a pipe, a device,
+            one of the inputs, a file that the model's external tensors are in, or a `<path>.data` of something else.
     """
     path = os.fspath(path)
     # A link's target is what gets replaced, not the link.
-    target = os.path.realpath(path)
-    folder, name = os.path.split(target)
+    folder, name = os.path.split(os.path.realpath(path))
     references_hold = keep_references and folder == os.path.dirname(os.path.abspath(path))
-    data_name = f"{name}.data"
+    inputs = list(inputs)
+    files.require_regular(path, _OUTPUT)
+    files.require_other(path, [*inputs, *data_files(model)], _OUTPUT)
+    external = not references_hold and has_external_data(model)
+    external = external or embedded_bytes(model) + _MESSAGE_ROOM > PROTOBUF_LIMIT
+    if external:
+        _require_free_data(path, data_path(path), inputs, force)
+
+    def make(written: str) -> None:
+        if not external:
+            ir.save(model, written)
+            return
+        copy = copy_model(model)
+        _read_attribute_tensors(copy)
+        ir.save(copy, written, external_data=f"{name}{_DATA}")
+        # Small tensors are in the model all the same.
+        data = written + _DATA
+        if not os.path.getsize(data):
+            os.remove(data)
+
     try:
-        with _temporary_folder(folder, name) as temporary:
-            written = os.path.join(temporary, name)
-            external = not references_hold and has_external_data(model)
-            if external or embedded_bytes(model) + _MESSAGE_ROOM > PROTOBUF_LIMIT:
-                copy = copy_model(model)
-                _read_attribute_tensors(copy)
-                ir.save(copy, written, external_data=data_name)
-            else:
-                ir.save(model, written)
-            _move_into_place(temporary, folder, name, data_name)
+        files.write(path, make, data=f"{name}{_DATA}")
     except ModelError:
         raise
     except Exception as error:
@@ -253,22 +273,74 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, keep_references: bool
         raise ModelError(f"{path}: cannot write the model: {one_line(error)}") from error
 
 
-def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+def write_file(path: str | os.PathLike[str], content: bytes, inputs: Iterable[str] = ()) -> None:
     """Write a file whole or not at all.
 
+    Args:
+        path: the file to write; where it is a link, its target.
+        content: what is in it.
+        inputs: files that must stay as they are.
+
     Raises:
-        ModelError: the file cannot be written.
+        ModelError: the file cannot be written, or would take the place of a folder, a pipe, a device or an input.
     """
     path = os.fspath(path)
-    target = os.path.realpath(path)
-    folder, name = os.path.split(target)
+    files.require_regular(path, "a file")
+    files.require_other(path, inputs, "a file")
+
+    def make(written: str) -> None:
+        with open(written, "wb") as file:
+            file.write(content)
+
     try:
-        with _temporary_folder(folder, name) as temporary:
-            with open(os.path.join(temporary, name), "wb") as file:
-                file.write(content)
-            _move_into_place(temporary, folder, name, f"{name}.data")
+        files.write(path, make)
     except OSError as error:
         raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the metadata of the model at `path`, whether the model is valid or not.
+
+    Raises:
+        ModelError: there is no ONNX model.
+    """
+    try:
+        return {entry.key: entry.value for entry in _parse(os.fspath(path)).metadata_props}
+    except OSError as error:
+        raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
+
+
+def data_path(path: str | os.PathLike[str]) -> str:
+    """Return the file that the tensors of a model at `path` are written to where they are not in the model."""
+    return os.path.realpath(path) + _DATA
+
+
+def data_files(model: ir.Model) -> list[str]:
+    """Return the files that the external tensors of a model are in."""
+    return list(dict.fromkeys(tensor.path for tensor in tensors(model) if isinstance(tensor, ir.ExternalTensor)))
+
+
+def _require_free_data(path: str, data: str, inputs: Iterable[str], force: bool) -> None:
+    """Refuse to write external data in the place of what does not belong to the model that is at `path` now."""
+    wanted = "the external data of the model"
+    if os.path.islink(data):
+        raise ModelError(f"{data}: is a symbolic link; expected a path for {wanted}")
+    files.require_regular(data, wanted)
+    files.require_other(data, inputs, wanted)
+    is_free = force or not os.path.exists(data) or not os.path.getsize(data)
+    if not is_free and not _refers_to(path, os.path.basename(data)):
+        raise ModelError(
+            f"{data}: exists and does not belong to a model at {path}; expected a path for {wanted}, or force"
+        )
+
+
+def _refers_to(path: str, location: str) -> bool:
+    """Tell whether there is a model at `path` with external data in the file `location` beside it."""
+    try:
+        proto = _parse(path)
+    except ModelError:
+        return False
+    return location in validation.external_locations(proto)
 
 
 def has_external_data(model: ir.Model) -> bool:
@@ -283,20 +355,27 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _load_path(path: str) -> ir.Model:
     if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "does not exist"
+        what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
         raise ModelError(f"{path}: {what}; expected an ONNX file")
     proto = _parse(path)
     _check_versions(proto, path)
-    text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
-    _check(path if text_format in (None, "protobuf") else proto, path)
-    model = _from_proto(proto, path)
     folder = os.path.dirname(path) or os.curdir
+    # First of all, so that nothing looks at a file outside the model's folder.
+    validation.check_tensors(proto, path, folder)
+    text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
+    _check(proto, path if text_format in (None, "protobuf") else None, path)
+    model = _from_proto(proto, path)
     for tensor in tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             tensor.base_dir = folder
-            _check_external(tensor, path)
     return model
 
 
@@ -327,25 +406,13 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
     # onnx_ir drops these without a word.
     if proto.training_info:
         raise ModelError(f"{source}: has training_info; expected a model without, as gradfuse could not keep it")
-    _refuse_sparse(proto.graph, source)
+    validation.refuse_sparse(proto, source)
     try:
         model = ir.from_proto(proto)
     except Exception as error:
         # The deserialiser states no exception classes; whatever it raises, the model is malformed.
-        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
+        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
     return _with_one_default_domain(model)
-
-
-def _refuse_sparse(graph: onnx.GraphProto, source: str) -> None:
-    for tensor in graph.sparse_initializer:
-        raise ModelError(f"{source}: initializer {tensor.values.name!r} is sparse; expected dense ones only")
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type in (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS):
-                where = f"{source}: {node.op_type} (node {node.name or ', '.join(node.output)!r})"
-                raise ModelError(f"{where}: {attribute.name} is a sparse tensor; expected a dense one")
-            for body in (attribute.g, *attribute.graphs):
-                _refuse_sparse(body, source)
 
 
 def _with_one_default_domain(model: ir.Model) -> ir.Model:
@@ -356,10 +423,6 @@ def _with_one_default_domain(model: ir.Model) -> ir.Model:
         if version is not None:
             holder.opset_imports.setdefault("", version)
     return model
-
-
-def _has_external_initializers(proto: onnx.ModelProto) -> bool:
-    return any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer)
 
 
 def _check_versions(proto: onnx.ModelProto, source: str) -> None:
@@ -377,30 +440,12 @@ def _check_opset(imports: Mapping[str, int], source: str) -> None:
         raise ModelError(f"{source}: the default opset is {version}; expected {_OPSETS}{hint}")
 
 
-def _check(model: onnx.ModelProto | str, source: str) -> None:
+def _check(model: onnx.ModelProto, path: str | None, source: str) -> None:
     try:
-        onnx.checker.check_model(model)
+        validation.check_structure(model, path)
     except Exception as error:
         # ValidationError, and for some malformed models ValueError or RuntimeError.
-        unknown = re.search(r"No Op registered for (\w+) with", str(error))
-        if unknown is not None and (onnx.defs.has(unknown[1]) or unknown[1] in _TRAINING_OPS):
-            return  # Of a later opset: onnxruntime's fusions put LayerNormalization into older models.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
-
-
-def _check_external(tensor: ir.ExternalTensor, source: str) -> None:
-    if not os.path.isfile(tensor.path):
-        raise ModelError(f"{source}: the external data of {tensor.name!r} is in {tensor.path}, which does not exist")
-    needed = (tensor.offset or 0) + tensor.nbytes
-    if tensor.length is not None and tensor.length < tensor.nbytes:
-        raise ModelError(
-            f"{source}: the external data of {tensor.name!r} has length {tensor.length}; expected {tensor.nbytes}"
-        )
-    size = os.path.getsize(tensor.path)
-    if size < needed:
-        raise ModelError(
-            f"{source}: the external data file {tensor.path} has {size} bytes; expected {needed} for {tensor.name!r}"
-        )
 
 
 def _read_attribute_tensors(model: ir.Model) -> None:
@@ -423,37 +468,3 @@ def _read_tensor(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read the external data of {tensor.name!r}: {one_line(error)}") from error
     return ir.Tensor(values, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, doc_string=tensor.doc_string)
-
-
-@contextlib.contextmanager
-def _temporary_folder(folder: str, name: str) -> Iterator[str]:
-    temporary = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _move_into_place(temporary: str, folder: str, name: str, data_name: str) -> None:
-    """Rename a written model, and its data file if there is one, to where they belong; both or neither."""
-    model, data = os.path.join(temporary, name), os.path.join(temporary, data_name)
-    model_target, data_target = os.path.join(folder, name), os.path.join(folder, data_name)
-    if os.path.exists(model_target):
-        shutil.copymode(model_target, model)
-    if not os.path.exists(data):
-        os.replace(model, model_target)
-        return
-    shutil.copymode(model, data)
-    replaced = os.path.join(temporary, "replaced")
-    had_data = os.path.exists(data_target)
-    if had_data:
-        os.rename(data_target, replaced)
-    try:
-        os.rename(data, data_target)
-        os.replace(model, model_target)
-    except BaseException:
-        if had_data:
-            os.replace(replaced, data_target)
-        elif os.path.exists(data_target):
-            os.remove(data_target)
-        raise

@@ -64,7 +64,13 @@ class TrainingSession:
         self._options = session_options
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
-        self.training_step = step if isinstance(step, TrainingStep) else TrainingStep.load(step)
+        self._files: list[str] = []
+        """What checkpoints must not take the place of: the file of the step, and its data."""
+        if isinstance(step, TrainingStep):
+            self.training_step = step
+        else:
+            self.training_step = TrainingStep.load(step)
+            self._files = [os.fspath(step), model_io.data_path(step)]
         self.training_step.require_consistent(_WHO)
         self._session = self._inference_session(self.training_step.model)
         self._evaluation: Any = None
@@ -237,7 +243,7 @@ class TrainingSession:
 
         Raises:
             ArgumentError: `path` is no path.
-            ModelError: the file cannot be written.
+            ModelError: the file cannot be written, or is the one of the step.
             GradfuseError: safetensors is not installed.
         """
         _require_path(path, "save")
@@ -250,7 +256,7 @@ class TrainingSession:
             {name: np.asarray(array, order="C") for name, array in tensors.items()},
             metadata={"format": "pt"},
         )
-        model_io.write_file(path, content)
+        model_io.write_file(path, content, self._files)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.

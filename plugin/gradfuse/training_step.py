@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from gradfuse import model_io
+from gradfuse import files, model_io
 from gradfuse.errors import ModelError
 
 if TYPE_CHECKING:
@@ -84,15 +84,21 @@ class TrainingStep:
     state_dict_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     evaluation_model: onnx.ModelProto | None = None
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, inputs: Iterable[str] = (), force: bool = False) -> None:
         """Write the step as one ONNX file, whole or not at all, and its evaluation model beside it.
 
         Parameters, buffers, optimizer state and hyperparameters are stored as default values of the inputs of their
         names: an onnxruntime session of the file uses them wherever they are not fed. Beyond 2 GB the tensors are in
         `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
 
+        Args:
+            path: the file to write. A step that is there is replaced, with its evaluation model and its data.
+            inputs: files that must stay as they are, as the step was made from them.
+            force: replace an evaluation model or a data file that does not belong to a step at `path`.
+
         Raises:
-            ModelError: a file cannot be written.
+            ModelError: a file cannot be written, or would take the place of something that is no step: a folder, a
+                pipe, a device, one of the inputs, or, without `force`, another evaluation model or data file.
         """
         model = ir.from_proto(self.model)
         by_name = {str(value.name): value for value in model.graph.inputs}
@@ -118,9 +124,13 @@ class TrainingStep:
                 "evaluation_model": None if self.evaluation_model is None else os.path.basename(evaluation_path),
             }
         )
-        model_io.save(model, path)
+        inputs = list(inputs)
         if self.evaluation_model is not None:
-            model_io.save(ir.from_proto(self.evaluation_model), evaluation_path)
+            # Before anything is written, as the step would lack its evaluation model.
+            _require_own(path, evaluation_path, inputs, force)
+        model_io.save(model, path, inputs=inputs, force=force)
+        if self.evaluation_model is not None:
+            model_io.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -209,6 +219,29 @@ class TrainingStep:
 def _evaluation_path(path: str | os.PathLike[str]) -> str:
     root, extension = os.path.splitext(path)
     return root + _EVALUATION + extension
+
+
+def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Iterable[str], force: bool) -> None:
+    """Refuse to write an evaluation model in the place of what does not belong to the step that is at `path` now."""
+    wanted = "the evaluation model"
+    files.require_regular(evaluation_path, wanted)
+    files.require_other(evaluation_path, inputs, wanted)
+    if os.path.exists(evaluation_path) and not force and _evaluation_of(path) != os.path.basename(evaluation_path):
+        raise ModelError(
+            f"{evaluation_path}: exists and does not belong to a step at {os.fspath(path)}; "
+            f"expected a path for {wanted}, or force"
+        )
+
+
+def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the name of the evaluation model of the step at `path`; None where there is no step, or none with one."""
+    try:
+        metadata = model_io.read_metadata(path)
+        stored = json.loads(metadata.get(METADATA_KEY, "{}"))
+    except (ModelError, ValueError, RecursionError):
+        return None
+    name = stored.get("evaluation_model") if isinstance(stored, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _tensor(value: ir.Value) -> ir.TensorProtocol:

@@ -200,3 +200,34 @@ def test_initializers_and_the_model_are_left_alone() -> None:
 def test_inputs_that_are_no_numbers_are_refused(signature: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         random_inputs(model(signature, "o = Constant <value_float = 1.0> ()"), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "", "(", "9**9**9**9", "N**N", "1" * 400, "x" * 1000, "N/(N-N)", "f''", "é", "a,b", "max(", "-"]
+)
+def test_any_name_of_a_dimension_is_one_size(name: str) -> None:
+    graph = ir.to_proto(model("float[N, 3] x, float[N] y", "o = Relu (y)"))
+    for value in graph.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_param = name
+    feeds = random_inputs(ir.from_proto(graph), np.random.default_rng(0))
+    assert feeds["x"].shape == (len(feeds["y"]), 3)
+
+
+def test_expressions_of_dimensions_are_computed() -> None:
+    feeds = random_inputs(
+        model("float[N] a, float[M] b, float['2*N + M//2'] c".replace("'", '"'), "o = Relu (a)"),
+        np.random.default_rng(0),
+    )
+    assert len(feeds["c"]) == 2 * len(feeds["a"]) + len(feeds["b"]) // 2
+
+
+@pytest.mark.parametrize("shape", ["1099511627776, 5", "4611686018427387904, 4611686018427387904, 0"])
+def test_inputs_that_no_memory_holds_are_refused(shape: str) -> None:
+    with pytest.raises(ModelError, match=r"input 'x' has shape .*; expected inputs of at most"):
+        random_inputs(model(f"float[{shape}] x", "o = Relu (x)"), np.random.default_rng(0))
+
+
+def test_values_that_no_memory_holds_are_refused() -> None:
+    body = "s = Constant <value_ints = [4398046511104]> () o = ConstantOfShape (s)"
+    with pytest.raises(ModelError, match=r"ConstantOfShape .*'o' has shape \(4398046511104,\); expected at most"):
+        random_inputs(model("float[2] x", body), np.random.default_rng(0))

@@ -14,8 +14,9 @@ import onnx_ir as ir
 import pytest
 import small_models
 import torch
+from onnx import helper
 
-from gradfuse import ArgumentError, ModelError, fuse, model_io
+from gradfuse import ArgumentError, ModelError, fuse, model_io, validation
 
 
 def edited(change: Callable[[onnx.ModelProto], Any]) -> onnx.ModelProto:
@@ -231,8 +232,8 @@ def test_failed_write_leaves_what_was_there(
         onnx.save(small_models.forward(), source)
     target = tmp_path / "out" / "model.onnx"
     target.parent.mkdir()
-    target.write_bytes(b"old model")
-    (target.parent / "model.onnx.data").write_bytes(b"old data")
+    small_models.save_with_external_data(small_models.forward(7), target, "model.onnx.data")
+    before = {name: (target.parent / name).read_bytes() for name in os.listdir(target.parent)}
     loaded = model_io.load(source).ir
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -247,9 +248,8 @@ def test_failed_write_leaves_what_was_there(
     with pytest.raises(ModelError, match=r"model\.onnx: cannot write the model: No space left on device"):
         model_io.save(loaded, target)
     monkeypatch.undo()
-    assert target.read_bytes() == b"old model"
-    assert (target.parent / "model.onnx.data").read_bytes() == b"old data"
-    assert sorted(os.listdir(target.parent)) == ["model.onnx", "model.onnx.data"]
+    assert {name: (target.parent / name).read_bytes() for name in os.listdir(target.parent)} == before
+    assert sorted(before) == ["model.onnx", "model.onnx.data"]
 
 
 def test_a_folder_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
@@ -279,3 +279,144 @@ def test_a_model_beyond_one_message_is_saved_beside_its_tensors(
     loaded = model_io.load(tmp_path / "model.onnx")
     restored = loaded.restore(loaded.ir)
     assert any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in restored.graph.initializer)
+
+
+def external_tensor(entries: dict[str, str], dims: tuple[int, ...] = (4, 5)) -> onnx.TensorProto:
+    tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=dims)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def with_tensor(tensor: onnx.TensorProto, place: str) -> onnx.ModelProto:
+    """A model that adds a tensor to its input: an initializer or constant, of the graph, a branch or a function."""
+    constant, add = helper.make_node("Constant", [], ["w"], value=tensor), helper.make_node("Add", ["x", "w"], ["y"])
+    x, y = (helper.make_tensor_value_info(name, 1, [4, 5]) for name in "xy")
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("f", 1)]
+    nodes, inputs, initializers, functions = [constant, add], [x], [], []
+    if "initializer" in place:
+        nodes, initializers = [add], [tensor]
+    if "branch" in place:
+        branch = helper.make_graph(nodes, "branch", [], [y], initializers)
+        inputs.append(helper.make_tensor_value_info("flag", onnx.TensorProto.BOOL, []))
+        nodes, initializers = [helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)], []
+    elif "function" in place:
+        functions = [helper.make_function("f", "F", ["x"], ["y"], nodes, imports[:1])]
+        nodes = [helper.make_node("F", ["x"], ["y"], domain="f")]
+    graph = helper.make_graph(nodes, "g", inputs, [y], initializers)
+    return helper.make_model(graph, opset_imports=imports, ir_version=9, functions=functions)
+
+
+PLACES = ["initializer", "constant", "initializer of a branch", "constant in a branch", "constant in a function"]
+BAD_EXTERNAL: dict[str, tuple[dict[str, str], tuple[int, ...], str]] = {
+    "outside": ({"location": "../secret.bin"}, (4, 5), "expected a file in the model's folder"),
+    "outside and in again": ({"location": "../m/ok.bin"}, (4, 5), "expected a file in the model's folder"),
+    "absolute": ({"location": "/etc/hostname"}, (4, 5), "expected a file in the model's folder"),
+    "linked folder": ({"location": "up/secret.bin"}, (4, 5), "is outside the model's folder"),
+    "symbolic link out": ({"location": "out"}, (4, 5), "is a symbolic link; expected a regular file"),
+    "symbolic link within": ({"location": "in"}, (4, 5), "is a symbolic link; expected a regular file"),
+    "link to nothing": ({"location": "dangling"}, (4, 5), "is a symbolic link; expected a regular file"),
+    "hard link": ({"location": "hard.bin"}, (4, 5), "has several hard links; expected one"),
+    "pipe": ({"location": "pipe"}, (4, 5), "is no regular file; expected one"),
+    "folder": ({"location": "sub"}, (4, 5), "is no regular file; expected one"),
+    "nothing": ({"location": "gone.bin"}, (4, 5), "which does not exist"),
+    "no location": ({"offset": "0"}, (4, 5), "has location ''; expected the path of a file"),
+    "two locations": ({}, (4, 5), "has two entries 'location'; expected one"),
+    "too short": ({"location": "ok.bin"}, (4, 6), "has 80 bytes; expected 96 for 'w'"),
+    "offset beyond": ({"location": "ok.bin", "offset": "4"}, (4, 5), "has 80 bytes; expected 84 for 'w'"),
+    "offset below 0": ({"location": "ok.bin", "offset": "-4"}, (4, 5), "has offset '-4'; expected a number of bytes"),
+    "offset is no number": ({"location": "ok.bin", "offset": "1_0"}, (4, 5), "has offset '1_0'; expected a number"),
+    "offset overflows": ({"location": "ok.bin", "offset": "9" * 30}, (4, 5), "expected a number of bytes"),
+    "length is no number": (
+        {"location": "ok.bin", "length": "a\nb"},
+        (4, 5),
+        "has length 'a\\\\nb'; expected a number",
+    ),
+    "length below 0": ({"location": "ok.bin", "length": "-80"}, (4, 5), "has length '-80'; expected a number"),
+    "length of another size": ({"location": "ok.bin", "length": "40"}, (4, 5), "has length 40; expected 80"),
+    "dims below 0": ({"location": "ok.bin"}, (-4, -5), r"has the dimensions \[-4, -5\]; expected none below 0"),
+    "dims overflow": ({"location": "ok.bin"}, (2**62, 2**62), "has 80 bytes; expected 8507059173"),
+    "too many dims": ({"location": "ok.bin"}, (1,) * 33, "has 33 dimensions; expected at most 32"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for a model, with data of 80 bytes, and a secret beside it."""
+    within = tmp_path / "m"
+    (within / "sub").mkdir(parents=True)
+    for path in (tmp_path / "secret.bin", within / "ok.bin", within / "sub" / "ok.bin"):
+        path.write_bytes(np.arange(20, dtype=np.float32).tobytes())
+    for name, target in {"out": "../secret.bin", "in": "ok.bin", "dangling": "gone.bin", "up": ".."}.items():
+        (within / name).symlink_to(target)
+    os.link(tmp_path / "secret.bin", within / "hard.bin")
+    os.mkfifo(within / "pipe")
+    return within
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", BAD_EXTERNAL)
+def test_bad_external_data_is_refused_in_one_line(case: str, place: str, folder: Path) -> None:
+    entries, dims, reason = BAD_EXTERNAL[case]
+    tensor = external_tensor(entries, dims)
+    if case == "two locations":
+        for _ in range(2):
+            tensor.external_data.add(key="location", value="ok.bin")
+    path = folder / "in.onnx"
+    path.write_bytes(with_tensor(tensor, place).SerializeToString())
+    with pytest.raises(ModelError, match=reason) as failure:
+        model_io.load(path)
+    assert "\n" not in str(failure.value) and str(failure.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("location", ["ok.bin", "./ok.bin", "sub/ok.bin", "sub/../ok.bin"])
+def test_external_data_in_the_folder_is_taken(location: str, place: str, folder: Path) -> None:
+    path = folder / "in.onnx"
+    tensor = external_tensor({"location": location, "offset": "0", "length": "80"})
+    path.write_bytes(with_tensor(tensor, place).SerializeToString())
+    loaded = model_io.load(path)
+    (found,) = {id(t): t for t in model_io.tensors(loaded.ir)}.values() if "branch" not in place else [None]
+    if found is not None:
+        np.testing.assert_array_equal(found.numpy().ravel(), np.arange(20, dtype=np.float32))
+
+
+def test_functions_of_the_default_domain_are_refused() -> None:
+    model = with_tensor(helper.make_tensor("w", 1, [4, 5], [0.0] * 20), "constant in a function")
+    model.functions[0].domain = model.graph.node[0].domain = ""
+    model.graph.node[0].op_type = model.functions[0].name = "Twice"
+    with pytest.raises(ModelError, match="Twice"):
+        model_io.load(model)
+
+
+WRONG_SIZES: dict[str, onnx.TensorProto] = {
+    "raw data too long": onnx.TensorProto(name="w", data_type=1, dims=[4, 5], raw_data=bytes(84)),
+    "raw data too short": onnx.TensorProto(name="w", data_type=1, dims=[4, 5], raw_data=bytes(76)),
+    "no data": onnx.TensorProto(name="w", data_type=1, dims=[4, 5]),
+    "floats too many": onnx.TensorProto(name="w", data_type=1, dims=[4, 5], float_data=[0.0] * 21),
+    "another field": onnx.TensorProto(name="w", data_type=1, dims=[4, 5], int32_data=[0] * 20),
+    "dims below 0": onnx.TensorProto(name="w", data_type=1, dims=[-4, -5], float_data=[0.0] * 20),
+    "no type": onnx.TensorProto(name="w", data_type=0, dims=[4, 5], float_data=[0.0] * 20),
+    "packed": onnx.TensorProto(name="w", data_type=onnx.TensorProto.INT4, dims=[3], int32_data=[0] * 3),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", WRONG_SIZES)
+def test_tensors_of_the_wrong_size_are_refused_in_one_line(case: str, place: str) -> None:
+    with pytest.raises(ModelError, match=r"^ModelProto: .*expected") as failure:
+        model_io.load(with_tensor(WRONG_SIZES[case], place))
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("dtype", [t for t in ir.DataType if t.name not in ("UNDEFINED", "FLOAT6E2M3", "FLOAT6E3M2")])
+def test_tensors_of_every_type_are_taken(dtype: ir.DataType) -> None:
+    """As onnx writes them: as bytes, and as numbers."""
+    if dtype == ir.DataType.STRING:
+        tensors = [onnx.numpy_helper.from_array(np.array(["a", "b", "c"], object), "w")]
+    else:
+        array = np.array([0, 1, 1]).astype(dtype.numpy())
+        tensors = [ir.to_proto(ir.tensor(array, dtype=dtype, name="w")), helper.make_tensor("w", dtype, [3], array)]
+    for tensor in tensors:
+        validation.check_tensors(with_tensor(tensor, "initializer"), "model", None)

@@ -445,3 +445,28 @@ def test_state_of_the_optimizer_is_that_of_all_parameters(artifacts: Path, monke
         monkeypatch.setattr(checkpoint, "load", lambda path, saved=saved: saved)
         with pytest.raises(ModelError, match=f"{where} {message}"):
             gradfuse.to_stock(artifacts)
+
+
+@pytest.mark.parametrize(
+    "name", ["training_model.onnx", "optimizer_model.onnx", "eval_model.onnx", "checkpoint", "link"]
+)
+def test_command_overwrites_no_artifact(name: str, artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (artifacts / "link").symlink_to("checkpoint")
+    before = {path.name: path.read_bytes() for path in artifacts.iterdir()}
+    assert cli.run(["to-stock", str(artifacts), str(artifacts / name)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "which the input is read from" in errors
+    assert {path.name: path.read_bytes() for path in artifacts.iterdir()} == before
+
+
+def test_command_writes_to_the_same_place_again_but_over_no_other_evaluation_model(
+    artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "step.onnx"
+    (tmp_path / "step.eval.onnx").write_text("precious")
+    command = ["to-stock", str(artifacts), str(target)]
+    assert cli.run(command) == 2
+    assert "step.eval.onnx: exists and does not belong to a step at" in capsys.readouterr().err
+    assert not target.exists() and (tmp_path / "step.eval.onnx").read_text() == "precious"
+    assert cli.run([*command, "--force"]) == cli.run(command) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifacts", "step.eval.onnx", "step.onnx"]

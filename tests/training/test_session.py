@@ -208,6 +208,26 @@ def test_batches_are_tensors_arrays_tuples_or_dictionaries(step: TrainingStep) -
     assert len({TrainingSession(step).step(*form) for form in forms}) == 1
 
 
+def test_a_checkpoint_does_not_take_the_place_of_the_step_or_a_pipe(step: TrainingStep, tmp_path: Path) -> None:
+    path, link, pipe = tmp_path / "step.onnx", tmp_path / "state.safetensors", tmp_path / "pipe"
+    step.save(path)
+    before = path.read_bytes()
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    session = TrainingSession(path)
+    for target, reason in (
+        (path, "which the input is read from"),
+        (link, "which the input is read from"),
+        (pipe, "is a named pipe"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            session.save(target)
+    assert path.read_bytes() == before and link.is_symlink() and pipe.is_fifo()
+    session.save(tmp_path / "state")
+    session.save(tmp_path / "state")
+    assert {p.name for p in tmp_path.iterdir()} == {"step.onnx", "step.eval.onnx", link.name, "pipe", "state"}
+
+
 def test_the_evaluation_model_is_saved_beside_the_step(step: TrainingStep, tmp_path: Path) -> None:
     step.save(tmp_path / "step.onnx")
     assert {path.name for path in tmp_path.iterdir()} == {"step.onnx", "step.eval.onnx"}

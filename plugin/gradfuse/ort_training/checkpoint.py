@@ -27,7 +27,7 @@ except ImportError as error:
     raise GradfuseError("to_stock: flatbuffers is not installed; expected what gradfuse[train] installs") from error
 
 _IDENTIFIER = b"ODTC"
-_EXTERNAL = ".data"
+EXTERNAL = ".data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Reader:
             yield name, array.reshape(shape)
 
     def _external(self, dtype: np.dtype[Any], count: int, offset: int) -> Any:
-        path = self._path + _EXTERNAL
+        path = self._path + EXTERNAL
         _require_file(path, "the checkpoint's data")
         try:
             # What is asked for is not allocated before it is known to be there.

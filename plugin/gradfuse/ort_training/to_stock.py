@@ -119,6 +119,20 @@ def to_stock(
     )
 
 
+def files_of(artifacts_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None) -> list[str]:
+    """Return the files that `to_stock` reads.
+
+    Raises:
+        ModelError: the training model or a file that it needs is missing or cannot be read.
+    """
+    from gradfuse.ort_training import checkpoint as checkpoints
+
+    found = _Files.of(artifacts_dir, checkpoint)
+    models = [path for path in (found.training, found.optimizer, found.eval) if path is not None]
+    data = [file for path in models for file in model_io.data_files(model_io.load(path).ir)]
+    return [*models, *data, found.checkpoint, found.checkpoint + checkpoints.EXTERNAL]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Files:
     """The paths of the artifacts; None for those that are not there."""

@@ -1,0 +1,233 @@
+"""Files that are written whole or not at all, and never in the place of something that is not theirs.
+
+A file is written in a temporary folder beside its place, and renamed. The folder is locked as long as its process
+lives, so that the next write to the same path clears what a killed process has left, and nothing of one that is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+
+from gradfuse.errors import ModelError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked there, and nothing of dead processes cleared.
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX = ".gradfuse-"
+_NEW, _OLD, _MOVED = "new", "old", "moved"
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def require_regular(path: str | os.PathLike[str], wanted: str) -> None:
+    """Refuse a path to write to where something is that is no regular file; links are followed.
+
+    Args:
+        path: where to write.
+        wanted: what is to be written, for the message.
+
+    Raises:
+        ModelError: there is a folder, a named pipe, a device or a socket.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            mode = os.stat(path).st_mode
+        except (OSError, ValueError) as error:
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                raise
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ModelError(f"{os.fspath(path)}: cannot be written: {reason}") from error
+        for is_kind, text in _KINDS:
+            if is_kind(mode):
+                raise ModelError(f"{os.fspath(path)}: is {text}; expected a path for {wanted}")
+
+
+def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    """Tell whether two paths are of one file, by any links, whether it exists yet or not."""
+    if os.path.realpath(first) == os.path.realpath(second):
+        return True
+    with contextlib.suppress(OSError):
+        return os.path.samefile(first, second)
+    return False
+
+
+def require_other(path: str | os.PathLike[str], inputs: Iterable[str], wanted: str) -> None:
+    """Refuse a path to write to that is one of the files that are read.
+
+    Raises:
+        ModelError: it is one of them, by whatever links.
+    """
+    for file in inputs:
+        if same(path, file):
+            raise ModelError(
+                f"{os.fspath(path)}: is {file}, which the input is read from; expected a path for {wanted}"
+            )
+
+
+def write(path: str | os.PathLike[str], make: Callable[[str], None], *, data: str | None = None) -> None:
+    """Write a file whole or not at all; where `path` is a link, its target.
+
+    Args:
+        path: the file to write. What is there before, its mode excepted, is replaced.
+        make: writes the file to the path it is given, and beside it a file named `data` if it needs one.
+        data: the name of the second file that `make` may write, which gets the mode of the first.
+
+    Raises:
+        OSError: there is no such folder, it is full, or it may not be written to. What was there before is there still.
+    """
+    folder, name = os.path.split(os.path.realpath(path))
+    place = _Place(folder, name, data)
+    with temporary_folder(folder, _label(name), place.roll_back) as temporary:
+        new = os.path.join(temporary, _NEW)
+        os.mkdir(new)
+        make(os.path.join(new, name))
+        place.fill(temporary)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: str, label: str, recover: Callable[[str], None] = lambda folder: None) -> Iterator[str]:
+    """A folder for the time of the context; those of the same label that dead processes left are removed before.
+
+    Args:
+        parent: the folder to make it in.
+        label: what tells its kind from others'.
+        recover: what to do with the folder of a dead process before it is removed.
+    """
+    prefix = f"{_PREFIX}{label}-"
+    _clear(parent, prefix, recover)
+    while True:
+        folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        try:
+            lock = _lock(folder)
+            break
+        except FileNotFoundError:
+            # Another process took it for one of the dead before it was locked.
+            continue
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+class _Place:
+    """Where a file and its data file belong.
+
+    The temporary folder has what is new in one folder and the data file that it replaces in another. The data file goes
+    first and the other one last, so that as long as the latter is in the temporary folder, all can be undone.
+    """
+
+    def __init__(self, folder: str, name: str, data: str | None) -> None:
+        self._target = os.path.join(folder, name)
+        self._data_target = None if data is None else os.path.join(folder, data)
+
+    def fill(self, temporary: str) -> None:
+        """Rename the new files to where they belong; both or neither."""
+        new, _, _ = self._files(temporary)
+        if os.path.exists(self._target):
+            shutil.copymode(self._target, new)
+        try:
+            self._move_data(temporary, new)
+            os.replace(new, self._target)
+        except BaseException:
+            self.roll_back(temporary)
+            raise
+
+    def _move_data(self, temporary: str, new: str) -> None:
+        _, data, old = self._files(temporary)
+        if self._data_target is None or not os.path.exists(data):
+            return
+        shutil.copymode(new, data)
+        with open(os.path.join(temporary, _MOVED), "w", encoding="ascii") as file:
+            file.write(_identity(data))
+        if os.path.exists(self._data_target):
+            os.mkdir(os.path.dirname(old))
+            os.rename(self._data_target, old)
+        os.rename(data, self._data_target)
+
+    def roll_back(self, temporary: str) -> None:
+        """Undo the renaming of the data file where the file that belongs to it has not been renamed."""
+        new, _, old = self._files(temporary)
+        moved = os.path.join(temporary, _MOVED)
+        if self._data_target is None or not (os.path.exists(new) and os.path.exists(moved)):
+            return
+        with open(moved, encoding="ascii") as file:
+            ours = file.read()
+        # What another process has put there since is its own.
+        if not os.path.exists(self._data_target) or _identity(self._data_target) == ours:
+            if os.path.exists(old):
+                os.replace(old, self._data_target)
+            elif os.path.exists(self._data_target):
+                os.remove(self._data_target)
+
+    def _files(self, temporary: str) -> tuple[str, str, str]:
+        """The new file, its data file, and the data file that was replaced."""
+        data = os.path.basename(self._data_target or "")
+        new = os.path.join(temporary, _NEW, os.path.basename(self._target))
+        return new, os.path.join(temporary, _NEW, data), os.path.join(temporary, _OLD, data)
+
+
+def _label(name: str) -> str:
+    """What tells the temporary folders of one name from those of others, and is short where the name is long."""
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+
+
+def _identity(path: str) -> str:
+    status = os.stat(path)
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+
+
+def _lock(folder: str) -> int | None:
+    """Lock a folder until the descriptor that is returned is closed; None where the file system has no locks.
+
+    Raises:
+        FileNotFoundError: another process has locked it, or has removed it.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, (BlockingIOError, FileNotFoundError)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
+        return None
+    return descriptor
+
+
+def _clear(parent: str, prefix: str, recover: Callable[[str], None]) -> None:
+    """Remove the temporary folders of processes that have died."""
+    with contextlib.suppress(OSError):
+        with os.scandir(parent) as entries:
+            left = [entry for entry in entries if entry.name.startswith(prefix)]
+        for entry in left:
+            with contextlib.suppress(OSError):
+                folder = entry.path
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    continue
+                lock = _lock(folder)
+                if lock is None:
+                    continue
+                try:
+                    recover(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)

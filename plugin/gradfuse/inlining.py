@@ -1,0 +1,157 @@
+"""Functions of a model put in the place of their calls, in time that grows linearly with what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+
+
+def inline(model: ir.Model, chosen: Callable[[ir.Function], bool]) -> None:
+    """Put the bodies of functions in the place of their calls: in the graph, subgraphs and other functions.
+
+    Functions that were called are then no part of the model any more. Values of the bodies and nodes get names that
+    nothing else has; the results of a call keep theirs.
+
+    Args:
+        model: the model, which is changed; none of its functions calls itself.
+        chosen: which functions to put in.
+
+    Raises:
+        ValueError: a function has another opset than the model, takes a graph as an attribute, or is called with more
+            inputs or outputs than it has. The model is then of no use any more.
+    """
+    functions = {key: function for key, function in model.functions.items() if chosen(function)}
+    gone: set[ir.OperatorIdentifier] = set()
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for holder in holders:
+        if isinstance(holder, ir.Function) and holder.identifier() in gone:
+            continue
+        names = _Names(holder)
+        graphs = [holder.graph if isinstance(holder, ir.Function) else holder]
+        while graphs:
+            graph = graphs.pop()
+            # The nodes of a body stand behind its call, so that calls among them are met as well.
+            for node in graph:
+                function = functions.get(node.op_identifier())
+                if function is None:
+                    graphs += _graphs_of(node)
+                    continue
+                gone.add(node.op_identifier())
+                _import(model, holder, function)
+                _put_in(graph, node, function, names)
+    for key in gone:
+        del model.functions[key]
+
+
+class _Names:
+    """The names of values and of nodes in a graph and all graphs within it."""
+
+    def __init__(self, holder: ir.Graph | ir.Function) -> None:
+        self._taken: dict[str, set[str]] = {"value": set(), "node": set()}
+        self._last: dict[tuple[str, str], int] = {}
+        self._take(holder)
+        for graph in holder.subgraphs():
+            self._take(graph)
+            self._taken["value"].update(graph.initializers)
+        if isinstance(holder, ir.Graph):
+            self._taken["value"].update(holder.initializers)
+
+    def _take(self, graph: ir.Graph | ir.Function) -> None:
+        values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+        self._taken["value"].update(value.name for value in values if value.name)
+        self._taken["node"].update(node.name for node in graph if node.name)
+
+    def fresh(self, kind: str, name: str) -> str:
+        """A name that nothing of this kind has: the name itself, or with a number behind it."""
+        taken, candidate, number = self._taken[kind], name, self._last.get((kind, name), 1)
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._last[kind, name] = number
+        taken.add(candidate)
+        return candidate
+
+
+def _graphs_of(node: ir.Node) -> list[ir.Graph]:
+    """The branches or the body of a node."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
+
+
+def _import(model: ir.Model, holder: ir.Graph | ir.Function, function: ir.Function) -> None:
+    """Import what the body needs, where its calls are."""
+    for domain, version in function.opset_imports.items():
+        known = model.opset_imports.setdefault(domain, version)
+        if known != version:
+            raise ValueError(f"{function.name} has version {version} of domain {domain!r}, the model {known}")
+        holder.opset_imports.setdefault(domain, version)
+
+
+def _put_in(graph: ir.Graph, call: ir.Node, function: ir.Function, names: _Names) -> None:
+    attributes = {**{k: a for k, a in function.attributes.items() if a.value is not None}, **call.attributes}
+    if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in attributes.values()):
+        raise ValueError(f"{function.name} takes a graph as an attribute")
+    if len(call.inputs) > len(function.inputs) or len(call.outputs) > len(function.outputs):
+        raise ValueError(f"{function.name} is called with more inputs or outputs than it has")
+    given = [*call.inputs, *[None] * (len(function.inputs) - len(call.inputs))]
+    if any(
+        formal in function.outputs and actual is None for formal, actual in zip(function.inputs, given, strict=True)
+    ):
+        raise ValueError(f"{function.name} gives an input that its call leaves out")
+    body = function.graph.clone()
+    for node in body.all_nodes():
+        _resolve(node, attributes)
+        node.metadata_props.update({**call.metadata_props, **node.metadata_props})
+        node.name = names.fresh("node", node.name or "node")
+        for value in node.outputs:
+            value.name = names.fresh("value", value.name or "val")
+    for inner in body.subgraphs():
+        for value in (*inner.inputs, *inner.initializers.values()):
+            value.name = names.fresh("value", value.name or "val")
+
+    results = _results(body, len(call.outputs), names)
+    body.outputs.clear()
+    for formal, actual in zip(body.inputs, given, strict=True):
+        for node, index in list(formal.uses()):
+            node.replace_input_with(index, actual)
+    nodes = list(body)
+    body.remove(nodes)
+    for old, new in zip(call.outputs, results, strict=True):
+        old.name = old.name or new.name
+    ir.convenience.replace_nodes_and_values(graph, call, [call], nodes, call.outputs, results)
+
+
+def _resolve(node: ir.Node, attributes: Mapping[str, ir.Attr]) -> None:
+    """Put the call's attributes in the place of references to them; those that it has not are left out."""
+    for attribute in list(node.attributes.values()):
+        if not attribute.is_ref():
+            continue
+        del node.attributes[attribute.name]
+        given = attributes.get(str(attribute.ref_attr_name))
+        if given is None:
+            continue
+        if given.is_ref():
+            node.attributes.add(ir.RefAttr(attribute.name, str(given.ref_attr_name), given.type))
+        else:
+            node.attributes.add(ir.Attr(attribute.name, given.type, given.value))
+
+
+def _results(body: ir.Graph, count: int, names: _Names) -> list[ir.Value]:
+    """The values that a call's outputs become: of nodes, and each of its own, as they take the outputs' names."""
+    results: list[ir.Value] = []
+    for value in list(body.outputs)[:count]:
+        if value.producer() is None or value in results:
+            node = ir.node("Identity", [value], name=names.fresh("node", "node"))
+            node.outputs[0].name = names.fresh("value", value.name or "val")
+            body.append(node)
+            value = node.outputs[0]
+        results.append(value)
+    return results
