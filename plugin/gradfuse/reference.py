@@ -15,7 +15,6 @@ import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx_ir.passes.common import InlinePass
 
-from gradfuse import model_io
 from gradfuse.errors import ModelError
 from gradfuse.execution import Arrays, import_onnxruntime, reason, widened
 
@@ -89,7 +88,9 @@ class _Part:
             results = _NUMPY[node.op_type](node, *arguments)
             return {
                 str(value.name): result
-                for value, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=False)
+                for value, result in zip(
+                    node.outputs, results if isinstance(results, tuple) else (results,), strict=False
+                )
             }
         try:
             shapes = {name: array.shape for name, array in inputs.items()}
@@ -181,7 +182,12 @@ def _windows(x: _Array, kernel: Sequence[int], strides: Sequence[int], dilations
     rank = len(kernel)
     extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
     windows = sliding_window_view(x, extents, tuple(range(2, 2 + rank)))  # type: ignore[call-overload]
-    steps = (slice(None), slice(None), *(slice(None, None, s) for s in strides), *(slice(None, None, d) for d in dilations))
+    steps = (
+        slice(None),
+        slice(None),
+        *(slice(None, None, s) for s in strides),
+        *(slice(None, None, d) for d in dilations),
+    )
     return np.asarray(windows[steps])
 
 
@@ -196,6 +202,15 @@ def _conv(node: ir.Node, x: _Array, weight: _Array, bias: _Array | None = None) 
     width = weight[0].size
     result = np.empty((count, weight.shape[0], *spatial))
     channels, maps = x.shape[1] // group, weight.shape[0] // group
+    if math.prod(spatial) < math.prod(kernel):
+        # As in the gradient of a weight: few large windows, each taken as a whole.
+        for g, place in itertools.product(range(group), itertools.product(*map(range, spatial))):
+            outputs = slice(g * maps, (g + 1) * maps)
+            window = windows[(slice(None), slice(g * channels, (g + 1) * channels), *place)]
+            result[(slice(None), outputs, *place)] = (
+                window.reshape(count, width) @ weight[outputs].reshape(maps, width).T
+            )
+        return result if bias is None else result + bias.reshape(-1, *[1] * rank)
     # Channels stand beside the kernel, so that windows and weights are rows of matrices.
     order = (0, *range(2, 2 + rank), 1, *range(2 + rank, 2 + 2 * rank))
     rows = max(1, _LARGEST_WINDOWS // max(1, width * math.prod(spatial)))
