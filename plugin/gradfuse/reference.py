@@ -15,11 +15,21 @@ import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx_ir.passes.common import InlinePass
 
+from gradfuse import model_io
 from gradfuse.errors import ModelError
-from gradfuse.execution import Arrays, import_onnxruntime, reason, widened
+from gradfuse.execution import FLOATS, Arrays, import_onnxruntime, reason, widened
 
 _Array = npt.NDArray[Any]
 
+_EXACT = frozenset(
+    """
+    Abs ArgMax ArgMin Cast CastLike Ceil Clip Compress Concat ConstantOfShape DepthToSpace Dropout Expand EyeLike
+    Flatten Floor Gather GatherElements GatherND Hardmax Identity Max MaxPool Min Neg Not OneHot Optional Pad Range
+    ReduceMax ReduceMin Relu Reshape Round Scatter ScatterElements ScatterND SequenceAt Shape Sign Slice SpaceToDepth
+    Split Squeeze ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Where
+    """.split()
+)
+"""Operators whose results are values of their inputs, or whole numbers."""
 _LARGEST_WINDOWS = 2**25
 """So many elements of overlapping windows are laid out at once."""
 
@@ -65,6 +75,52 @@ class ReferenceSession:
             for name in part.last_uses:
                 del values[name]
         return {name: values[name] for name in self._outputs}
+
+
+def moved(model: ir.Model, size: float) -> ir.Model:
+    """Return a copy in which inputs, weights and results of arithmetic are moved, anew in each run.
+
+    Each element is changed by a random relative amount of at most `size`. Whole numbers stay as they are: arithmetic on
+    them does not round. Results of nodes that choose or rearrange values stay too, and what is inside of subgraphs and
+    functions.
+    """
+    copy = model_io.copy_model(model)
+    graph = copy.graph
+    seeds = itertools.count()
+    first = graph[0] if len(graph) else None
+    for value in (*graph.inputs, *(one for one in graph.initializers.values() if one not in graph.inputs)):
+        if value.dtype in FLOATS and first is not None:
+            graph.insert_before(first, _moving(value, size, next(seeds)))
+    for node in list(graph):
+        if node.op_type in _EXACT and node.domain == "":
+            continue
+        for value in node.outputs:
+            if value.dtype in FLOATS and value.name:
+                graph.insert_after(node, _moving(value, size, next(seeds)))
+    return copy
+
+
+def _moving(value: ir.Value, size: float, seed: int) -> list[ir.Node]:
+    """Return nodes that move a value, and let them come between it and those that use it."""
+    is_output = value.is_graph_output()
+    attributes = {"low": -size, "high": size, "seed": float(seed)}
+    amount = ir.node("RandomUniformLike", [value], attributes=attributes)
+    change = ir.node("Mul", [value, amount.outputs[0]])
+    changed = ir.node("Add", [value, change.outputs[0]])
+    floor = ir.node("Floor", [value])
+    whole = ir.node("Equal", [value, floor.outputs[0]])
+    result = ir.node("Where", [whole.outputs[0], value, changed.outputs[0]])
+    nodes = [amount, change, changed, floor, whole, result]
+    result.outputs[0].type, result.outputs[0].shape = value.type, value.shape
+    ir.convenience.replace_all_uses_with(value, result.outputs[0], replace_graph_outputs=True)
+    for node in nodes[:-1]:
+        for index, operand in enumerate(node.inputs):
+            if operand is result.outputs[0]:
+                node.replace_input_with(index, value)
+    result.replace_input_with(1, value)
+    if is_output:
+        result.outputs[0].name, value.name = value.name, f"{value.name}/unmoved"
+    return nodes
 
 
 class _Part:
@@ -177,18 +233,18 @@ def _pads(node: ir.Node, sizes: Sequence[int], extents: Sequence[int], strides: 
     return list(zip(given[:rank], given[rank:], strict=True))
 
 
+def _at(*index: Any) -> Any:
+    """Return an index of some axes, of a rank that only a run knows."""
+    return index
+
+
 def _windows(x: _Array, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> _Array:
     """Return a view (N, C, *out, *kernel) of x (N, C, *spatial), which is padded already."""
     rank = len(kernel)
     extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
-    windows = sliding_window_view(x, extents, tuple(range(2, 2 + rank)))  # type: ignore[call-overload]
-    steps = (
-        slice(None),
-        slice(None),
-        *(slice(None, None, s) for s in strides),
-        *(slice(None, None, d) for d in dilations),
-    )
-    return np.asarray(windows[steps])
+    windows = sliding_window_view(x, extents, tuple(range(2, 2 + rank)))
+    every = [slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations))]
+    return np.asarray(windows[_at(*every)])
 
 
 def _conv(node: ir.Node, x: _Array, weight: _Array, bias: _Array | None = None) -> _Array:
@@ -206,8 +262,8 @@ def _conv(node: ir.Node, x: _Array, weight: _Array, bias: _Array | None = None) 
         # As in the gradient of a weight: few large windows, each taken as a whole.
         for g, place in itertools.product(range(group), itertools.product(*map(range, spatial))):
             outputs = slice(g * maps, (g + 1) * maps)
-            window = windows[(slice(None), slice(g * channels, (g + 1) * channels), *place)]
-            result[(slice(None), outputs, *place)] = (
+            window = windows[_at(slice(None), slice(g * channels, (g + 1) * channels), *place)]
+            result[_at(slice(None), outputs, *place)] = (
                 window.reshape(count, width) @ weight[outputs].reshape(maps, width).T
             )
         return result if bias is None else result + bias.reshape(-1, *[1] * rank)
@@ -242,10 +298,10 @@ def _conv_transpose(node: ir.Node, x: _Array, weight: _Array, bias: _Array | Non
             for t, d, n, s in zip(tap, dilations, x.shape[2:], strides, strict=True)
         )
         of_group = slice(g * channels, (g + 1) * channels)
-        product = np.tensordot(x[:, of_group], weight[(of_group, slice(None), *tap)], (1, 0))
-        full[(slice(None), slice(g * maps, (g + 1) * maps), *at)] += np.moveaxis(product, -1, 1)
+        product = np.tensordot(x[:, of_group], weight[_at(of_group, slice(None), *tap)], (1, 0))
+        full[_at(slice(None), slice(g * maps, (g + 1) * maps), *at)] += np.moveaxis(product, -1, 1)
     cut = tuple(slice(before, size - after) for (before, after), size in zip(pads, sizes, strict=True))
-    result = full[(slice(None), slice(None), *cut)]
+    result = np.asarray(full[_at(slice(None), slice(None), *cut)])
     return result if bias is None else result + bias.reshape(-1, *[1] * rank)
 
 
@@ -349,19 +405,15 @@ _NUMPY: dict[str, Callable[..., _Array | tuple[_Array, ...]]] = {
     "Softplus": _elementwise(_softplus),
     "Softsign": _elementwise(lambda x: x / (1 + np.abs(x))),
     "ThresholdedRelu": lambda node, x: np.where(x > node.attributes.get_float("alpha", 1.0), x, 0.0),
-} | {
-    name: _elementwise(function)
-    for name, function in {
-        "Acos": np.arccos,
-        "Acosh": np.arccosh,
-        "Asin": np.arcsin,
-        "Asinh": np.arcsinh,
-        "Atan": np.arctan,
-        "Atanh": np.arctanh,
-        "Cosh": np.cosh,
-        "Erf": _erf,
-        "Sinh": np.sinh,
-        "Tan": np.tan,
-    }.items()
+    "Acos": _elementwise(np.arccos),
+    "Acosh": _elementwise(np.arccosh),
+    "Asin": _elementwise(np.arcsin),
+    "Asinh": _elementwise(np.arcsinh),
+    "Atan": _elementwise(np.arctan),
+    "Atanh": _elementwise(np.arctanh),
+    "Cosh": _elementwise(np.cosh),
+    "Erf": _elementwise(_erf),
+    "Sinh": _elementwise(np.sinh),
+    "Tan": _elementwise(np.tan),
 }
 """What onnxruntime's CPU provider computes in float32 only."""
