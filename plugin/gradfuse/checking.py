@@ -267,7 +267,7 @@ class _Pair:
         feeds, expected, actual = self._run_both(run)
         exact = self._reference.run(feeds) if self._reference is not None else {}
         by_kernels = _MovedRuns(self._moved_by_kernels, feeds, exact)
-        in_float64 = self._compare_in_float64(feeds, exact, expected, by_kernels)
+        in_float64 = self._compare_in_float64(feeds, exact, expected)
         rng = np.random.default_rng([self._seed, run])
         nudged = [
             self._rounded.run({name: self._nudge(array, rng) for name, array in feeds.items()}) for _ in range(_NUDGES)
@@ -286,10 +286,8 @@ class _Pair:
             result[name] = OutputReport(name, str(value.dtype), error, bound, error <= bound), finite
         return result
 
-    def _compare_in_float64(
-        self, feeds: Arrays, exact: Arrays, expected: Arrays, by_kernels: _MovedRuns
-    ) -> dict[str, tuple[float, float]]:
-        """Return the worst error and bound of each output of the two models in float64; none where they do not run so."""
+    def _compare_in_float64(self, feeds: Arrays, exact: Arrays, expected: Arrays) -> dict[str, tuple[float, float]]:
+        """Return the worst error and bound of each output of the models in float64; none where they do not run so."""
         if self._reference is None or self._other_reference is None:
             return {}
         try:
