@@ -78,8 +78,9 @@ def export_training_step(
     The module is traced in the mode it is in, train or eval, and is left as it was: parameters, buffers, `.grad`, mode
     and random state; so is the optimizer. If onnxruntime is installed, the model (and the fused one) runs on the batch;
     loss, gradients, updated buffers and the optimizer's update must then be as near to a float64 run as PyTorch's own,
-    but for what rounding does to this step; the model also runs in float64, where it must be as good as equal. Dropout in training mode drops what a hash of the buffer `dropout_seed` says, which a step
-    adds 1 to; PyTorch is compared with on the same masks.
+    but for what rounding does to this step; the model also runs in float64, where it must be as good as equal. Dropout
+    in training mode drops what a hash of the buffer `dropout_seed` says, which a step adds 1 to; PyTorch is compared
+    with on the same masks.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
