@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx_ir.passes.common import InlinePass
 
-from gradfuse import model_io
+from gradfuse import model_io, scatters
 from gradfuse.errors import ModelError
 from gradfuse.execution import FLOATS, Arrays, import_onnxruntime, reason, widened
 
@@ -126,8 +126,9 @@ def _moving(value: ir.Value, size: float, seed: int) -> list[ir.Node]:
 class _Part:
     """Nodes that run one after the other: by onnxruntime, or one node by numpy."""
 
-    def __init__(self, model: ir.Model, nodes: list[ir.Node]) -> None:
+    def __init__(self, model: ir.Model, nodes: list[ir.Node], threads: int) -> None:
         self._model = model
+        self._threads = threads
         self._nodes = nodes
         made = {value.name for node in nodes for value in node.outputs}
         self.inputs = list(dict.fromkeys(name for node in nodes for name in _reads(node) if name not in made))
@@ -172,15 +173,16 @@ class _Part:
         proto.functions.extend(ir.serde.serialize_function(one) for one in self._model.functions.values())
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        # Updates of a ScatterND may be lost in several.
-        options.intra_op_num_threads = 1 if any(node.op_type == "ScatterND" for node in self._nodes) else 0
+        options.intra_op_num_threads = self._threads
         return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
     nodes = list(model.graph)
     groups = itertools.groupby(enumerate(nodes), lambda item: item[0] if _in_numpy(item[1]) else -1)
-    parts = [_Part(model, [node for _, node in group]) for _, group in groups]
+    # In several threads, updates of a ScatterND may be lost; 0 leaves their number to onnxruntime.
+    threads = 1 if scatters.reduces_by_scatter_nd(model) else 0
+    parts = [_Part(model, [node for _, node in group], threads) for _, group in groups]
     needed: set[str] = set(outputs)
     for part in reversed(parts):
         part.outputs = [name for name in part.made if name in needed]
