@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from gradfuse import model_io, scatters
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.execution import FLOATS, Arrays, Session, float_types, widened
 from gradfuse.inputs import Analyses, random_inputs
+from gradfuse.reference import ReferenceSession, moved
 from gradfuse.testing import peer_error
 
 if TYPE_CHECKING:
@@ -30,7 +33,18 @@ NOISE_FACTOR = 16
 ROUNDINGS = 4
 """So many roundings to the output's type, and to the type of the arithmetic, are granted besides."""
 
+MOVED_SHARE = 4
+"""A difference may be so many times what becomes of a result when arithmetic is moved by several roundings."""
+
 _NUDGES = 3
+_MOVED_RUNS = 16
+# Kernels that add up in another order come this far apart; in 16 bits, sums are made in float32.
+_ROUNDINGS_OF_KERNELS, _ROUNDINGS_OF_NARROW_KERNELS = 64, 4
+# In float64 nothing rounds but the constants of a model. They are judged by a change so small that it decides nothing
+# near a kink, as many times larger.
+_ROUNDINGS_OF_CONSTANTS, _SMALL_ROUNDING, _SMALL_RUNS = 64, 2.0**-10, 3
+# Where a constant's rounding does decide, it does not on numbers of another size.
+_OTHER_NUMBERS, _OTHER_SIZE = 2, 1e-3
 # Sizes that a model cannot run with, as it has constants of one size only, are drawn again.
 _ATTEMPTS = 8
 _LARGEST_COPY_BYTES = 2**29
@@ -121,10 +135,21 @@ def check(a: ModelLike, b: ModelLike, runs: int = 3, *, seed: int = 0) -> CheckR
         16 noise + 4 (eps |reference| + eps_a max|reference|)
 
     with eps the spacing of the output's type at 1 and eps_a that of the arithmetic (float32 for 16-bit types). The
-    reference is the first model run in float64 where onnxruntime can, else the first model itself. The noise is what
+    reference is the first model run in float64 where that can be, else the first model itself. The noise is what
     rounding does to the first model: its own error against the reference, and its change when every input and weight is
     moved by one rounding; see `gradfuse.testing.peer_error`. NaN and infinities must be in the same
-    places; integers and truth values must be equal. Where onnxruntime lacks kernels for a 16-bit type, both are run in
+    places; integers and truth values must be equal.
+
+    Where that is exceeded, a decision may lie within rounding: an activation near 0, two values of which one is chosen.
+    The first model is then run in float64 with the result of every arithmetic node moved by up to 64 roundings, up to
+    16 times, which puts such a decision either way; a difference may be 4 times the largest change more.
+
+    Besides, both models are compared in float64, where rounding hides nothing: there a difference may be
+    4 (eps |reference| + eps_a max|reference|) and 64 times what moving by one rounding does where it decides nothing.
+    (The median of three runs moved by 2^-10 of a rounding, taken 2^10 times.) What exceeds it is compared again on
+    inputs a thousandth larger or smaller, on which no constant's rounding puts an activation on the other side.
+
+    Where onnxruntime lacks kernels for a 16-bit type, both are run in
     float32, and a note says so. Outputs that depend on random operators are not compared, and a note says so. Models
     with a ScatterND of which onnxruntime may lose updates are run in one thread, and a note says so.
 
@@ -187,6 +212,17 @@ class _Pair:
             self.notes.append("onnxruntime has no kernels for the models' 16-bit types: compared in float32")
         small = model_io.tensor_bytes(first.ir) <= _LARGEST_COPY_BYTES
         self._reference = self._open_reference(first) if small else None
+        self._other_reference: ReferenceSession | None = None
+        if self._reference is not None and model_io.tensor_bytes(second.ir) <= _LARGEST_COPY_BYTES:
+            self._other_reference = ReferenceSession(second.ir, second.source)
+        kernels = _ROUNDINGS_OF_NARROW_KERNELS if narrow else _ROUNDINGS_OF_KERNELS
+        types = float_types(first.ir) | float_types(second.ir)
+        spacing = max((float(_finfo(dtype.numpy()).eps) for dtype in types), default=0.0)
+        # As runs are costly, only those are made that a decision needs.
+        self._moved_by_kernels, self._moved_by_constants = (
+            ReferenceSession(moved(first.ir, roundings * spacing), first.source)
+            for roundings in (kernels, _SMALL_ROUNDING)
+        )
         rng = np.random.default_rng([seed])
         self._rounded = Session(self._with_nudged_weights(rng), first.source) if small else self._first
 
@@ -198,12 +234,12 @@ class _Pair:
         # Some kernels are only found missing when they are to run.
         self._run_both(0)
 
-    def _open_reference(self, first: LoadedModel) -> Session | None:
+    def _open_reference(self, first: LoadedModel) -> ReferenceSession | None:
         if float_types(first.ir) <= {ir.DataType.DOUBLE}:
             return None
+        session = ReferenceSession(first.ir, first.source)
         try:
-            session = Session(widened(first.ir, ir.DataType.DOUBLE), first.source, kernels=False)
-            session.run(_as_double(self._run_both(0)[0]))
+            session.run(self._run_both(0)[0])
         except ModelError:
             return None
         return session
@@ -234,7 +270,9 @@ class _Pair:
     def compare(self, run: int, random_names: set[str]) -> dict[str, tuple[OutputReport, bool]]:
         """Return, for each output, its report and whether any finite element was compared."""
         feeds, expected, actual = self._run_both(run)
-        exact = self._reference.run(_as_double(feeds)) if self._reference is not None else {}
+        exact = self._reference.run(feeds) if self._reference is not None else {}
+        by_kernels = _MovedRuns(self._moved_by_kernels, feeds, exact)
+        in_float64 = self._compare_in_float64(feeds, exact, expected)
         rng = np.random.default_rng([self._seed, run])
         nudged = [
             self._rounded.run({name: self._nudge(array, rng) for name, array in feeds.items()}) for _ in range(_NUDGES)
@@ -245,10 +283,48 @@ class _Pair:
                 result[name] = OutputReport(name, str(value.dtype), 0.0, 0.0, True, comparable=False), False
                 continue
             others = [outputs[name] for outputs in nudged]
-            error, bound = _worst(value, actual[name], exact.get(name), others, self._eps)
+            found = [_worst(value, actual[name], exact.get(name), others, self._eps, by_kernels.changes(name))]
+            if name in in_float64 and by_kernels.explain(name, value, self._eps):
+                found.append(in_float64[name])
+            error, bound = max(found, key=lambda one: _ratio(*one))
             finite = not value.size or not _is_float(value) or bool(np.isfinite(value.astype(np.float64)).any())
             result[name] = OutputReport(name, str(value.dtype), error, bound, error <= bound), finite
         return result
+
+    def _compare_in_float64(self, feeds: Arrays, exact: Arrays, expected: Arrays) -> dict[str, tuple[float, float]]:
+        """Return the worst error and bound of each output of the models in float64; none where they do not run so."""
+        if self._reference is None or self._other_reference is None:
+            return {}
+        try:
+            other = self._other_reference.run(feeds)
+        except ModelError:
+            return {}
+        found: dict[str, tuple[float, float]] = {}
+        numbers = itertools.chain([(feeds, exact, other)], self._elsewhere(feeds))
+        for these, wanted, got in itertools.islice(numbers, 1 + _OTHER_NUMBERS):
+            by_constants = _MovedRuns(self._moved_by_constants, these, wanted)
+            for name in wanted:
+                if name not in found or _ratio(*found[name]) > 1:
+                    eps = max(float(_finfo(expected[name].dtype).eps), self._eps) if _is_float(expected[name]) else 0.0
+                    one = _worst_in_float64(wanted[name], got[name], eps, by_constants.changes(name))
+                    found[name] = min(found.get(name, one), one, key=lambda pair: _ratio(*pair))
+            if all(_ratio(*pair) <= 1 for pair in found.values()):
+                break
+        return found
+
+    def _elsewhere(self, feeds: Arrays) -> Iterator[tuple[Arrays, Arrays, Arrays]]:
+        """Yield inputs that are a thousandth larger or smaller, and the outputs of both models in float64."""
+        assert self._reference is not None and self._other_reference is not None
+        for seed in range(_OTHER_NUMBERS):
+            rng = np.random.default_rng([self._seed, seed])
+            these = {
+                name: np.asarray(array.astype(np.float64) * (1 + _OTHER_SIZE * rng.uniform(-1, 1, array.shape)))
+                if _is_float(array)
+                else array
+                for name, array in feeds.items()
+            }
+            with contextlib.suppress(ModelError):
+                yield these, self._reference.run(these), self._other_reference.run(these)
 
     def _nudge(self, array: _Array, rng: np.random.Generator) -> _Array:
         """Move every finite float by one spacing of its type, up or down; leave other arrays as they are."""
@@ -268,8 +344,61 @@ class _Pair:
         return copy
 
 
+class _MovedRuns:
+    """What becomes of a model's outputs on some inputs when its arithmetic is moved; runs are made as needed."""
+
+    def __init__(self, session: ReferenceSession, feeds: Arrays, exact: Arrays) -> None:
+        self._session = session
+        self._feeds = feeds
+        self._exact = exact
+        self._runs: list[Arrays] = []
+
+    def changes(self, name: str) -> Iterator[_Array]:
+        """Yield what is added to an output in each run, in float64; for integers, whether an element has changed."""
+        if name not in self._exact:
+            return
+        exact = self._exact[name]
+        for index in range(_MOVED_RUNS):
+            if index == len(self._runs):
+                try:
+                    self._runs.append(self._session.run(self._feeds))
+                except ModelError:
+                    # A moved value that a node refuses, or an operator that cannot be moved.
+                    self._runs.append({})
+            other = self._runs[index].get(name)
+            if other is None or other.shape != exact.shape:
+                continue
+            if exact.dtype.kind in "fc":
+                with np.errstate(invalid="ignore"):
+                    yield np.asarray(other - exact)
+            else:
+                yield np.asarray(other != exact)
+
+    def explain(self, name: str, own: _Array, own_eps: float) -> bool:
+        """Return whether an output is as far from the float64 one as rounding may put it."""
+        exact = self._exact[name]
+        if not _is_float(own) or own.shape != exact.shape:
+            return own.shape == exact.shape
+        with np.errstate(invalid="ignore"):
+            off = np.abs(own.astype(np.float64) - exact)
+        largest, size = _largest(off), _largest(exact)
+        if largest <= _TRUSTED_ROUNDINGS * max(float(_finfo(own.dtype).eps), own_eps) * size:
+            return True
+        return any(largest <= MOVED_SHARE * _largest(change) for change in self.changes(name))
+
+
+def _largest(array: _Array) -> float:
+    finite = np.abs(array[np.isfinite(array)])
+    return float(finite.max()) if finite.size else 0.0
+
+
 def _worst(
-    expected: _Array, actual: _Array, exact: _Array | None, nudged: list[_Array], own_eps: float
+    expected: _Array,
+    actual: _Array,
+    exact: _Array | None,
+    nudged: list[_Array],
+    own_eps: float,
+    changes: Iterator[_Array],
 ) -> tuple[float, float]:
     """Return the error and the bound of the element whose error is largest in units of its bound."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -277,14 +406,21 @@ def _worst(
     if expected.size == 0:
         return 0.0, 0.0
     if expected.dtype.kind in "biuOUS":
-        different = np.asarray(actual != expected)
+        different = _undecided(np.asarray(actual != expected), changes)
         if expected.dtype.kind in "OUS" or not different.any():
             return float(different.any()), 0.0
-        return float(np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max()), 0.0
+        off = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+        return float(off[different].max()), 0.0
     if expected.dtype.kind == "c":
+        moves = list(changes)
         parts = [
             _worst(
-                part(expected), part(actual), None if exact is None else part(exact), [part(n) for n in nudged], own_eps
+                part(expected),
+                part(actual),
+                None if exact is None else part(exact),
+                [part(n) for n in nudged],
+                own_eps,
+                iter([part(change) for change in moves]),
             )
             for part in (np.real, np.imag)
         ]
@@ -305,11 +441,62 @@ def _worst(
             with np.errstate(invalid="ignore"):
                 change = reference + np.where(finite, other.astype(np.float64) - own, 0.0)
             noise = np.maximum(noise, peer_error(change, reference))
-    roundings = eps * np.abs(reference) + min(eps, float(np.finfo(np.float32).eps)) * np.abs(reference).max()
-    bound = NOISE_FACTOR * noise + ROUNDINGS * (roundings + float(limits.smallest_subnormal))
+    bound = NOISE_FACTOR * noise + _roundings(reference, eps) + ROUNDINGS * float(limits.smallest_subnormal)
     with np.errstate(invalid="ignore"):
         error = np.where(finite, np.abs(got - reference), np.where(same, 0.0, np.inf))
+    return _judged(error, bound, reference, changes)
+
+
+def _worst_in_float64(exact: _Array, actual: _Array, eps: float, changes: Iterator[_Array]) -> tuple[float, float]:
+    """Return the same for outputs of two models in float64, whose constants are in a type of spacing `eps` at 1."""
+    if actual.shape != exact.shape or exact.size == 0 or exact.dtype.kind not in "biuf":
+        return 0.0, 0.0
+    if exact.dtype.kind in "biu":
+        return float(_undecided(np.asarray(actual != exact), changes).any()), 0.0
+    finite = np.isfinite(exact)
+    same = (actual == exact) | (np.isnan(actual) & np.isnan(exact))
+    reference = np.where(finite, exact, 0.0)
+    with np.errstate(invalid="ignore"):
+        error = np.where(finite, np.abs(actual - reference), np.where(same, 0.0, np.inf))
     error = np.where(np.isnan(error), np.inf, error)
+    bound = _roundings(reference, eps) + float(np.finfo(np.float32).tiny)
+    if (error > bound).any():
+        small = [peer_error(_plus(reference, change), reference) for change in itertools.islice(changes, _SMALL_RUNS)]
+        if small:
+            bound = bound + _ROUNDINGS_OF_CONSTANTS / _SMALL_ROUNDING * np.median(small, axis=0)
+    at = int((error / bound).argmax())
+    return float(error.ravel()[at]), float(bound.ravel()[at])
+
+
+def _plus(reference: _Array, change: _Array) -> _Array:
+    return np.asarray(reference + np.where(np.isfinite(change), change, 0.0))
+
+
+def _roundings(reference: _Array, eps: float) -> _Array:
+    largest = np.abs(reference).max()
+    return np.asarray(ROUNDINGS * (eps * np.abs(reference) + min(eps, float(np.finfo(np.float32).eps)) * largest))
+
+
+def _undecided(different: _Array, changes: Iterator[_Array]) -> _Array:
+    """Return those of the differences of integers that are in no element that moving the arithmetic changes."""
+    if different.any():
+        for changed in changes:
+            different = different & ~changed
+            if not different.any():
+                break
+    return different
+
+
+def _judged(error: _Array, bound: _Array, reference: _Array, changes: Iterator[_Array]) -> tuple[float, float]:
+    """Return error and bound of the worst element, where each bound may be exceeded by what moving may do there."""
+    error = np.where(np.isnan(error), np.inf, error)
+    granted = np.zeros(reference.shape)
+    while (error > bound + granted).any():
+        change = next(changes, None)
+        if change is None:
+            break
+        granted = np.maximum(granted, MOVED_SHARE * peer_error(_plus(reference, change), reference))
+    bound = bound + granted
     at = int((error / bound).argmax())
     return float(error.ravel()[at]), float(bound.ravel()[at])
 
@@ -324,10 +511,6 @@ def _excess(report: OutputReport) -> float:
 
 def _is_float(array: _Array) -> bool:
     return array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
-
-
-def _as_double(feeds: Arrays) -> Arrays:
-    return {name: array.astype(np.float64) if _is_float(array) else array for name, array in feeds.items()}
 
 
 def _require_same_interface(first: LoadedModel, second: LoadedModel) -> None:

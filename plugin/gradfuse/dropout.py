@@ -168,8 +168,12 @@ def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.target is torch.ops.gradfuse.dropout_mask.default]
 
 
-def connect(graph: torch.fx.Graph, seed: int) -> None:
-    """Give every mask of a program its number, and the seed, by its place among the inputs."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for layer, node in enumerate(masks(graph)):
-        node.args = (*node.args[:2], placeholders[seed], layer)
+def connect(program: torch.export.ExportedProgram, seed: int) -> None:
+    """Give every mask of a program its number, and the seed: the `seed`-th tensor that the program is called with.
+
+    Constants of the traced code are placeholders as well, ahead of those.
+    """
+    name = program.graph_signature.user_inputs[seed]
+    placeholder = next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
+    for layer, node in enumerate(masks(program.graph)):
+        node.args = (*node.args[:2], placeholder, layer)

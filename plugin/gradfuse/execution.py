@@ -146,7 +146,8 @@ def widened(model: ir.Model, dtype: ir.DataType) -> ir.Model:
     """Return a copy in which every floating point type that is narrower than `dtype` is `dtype`."""
     narrow = set(FLOATS[: FLOATS.index(dtype)])
     copy = model_io.copy_model(model)
-    for graph in copy.graphs():
+    inner = (graph for function in copy.functions.values() for graph in function.subgraphs())
+    for graph in (*copy.graphs(), *inner):
         for value in (*graph.inputs, *graph.outputs, *graph.initializers.values(), *_results(graph)):
             if value.dtype in narrow:
                 value.dtype = dtype
@@ -158,7 +159,21 @@ def widened(model: ir.Model, dtype: ir.DataType) -> ir.Model:
             for attribute in list(node.attributes.values()):
                 if not attribute.is_ref():
                     _widen_attribute(node, attribute, dtype, narrow)
+                elif node.op_type == "Constant" and ir.DataType.FLOAT in narrow:
+                    _widen_constant(node, attribute, dtype)
     return copy
+
+
+def _widen_constant(node: ir.Node, attribute: ir.Attr, dtype: ir.DataType) -> None:
+    """Cast a constant whose value is a float attribute of the function around it."""
+    if attribute.name not in ("value_float", "value_floats"):
+        return
+    value = node.outputs[0]
+    cast = ir.node("Cast", [value], attributes={"to": dtype})
+    ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
+    cast.replace_input_with(0, value)
+    assert node.graph is not None
+    node.graph.insert_after(node, cast)
 
 
 def _widen_attribute(node: ir.Node, attribute: ir.Attr, dtype: ir.DataType, narrow: set[ir.DataType]) -> None:

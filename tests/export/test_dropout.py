@@ -96,3 +96,36 @@ def test_a_step_with_dropout_is_pytorchs_for_every_seed() -> None:
             assert_gradients_close(result, native[name], exact[name], np.float32, terms=terms)
         losses.add(float(results["loss"]))
     assert len(losses) == 2
+
+
+class Scaled(nn.Module):
+    """Dropout beside another counter, and a constant that forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+        return self.dropout(self.norm(self.layer(x))) * factors  # type: ignore[no-any-return]
+
+
+def test_the_seed_is_found_beside_constants_of_the_forward_pass() -> None:
+    torch.manual_seed(0)
+    module = Scaled()
+    batch = (torch.randn(16, 6),), (torch.randint(0, 8, (16,)),)
+    step = export_training_step(module, F.cross_entropy, batch)
+    losses = set()
+    for seed, counted in [(0, 0), (0, 3), (5, 0)]:
+        step.buffers["dropout_seed"][...] = seed
+        step.buffers["norm.num_batches_tracked"][...] = counted
+        results = run(step, batch, kernels=False)
+        native, exact = (
+            autograd(module, F.cross_entropy, batch, dtype, step) for dtype in (torch.float32, torch.float64)
+        )
+        assert results["norm.num_batches_tracked.updated"] == counted + 1
+        assert_gradients_close(results["loss"], native["loss"], exact["loss"], np.float32)
+        losses.add(float(results["loss"]))
+    assert len(losses) == 2
