@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
-from gradfuse.passes.forms import Form
+from gradfuse.passes.forms import Form, is_float
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
@@ -44,9 +44,13 @@ class FuseMseLossBackwardPass(FusePass):
     def possible(self, site: Site, form: Form) -> bool:
         return len(form.poly) > 1
 
-    def refusal(self, replaced: Collection[ir.Node]) -> str | None:
-        if any(node.op_type == "Where" and not node.domain for node in replaced):
-            return "a Where leaves out what may be infinite; the operator would multiply it by 0"
+    def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
+        for node in () if rewrite.by_body else site.bypassed(rewrite):
+            if node.op_type != "Where" or node.domain or not is_float(node.outputs[0]) or node.inputs[0] is None:
+                continue
+            condition = site.forms.get(node.inputs[0])
+            if condition is None or condition.poly.constant is None:
+                return "a Where leaves out what may be infinite; the operator would multiply it by 0"
         return None
 
     def _bound(

@@ -645,6 +645,20 @@ class Site:
 
     # Putting the fused node in
 
+    def bypassed(self, rewrite: Rewrite) -> Iterator[ir.Node]:
+        """The nodes between the values that the rewrite reads and the root."""
+        given = {v for node in rewrite.nodes for v in node.inputs}
+        todo, seen = [rewrite.root], {rewrite.root}
+        while todo:
+            node = todo.pop().producer()
+            if node is None or node.graph is not self.graph:
+                continue
+            yield node
+            for value in node.inputs:
+                if value is not None and value not in given and value not in seen:
+                    seen.add(value)
+                    todo.append(value)
+
     def superfluous(self, rewrite: Rewrite) -> list[ir.Node]:
         """The nodes that nothing needs any more once the root has its new producer."""
         needed = {v for node in rewrite.nodes for v in node.inputs if v is not None}
@@ -909,8 +923,8 @@ class FusePass(ir.passes.InPlacePass):
         self.fusions: list[Fusion] = []
         self.near_misses: list[NearMiss] = []
 
-    def refusal(self, replaced: Collection[ir.Node]) -> str | None:
-        """Why these nodes are no matter for the op, although they compute what it does."""
+    def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
+        """Why the op is not to stand for what is between its operands and the root; None where it may."""
         return None
 
     @abstractmethod
@@ -1029,7 +1043,7 @@ class FusePass(ir.passes.InPlacePass):
                     reason = "its type is float64; the operator takes float32, float16 and bfloat16"
                 elif not dead:
                     reason = "another output of its node is in use"
-                elif (refusal := self.refusal(dead)) is not None:
+                elif (refusal := self.refusal(site, rewrite)) is not None:
                     reason = refusal
                 elif all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in dead):
                     pass  # The arithmetic lives on for another consumer: it is the root.
