@@ -417,8 +417,9 @@ def _read(
     if classes is None or j in algebra.free(spread):
         raise Mismatch("it holds more than a one-hot target: target probabilities, or a further loss term")
     ratio = algebra.ratio(spread, on)
-    if ratio is not None and ratio.constant is not None and ratio.constant > 0:
-        smoothing = ratio.constant * classes / (1.0 + ratio.constant * classes)
+    share = None if ratio is None or ratio.constant is None else ratio.constant * classes
+    smoothing = 1.0 if share is None or share <= 0 else share / (1.0 + share)
+    if smoothing < 1.0:
         parts: tuple[tuple[float, Poly], ...] = ((smoothing, on.scaled(-1.0 / (1.0 - smoothing))),)
     else:
         parts = ((0.0, -on), (1.0, spread.scaled(-classes)))
