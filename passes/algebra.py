@@ -648,10 +648,10 @@ class Algebra:
             if exponent > 0:
                 return ZERO
             raise TooComplex("division by zero")
+        if exponent < 0 and self._is_condition(poly):
+            raise TooComplex("division by a condition")
         if len(poly) == 1:
             ((m, c),) = poly.terms.items()
-            if exponent < 0 and any(self.atoms[a].idempotent for a, _ in m):
-                raise TooComplex("division by a condition")
             if not isinstance(exponent, int) and (c < 0 or not all(self.atoms[a].positive for a, _ in m)):
                 return self.of(self._intern("pow", poly), exponent)
             raised = tuple(
@@ -665,6 +665,12 @@ class Algebra:
             return self.of(self._intern("pow", poly), exponent)
         outside = self.power(Poly({m: c}), exponent)
         return self.mul(outside, self.of(self._intern("pow", primitive), exponent))
+
+    def _is_condition(self, poly: Poly) -> bool:
+        """Whether the polynomial is 0 wherever a condition does not hold, or holds."""
+        if len(poly) == 1:
+            return any(self.atoms[a].idempotent for m in poly.terms for a, _ in m)
+        return any(not self.given(poly, atom, case) for atom in self.indicators(poly) for case in (True, False))
 
     def exponentiate(self, poly: Poly, exponent: float) -> Poly:
         return self.power(poly, _as_exponent(exponent))

@@ -341,7 +341,7 @@ class Proof:
                 f"of shape {original.shape}, fused {fused.shape} ({self._at(sample)})"
             )
         near = sample.style.startswith("near")
-        bound: Array = np.full(original.shape, 4 * self.tolerance * (run.scale if near else scale))
+        bound: Array = np.full(original.shape, 4 * self.tolerance * (max(run.scale, scale) if near else scale))
         if near:
             # Among large numbers a difference may be what rounding leaves, or a condition turn.
             bound = bound + 64 * np.abs(original - run.others[0])

@@ -213,7 +213,8 @@ def judged(graph: Graph) -> Verdict:
                 sessions.remove((name, session))
                 continue
             bounds = bounds or exact.bounds(feeds, wanted)
-            wrong = _difference(got, wanted, bounds)
+            by_rows = not {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}.isdisjoint(verdict.operators)
+            wrong = _difference(got, wanted, bounds, by_rows)
             if wrong:
                 verdict.failures.append(f"wrong: {place}: {wrong}")
                 sessions.remove((name, session))
@@ -297,10 +298,19 @@ def _largest(array: Array) -> float:
     return float(np.abs(finite).max(initial=0))
 
 
-def _difference(got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[tuple[Array, float]]) -> str:
+def _in_line_with_nan(array: Array) -> Array:
+    """The elements that share a line along some dimension with a NaN."""
+    nan = np.isnan(array)
+    return np.logical_or.reduce([nan, *(nan.any(axis, keepdims=True) | nan for axis in range(nan.ndim))])
+
+
+def _difference(
+    got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[tuple[Array, float]], by_rows: bool
+) -> str:
     """The worst difference that is no rounding; empty if there is none.
 
-    Where the original is finite, the fused value must be. Where it is not, the fused value may be zero, as masked
+    Where the original is finite, the fused value must be, but in a row that has a NaN: a softmax whose maximum is not
+    subtracted is NaN at an infinite logit alone, the operators are in all of its row (docs/canonical-form.md). Where it is not, the fused value may be zero, as masked
     elements and ignored rows are, or what the original computes in float64, or no number either.
     """
     for k, (g, w, (e, bound)) in enumerate(zip(got, wanted, bounds, strict=True)):
@@ -316,6 +326,8 @@ def _difference(got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[
         near |= np.isfinite(w) & ~np.isfinite(e) & np.isfinite(g)
         # The order of products decides on which side of the largest number a value ends that is near to it.
         near |= np.isinf(g) & (np.sign(g) == np.sign(e)) & (np.abs(e) > np.finfo(g.dtype).max / 64)
+        if by_rows:
+            near |= np.isnan(g) & _in_line_with_nan(w)
         wrong = np.isfinite(w) & ~near
         invented = ~np.isfinite(w) & (np.abs(e) <= np.finfo(g.dtype).max) & np.isfinite(g) & (g != 0) & ~near
         for which, found in (("", wrong), ("invented, ", invented)):
