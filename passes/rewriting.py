@@ -1094,5 +1094,12 @@ def _spread(poly: Poly) -> int:
 def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None = None) -> None:
     """The op's definition, in the values that it was bound to, must be what the root computes: its form, or `known`."""
     assert root.dtype is not None
-    if not (site.forms.form(root).poly if known is None else known).close_to(expected, 8 * TOLERANCE[root.dtype]):
+    own, algebra = site.forms.form(root).poly if known is None else known, site.algebra
+    same = own.close_to(expected, 8 * TOLERANCE[root.dtype])
+    # Small terms beside large ones of the same kind may be all that a condition leaves.
+    for condition in algebra.indicators(expected) if same else ():
+        for case in (True, False):
+            left = algebra.given(own, condition, case)
+            same = same and left.close_to(algebra.given(expected, condition, case), 8 * TOLERANCE[root.dtype])
+    if not same:
         raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")

@@ -215,6 +215,8 @@ def judged(graph: Graph) -> Verdict:
             bounds = bounds or exact.bounds(feeds, wanted)
             by_rows = not {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}.isdisjoint(verdict.operators)
             wrong = _difference(got, wanted, bounds, by_rows)
+            if wrong and exact.is_half and not _difference(got, exact.by_node(feeds), bounds, by_rows):
+                continue
             if wrong:
                 verdict.failures.append(f"wrong: {place}: {wrong}")
                 sessions.remove((name, session))
@@ -249,12 +251,19 @@ class _Exact:
             self._session = _session(wide, optimized=False)
         except Exception:
             self._session = ReferenceEvaluator(wide)
+        self._model = model
         half = any(i.type.tensor_type.elem_type == TensorProto.FLOAT16 for i in model.graph.input)
         half = half or any(n.op_type == "Cast" and n.attribute[0].i == TensorProto.FLOAT16 for n in model.graph.node)
         double = any(i.type.tensor_type.elem_type == TensorProto.DOUBLE for i in model.graph.input)
+        self.is_half = half
         self.eps = 1e-3 if half else 2.2e-16 if double else 1.2e-7
         self.subnormal = 6e-8 if half else 0.0 if double else 1.4e-45
         self.tiny = 3e-5 if half else 1e-300 if double else 1e-36
+
+    def by_node(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """The original with the result of every node in its own type, where onnxruntime computes some in float32."""
+        with np.errstate(all="ignore"):
+            return [np.asarray(a) for a in ReferenceEvaluator(_with_scalar_depths(self._model)).run(None, dict(feeds))]
 
     def bounds(self, feeds: Mapping[str, Array], wanted: Sequence[Array]) -> list[tuple[Array, float]]:
         """For each output the exact value, and how far a value may be from it.
@@ -301,7 +310,10 @@ def _largest(array: Array) -> float:
 def _in_line_with_nan(array: Array) -> Array:
     """The elements that share a line along some dimension with a NaN."""
     nan = np.isnan(array)
-    return np.logical_or.reduce([nan, *(nan.any(axis, keepdims=True) | nan for axis in range(nan.ndim))])
+    lines = nan.copy()
+    for axis in range(nan.ndim):
+        lines |= nan.any(axis, keepdims=True)
+    return lines
 
 
 def _difference(
@@ -310,8 +322,9 @@ def _difference(
     """The worst difference that is no rounding; empty if there is none.
 
     Where the original is finite, the fused value must be, but in a row that has a NaN: a softmax whose maximum is not
-    subtracted is NaN at an infinite logit alone, the operators are in all of its row (docs/canonical-form.md). Where it is not, the fused value may be zero, as masked
-    elements and ignored rows are, or what the original computes in float64, or no number either.
+    subtracted is NaN at an infinite logit alone, the operators are in all of its row (docs/canonical-form.md). Where
+    the original is not finite, the fused value may be zero, as masked elements and ignored rows are, or what the
+    original computes in float64, or no number either.
     """
     for k, (g, w, (e, bound)) in enumerate(zip(got, wanted, bounds, strict=True)):
         if g.shape != w.shape or g.dtype != w.dtype:
@@ -339,10 +352,23 @@ def _difference(
     return ""
 
 
+def _with_scalar_depths(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as onnx's evaluator takes it: the depth of a OneHot has no dimensions there."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    del result.graph.node[:]
+    for node in model.graph.node:
+        if node.op_type == "OneHot":
+            result.graph.node.append(helper.make_node("Squeeze", [node.input[1]], [f"{node.output[0]}_depth"]))
+        result.graph.node.append(node)
+        if node.op_type == "OneHot":
+            result.graph.node[-1].input[1] = f"{node.output[0]}_depth"
+    return result
+
+
 def in_float64(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """The model with float64 in the place of all other float types, and inputs that its floats are multiplied by."""
-    wide = onnx.ModelProto()
-    wide.CopyFrom(model)
+    wide = _with_scalar_depths(model)
     floats = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
     def widened(tensor: onnx.TensorProto) -> None:
