@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, number
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
 from gradfuse.passes.forms import Form
 from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 
@@ -455,10 +456,13 @@ def _mean_divisor(algebra: Algebra, form: Form, loss: _Loss) -> Poly:
 def _reduction(algebra: Algebra, form: Form, loss: _Loss, factor: Poly, rows: list[int]) -> tuple[str, Poly]:
     """The reduction with the simplest gradient of the loss, and that gradient."""
     found: list[tuple[tuple[int, float], str, Poly]] = []
-    inverse = algebra.power(_mean_divisor(algebra, form, loss), -1)
-    (m,) = inverse.terms
-    mean = algebra.divide_monomial(factor, m).scaled(1 / inverse.terms[m])
-    for reduction, gradient in (("mean", mean), ("sum", factor)):
+    gradients = {"sum": factor}
+    # Of one row that may be ignored there is no mean.
+    with contextlib.suppress(TooComplex):
+        inverse = algebra.power(_mean_divisor(algebra, form, loss), -1)
+        (m,) = inverse.terms
+        gradients = {"mean": algebra.divide_monomial(factor, m).scaled(1 / inverse.terms[m]), **gradients}
+    for reduction, gradient in gradients.items():
         if not algebra.free(gradient) & set(rows):
             size = sum(len(monomial) for monomial in gradient.terms)
             constant = gradient.constant

@@ -277,7 +277,10 @@ def test_a_model_beside_its_input_takes_no_data_file_of_it(run: Run, weights: on
 def test_a_saved_step_replaces_no_other_model(tmp_path: Path) -> None:
     model = small_models.forward()
     arrays = {"b": np.zeros(1, np.float32)}
-    step = gradfuse.TrainingStep(model, {}, {}, ("x",), (), constants=arrays, evaluation_model=model)
+    loss = onnx.ModelProto()
+    loss.CopyFrom(model)
+    loss.graph.output[0].name = loss.graph.node[-1].output[0] = "loss"
+    step = gradfuse.TrainingStep(loss, {}, {}, ("x",), (), constants=arrays, evaluation_model=model)
     other = tmp_path / "step.eval.onnx"
     other.write_bytes(b"of something else")
     with pytest.raises(gradfuse.ModelError, match=r"step\.eval\.onnx: exists and does not belong to a step at"):
