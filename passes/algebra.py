@@ -744,6 +744,19 @@ class Algebra:
             return UNIT - self.of(self._intern("lt", number(-1) - poly))
         return self.of(self._intern("lt", poly))
 
+    def tested_below_zero(self, poly: Poly) -> bool:
+        """Whether the graph compares elements of the tensor that the polynomial is one of with a number below 0."""
+        own = [self.atoms[a] for m in poly.terms for a, _ in m]
+        if len(own) != 1 or own[0].kind != "tensor":
+            return False
+        for a in self._equalities:
+            terms = dict(self.atoms[a].args[0].terms)
+            offset = terms.pop(ONE, 0.0)
+            ((m, c),) = terms.items() if len(terms) == 1 else ((ONE, 0.0),)
+            if offset * c > 0 and len(m) == 1 and self.atoms[m[0][0]].args[:1] == own[0].args[:1]:
+                return True
+        return False
+
     def end_of(self, poly: Poly) -> tuple[int, Poly] | None:
         """The v and n of a condition [v < n] on an index variable and a size; None for what is no such condition."""
         indicators = self.indicators(poly)

@@ -92,6 +92,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
         assert root.dtype is not None
+        if loss.ignore_index == NO_INDEX and not loss.masks and algebra.tested_below_zero(loss.target):
+            raise Mismatch("the graph tests its target for a number that is no class; here it is not ignored")
         sizes = dict(enumerate(form.sizes))
         rows = [v for v in sizes if v != loss.classes]
         reductions = [_reduction(algebra, form, loss, factor, rows) for _, factor in loss.parts]

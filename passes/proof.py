@@ -55,6 +55,7 @@ _LARGEST = {
     ir.DataType.FLOAT: 3.4e38,
     ir.DataType.DOUBLE: 1.7e308,
 }
+_MOVES = 64  # times the change that small moves of numbers make is taken for rounding
 _WOBBLE = 2.0**-40  # relative change of numbers that shows what rounding does
 
 
@@ -305,7 +306,8 @@ class Proof:
                     leaves = self._leaves(sample, env, table)
                     plain, fused = (np.asarray(a) for a in evaluator.run(None, constants | leaves))
                     others = [
-                        np.asarray(original.run(None, constants | feeds)[0]) for feeds in _variants(sample, leaves)
+                        np.asarray(original.run(None, constants | feeds)[0])
+                        for feeds in _variants(sample, leaves, constants, self.tolerance)
                     ]
                 except Exception as error:  # The evaluator raises whatever its NumPy code raises.
                     failure = error
@@ -343,8 +345,8 @@ class Proof:
         near = sample.style.startswith("near")
         bound: Array = np.full(original.shape, 4 * self.tolerance * (max(run.scale, scale) if near else scale))
         if near:
-            # Among large numbers a difference may be what rounding leaves, or a condition turn.
-            bound = bound + 64 * np.abs(original - run.others[0])
+            # Among large numbers a difference may be what rounding leaves, of constants too, or a condition turn.
+            bound = bound + _MOVES * np.abs(original - run.others[0])
 
         def close(a: Array) -> Array:
             return np.asarray(np.abs(a - fused) <= bound)
@@ -651,17 +653,21 @@ def _places(constants: Iterable[Array]) -> list[float]:
     return list(dict.fromkeys(x for c in chosen for x in ((c, -c) if c > 1 else (1 / c, -1 / c))))
 
 
-def _variants(sample: Sample, leaves: Mapping[str, Array]) -> list[dict[str, Array]]:
+def _variants(
+    sample: Sample, leaves: Mapping[str, Array], constants: Mapping[str, Array], tolerance: float
+) -> list[dict[str, Array]]:
     """The leaves with other numbers: for those that are not finite, or changed by about what rounding does."""
     if sample.style.startswith("not finite"):
         return [_replaced(leaves, *numbers) for numbers in _REPLACEMENTS]
     if not sample.style.startswith("near"):
         return []
     rng = np.random.default_rng(sample.seed)
+    sizes = [(leaves, _WOBBLE), (constants, tolerance / _MOVES)]
     return [
         {
-            name: a * (1 + _WOBBLE * rng.choice([-1.0, 1.0], a.shape)) if a.dtype.kind == "f" else a
-            for name, a in leaves.items()
+            name: a * (1 + size * rng.choice([-1.0, 1.0], a.shape)) if a.dtype.kind == "f" else a
+            for arrays, size in sizes
+            for name, a in arrays.items()
         }
     ]
 

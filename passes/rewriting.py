@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.passes import bodies, shapes
-from gradfuse.passes.algebra import UNIT, Algebra, Monomial, Poly, TooComplex, number
+from gradfuse.passes.algebra import ONE, UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.forms import Form, Forms, Opaque, attribute
 from gradfuse.passes.progress import Progress, counted
 from gradfuse.passes.proof import Refuted, Unproved, prove
@@ -160,7 +160,7 @@ class Builder:
         if list(sizes) == self.site.extents(value):
             return value
         symbolic = [k for k, s in enumerate(sizes) if s.integer is None]
-        unknown = [k for k in symbolic if not self.site.donor(sizes[k], self.root)]
+        unknown = [k for k in symbolic if self._factors(sizes[k]) is None]
         if len(symbolic) < 2 or unknown or self.site.opset < _ALLOWZERO_OPSET:
             inferred = next(iter((*unknown, *symbolic)), None)
             return self.op("Reshape", [value, self.shape(sizes, inferred)], value.dtype, sizes)
@@ -176,12 +176,26 @@ class Builder:
         parts = [self._extent(s) if n is None else self.ints([n]) for n, s in zip(known, sizes, strict=True)]
         return self.op("Concat", parts, ir.DataType.INT64, [number(len(sizes))], axis=0)
 
-    def _extent(self, size: Poly) -> ir.Value:
+    def _factors(self, size: Poly) -> list[tuple[ir.Value, int]] | None:
+        """Dimensions of values that a size is the product of."""
         found = self.site.donor(size, self.root)
+        if found is not None:
+            return [found]
+        ((m, c),) = size.terms.items() if len(size) == 1 else ((ONE, 0.0),)
+        parts = [self.site.donor(self.site.algebra.of(self.site.algebra.atoms[a]), self.root) for a, e in m if e == 1]
+        known = [part for part in parts if part is not None]
+        return known if known and c == 1.0 and len(known) == len(m) else None
+
+    def _extent(self, size: Poly) -> ir.Value:
+        found = self._factors(size)
         if found is None:
             raise Mismatch(f"a dimension {self.site.algebra.text(size)} is in no shape")
-        value, axis = found
-        return self.op("Shape", [value], ir.DataType.INT64, [UNIT], start=axis, end=axis + 1)
+        integers = ir.DataType.INT64
+        parts = [self.op("Shape", [value], integers, [UNIT], start=axis, end=axis + 1) for value, axis in found]
+        product = parts[0]
+        for part in parts[1:]:
+            product = self.op("Mul", [product, part], integers, [UNIT])
+        return product
 
     def arange(self, start: int, size: Poly) -> ir.Value:
         """start, start + 1, ... as an int64 tensor of this size."""

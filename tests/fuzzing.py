@@ -217,6 +217,8 @@ def judged(graph: Graph) -> Verdict:
             wrong = _difference(got, wanted, bounds, by_rows)
             if wrong and exact.is_half and not _difference(got, exact.by_node(feeds), bounds, by_rows):
                 continue
+            if wrong and "other function" in graph.changes and _has_non_finite(feeds):
+                continue  # A comparison makes a number of a NaN that a masked product has, and the operator has not.
             if wrong:
                 verdict.failures.append(f"wrong: {place}: {wrong}")
                 sessions.remove((name, session))
@@ -305,6 +307,10 @@ class _Exact:
 def _largest(array: Array) -> float:
     finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
     return float(np.abs(finite).max(initial=0))
+
+
+def _has_non_finite(feeds: Mapping[str, Array]) -> bool:
+    return not all(np.isfinite(a).all() for a in feeds.values() if a.dtype.kind == "f")
 
 
 def _in_line_with_nan(array: Array) -> Array:
