@@ -747,7 +747,7 @@ class Algebra:
     def tested_below_zero(self, poly: Poly) -> bool:
         """Whether the graph compares elements of the tensor that the polynomial is one of with a number below 0."""
         own = [self.atoms[a] for m in poly.terms for a, _ in m]
-        if len(own) != 1 or own[0].kind != "tensor":
+        if len(own) != 1 or own[0].kind != "tensor" or any(self.tensors(index) for index in own[0].args[1:]):
             return False
         for a in self._equalities:
             terms = dict(self.atoms[a].args[0].terms)
