@@ -21,7 +21,7 @@ help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (five minutes)"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
-	@echo "make test-slow   run the sweeps that the suite leaves out (an hour)"
+	@echo "make test-slow   run the sweeps that the suite leaves out (hours)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
