@@ -2,8 +2,8 @@
 
     python benchmarks/export_table.py [--page FILE]
 
-The models are those of tests/training_models.py. Each is exported with one batch and run with a larger one, with the
-library and without; errors are the largest of all its gradients against PyTorch in float64.
+The models are those of tests/support/training_models.py. Each is exported with one batch and run with a larger one,
+with the library and without; errors are the largest of all its gradients against PyTorch in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from training_models import MODELS, Arrays, Model, autograd, run
 

@@ -31,12 +31,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 import gradfuse
-from gradfuse.passes import rewriting
+from gradfuse.passes.matching import rewriting
+from gradfuse.passes.matching.rewriting import Policy
 from gradfuse.passes.report import Fusion, Report
-from gradfuse.passes.rewriting import Policy
 from gradfuse.testing import assert_gradients_close
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from producers import Case, cases
 from regions import Array, NotCovered, Region, between, enlarge, extract, in_float64, run, session

@@ -23,7 +23,7 @@ from typing import Any
 
 import onnx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import stacking
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradfuse
-from gradfuse.training_step import UPDATED_SUFFIX
+from gradfuse.training.step import UPDATED_SUFFIX
 
 WIDTHS = {64: 2000, 512: 300, 2048: 40}
 """Width of the layers -> timed steps."""

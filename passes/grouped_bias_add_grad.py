@@ -11,11 +11,11 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes import training_ops
-from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
-from gradfuse.passes.forms import Form
-from gradfuse.passes.order import Order
-from gradfuse.passes.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.algebra.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
+from gradfuse.passes.matching.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.reading import ort_training
+from gradfuse.passes.reading.forms import Form
+from gradfuse.passes.reading.order import Order
 
 MAX_GROUPS = 2048
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
@@ -28,7 +28,7 @@ _COMBINES = {
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 _SEARCHED = 256  # values behind a sum in which its index is looked for
 _SCATTER_ADD_OPSET = 16
-_DOMAINS = ("", training_ops.DOMAIN)
+_DOMAINS = ("", ort_training.DOMAIN)
 _CUTS = {"Slice", "Split", "SplitTraining", "Cast"}
 _SCATTERS = {"ScatterND", "ScatterElements", "GatherGrad"}
 _PRODUCTS = {"MatMul", "Gemm", "Einsum"}
@@ -51,8 +51,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
        the number of rows (static groups, however they were cut and joined again); or
     3. the sum over rows r of [j = number of ends <= r] dY[r, h], the comparison with ends that proves the index sorted;
     4. the same with a mask [r < end of j] less [r < end of j - 1], which is 1 in the rows of a group only; or
-    5. the same with any other index that never decreases and is never negative, whatever the inputs are (`order.py`):
-       the ends are counted from it.
+    5. the same with any other index that never decreases and is never negative, whatever the inputs are
+       (`reading/order.py`): the ends are counted from it.
 
     Ends that do not increase are an error for the op. Where rows past the last end have no group in the graph, and the
     graph allows them, the op gets one more group for them, which is cut off.

@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.exporter_bugs import FindExporterBugsPass
+from gradfuse.passes.diagnosis.exporter_bugs import FindExporterBugsPass
+from gradfuse.passes.diagnosis.unmatched import FindUnmatchedPass
+from gradfuse.passes.matching.rewriting import ForgetPass, FusePass, Policy, Sites
 from gradfuse.passes.progress import Progress
-from gradfuse.passes.rewriting import ForgetPass, FusePass, Policy, Sites
-from gradfuse.passes.unmatched import FindUnmatchedPass
 
 
 def _passes() -> dict[str, type[FusePass]]:

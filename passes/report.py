@@ -12,7 +12,7 @@ class Fusion:
     """One fused node. `replaced` names the nodes that it made superfluous.
 
     The rest is a prediction for one run in stock onnxruntime (docs/cost-model.md), with
-    :data:`~gradfuse.passes.rewriting.ASSUMED_DIM` for each symbolic dimension: `bytes_before` and `bytes_after` are the
+    `ASSUMED_DIM` of gradfuse.passes.matching for each symbolic dimension: `bytes_before` and `bytes_after` are the
     memory traffic of the replaced nodes and of what stands in their place, `speedup` is the ratio of their times.
     """
 

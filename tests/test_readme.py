@@ -62,7 +62,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_the_table_of_warnings_is_complete() -> None:
-    from gradfuse.passes.exporter_bugs import DETECTORS
+    from gradfuse.passes.diagnosis.exporter_bugs import DETECTORS
 
     assert set(re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)) == set(DETECTORS)
 

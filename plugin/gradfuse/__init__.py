@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradfuse import custom_ops, passes, testing
-    from gradfuse.checking import CheckReport, check
+    from gradfuse.checking.check import CheckReport, check
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
     from gradfuse.export import export_training_step
+    from gradfuse.export.translation import onnx_translation_table
     from gradfuse.fusion import FuseResult, expand, fuse
     from gradfuse.library import (
         get_aclnn_library_path,
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
         register,
     )
     from gradfuse.ort_training.to_stock import to_stock
-    from gradfuse.training import TrainingSession
-    from gradfuse.training_step import TrainingStep
-    from gradfuse.translation import onnx_translation_table
+    from gradfuse.training.session import TrainingSession
+    from gradfuse.training.step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -68,15 +68,15 @@ _SUBMODULES = frozenset({"custom_ops", "passes", "testing", "torch"})
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
-    "CheckReport": "gradfuse.checking",
+    "CheckReport": "gradfuse.checking.check",
     "Explanation": "gradfuse.explaining",
     "ExportError": "gradfuse.errors",
     "FuseResult": "gradfuse.fusion",
     "GradfuseError": "gradfuse.errors",
     "ModelError": "gradfuse.errors",
-    "TrainingSession": "gradfuse.training",
-    "TrainingStep": "gradfuse.training_step",
-    "check": "gradfuse.checking",
+    "TrainingSession": "gradfuse.training.session",
+    "TrainingStep": "gradfuse.training.step",
+    "check": "gradfuse.checking.check",
     "expand": "gradfuse.fusion",
     "explain": "gradfuse.explaining",
     "export_training_step": "gradfuse.export",
@@ -87,7 +87,7 @@ _MODULE_OF = {
     "get_include": "gradfuse.library",
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
-    "onnx_translation_table": "gradfuse.translation",
+    "onnx_translation_table": "gradfuse.export.translation",
     "register": "gradfuse.library",
     "to_stock": "gradfuse.ort_training.to_stock",
 }

@@ -26,8 +26,9 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from gradfuse import __version__, files
+from gradfuse import __version__
 from gradfuse.errors import CheckError, GradfuseError
+from gradfuse.models import files
 
 if TYPE_CHECKING:
     import onnx.defs
@@ -172,7 +173,8 @@ def fuse(
     target = _target(source, target, in_place)
     if report_path is not None:
         _require_report_path(report_path, source, target)
-    from gradfuse import fusion, model_io
+    from gradfuse import fusion
+    from gradfuse.models import model_io
 
     with fusion.collection_paused():
         with _busy("reading"):
@@ -201,7 +203,8 @@ def fuse(
 @_verbose
 def explain(source: str, as_json: bool) -> None:
     """Name each backward region of IN.onnx and what fuse would do with it, or why not."""
-    from gradfuse import explaining, model_io
+    from gradfuse import explaining
+    from gradfuse.models import model_io
 
     with _busy("reading"):
         loaded = model_io.load(source)
@@ -225,9 +228,9 @@ def explain(source: str, as_json: bool) -> None:
 def expand(source: str, target: str | None, in_place: bool, force: bool) -> None:
     """Put standard operators back in the place of the fused ones."""
     target = _target(source, target, in_place)
-    from gradfuse import model_io
     from gradfuse.custom_ops import functions
     from gradfuse.fusion import expand as expand_model
+    from gradfuse.models import model_io
 
     with _busy("reading"):
         loaded = model_io.load(source)
@@ -272,7 +275,7 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
 @_verbose
 def check(first: str, second: str, runs: int, seed: int, as_json: bool) -> int:
     """Run two models on the same random inputs and compare every output."""
-    from gradfuse.checking import check as check_models
+    from gradfuse.checking.check import check as check_models
 
     with _busy("running"):
         report = check_models(first, second, runs, seed=seed)
@@ -339,7 +342,7 @@ def _target(source: str, target: str | None, in_place: bool) -> str:
 
 def _inputs(model: ir.Model, source: str, target: str, in_place: bool, report_path: str | None = None) -> list[str]:
     """Return the files of the input, which must stay as they are, after making sure that none is an output."""
-    from gradfuse import model_io
+    from gradfuse.models import model_io
 
     inputs = model_io.data_files(model) + ([] if in_place else [source])
     files.require_other(target, inputs, "the fused model")
@@ -350,7 +353,7 @@ def _inputs(model: ir.Model, source: str, target: str, in_place: bool, report_pa
 
 
 def _require_report_path(path: str, source: str, target: str) -> None:
-    from gradfuse import model_io
+    from gradfuse.models import model_io
 
     if any(files.same(path, other) for other in (source, target, model_io.data_path(target))):
         raise click.UsageError(f"--report is {path}, which is also a model; expected another path")
@@ -360,7 +363,7 @@ def _require_report_path(path: str, source: str, target: str) -> None:
 
 
 def _checked(first: Any, second: Any, runs: int) -> dict[str, Any]:
-    from gradfuse.checking import check as check_models
+    from gradfuse.checking.check import check as check_models
 
     with _busy("checking"):
         report = check_models(first, second, runs)
@@ -378,7 +381,7 @@ def _same_folder(source: str, target: str) -> bool:
 def _write(
     model: ir.Model, report: Report, source: str, target: str, in_place: bool, inputs: list[str], force: bool
 ) -> None:
-    from gradfuse import model_io
+    from gradfuse.models import model_io
 
     if report.fusions or model_io.has_external_data(model):
         model_io.save(model, target, keep_references=_same_folder(source, target), inputs=inputs, force=force)

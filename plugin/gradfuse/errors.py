@@ -26,7 +26,7 @@ class CheckError(GradfuseError):
     """Two models that must compute the same do not.
 
     Attributes:
-        report: the `gradfuse.checking.CheckReport` with every output's largest error and bound.
+        report: the `gradfuse.CheckReport` with every output's largest error and bound.
     """
 
     def __init__(self, message: str, report: object = None) -> None:

@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from gradfuse import custom_ops, model_io
-from gradfuse.passes import training_ops
-from gradfuse.passes.exporter_bugs import FindExporterBugsPass
+from gradfuse import custom_ops
+from gradfuse.models import model_io
+from gradfuse.passes.diagnosis.exporter_bugs import FindExporterBugsPass
+from gradfuse.passes.diagnosis.unmatched import CONTRACTIONS, FindUnmatchedPass
+from gradfuse.passes.matching.rewriting import FusePass, names_of
 from gradfuse.passes.pipeline import explaining_pipeline
+from gradfuse.passes.reading import ort_training
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, traffic_text
-from gradfuse.passes.rewriting import FusePass, names_of
-from gradfuse.passes.unmatched import CONTRACTIONS, FindUnmatchedPass
 
 Status = Literal["fuses", "unprofitable", "unmatched", "fused"]
 
@@ -193,7 +194,7 @@ def _regions(places: _Places, fusions: Iterable[Fusion], misses: Iterable[NearMi
 
 def _by_policy_all(places: _Places, miss: NearMiss) -> str:
     nodes = (places.nodes[name] for name in miss.nodes if name in places.nodes)
-    foreign = sorted({n.op_type for n in nodes if n.domain == training_ops.DOMAIN})
+    foreign = sorted({n.op_type for n in nodes if n.domain == ort_training.DOMAIN})
     text = 'the policy "all" takes it'
     return f"{text}, and stock onnxruntime has no {' or '.join(foreign)}" if foreign else text
 

@@ -9,15 +9,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradfuse import checking, custom_ops, model_io
+from gradfuse import custom_ops
+from gradfuse.checking.check import check as compared
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
-from gradfuse.inlining import inline
-from gradfuse.passes.exporter_bugs import FindExporterBugsPass
+from gradfuse.models import model_io
+from gradfuse.models.inlining import inline
+from gradfuse.passes.diagnosis.exporter_bugs import FindExporterBugsPass
+from gradfuse.passes.matching.rewriting import FusePass, Policy
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
-from gradfuse.passes.rewriting import FusePass, Policy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -70,7 +72,7 @@ def fuse(
         fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
-        outcome = checking.check(model, result, runs=check)
+        outcome = compared(model, result, runs=check)
         if not outcome.ok:
             raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
     return FuseResult(result, report)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import dropout, export_training_step
+from gradfuse import export_training_step
+from gradfuse.export import dropout
 from gradfuse.testing import assert_gradients_close
 
 ITEMS = 200_000

@@ -17,17 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import (
-    ArgumentError,
-    ExportError,
-    ModelError,
-    TrainingStep,
-    backward_decompositions,
-    export,
-    export_training_step,
-    fuse,
-    library,
-)
+from gradfuse import ArgumentError, ExportError, ModelError, TrainingStep, export, export_training_step, fuse, library
+from gradfuse.export.decompositions import backward
 from gradfuse.testing import assert_gradients_close
 
 Tensors = tuple[Tensor, ...]
@@ -669,14 +660,14 @@ def test_a_parameter_with_the_name_of_an_output_is_refused() -> None:
 
 def test_a_wrong_export_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a translation were wrong: the gradient of every convolution's weight comes out doubled."""
-    right = backward_decompositions.convolution_backward
+    right = backward.convolution_backward
 
     def wrong(*arguments: Any) -> tuple[Tensor | None, ...]:
         grad_input, grad_weight, grad_bias = right(*arguments)
         return grad_input, None if grad_weight is None else 2 * grad_weight, grad_bias
 
-    table = backward_decompositions.table() | {torch.ops.aten.convolution_backward.default: wrong}
-    monkeypatch.setattr(backward_decompositions, "table", lambda: table)
+    table = backward.table() | {torch.ops.aten.convolution_backward.default: wrong}
+    monkeypatch.setattr(backward, "table", lambda: table)
     with pytest.raises(
         ExportError, match=r"output 'body\.3\.weight\.grad' of the exported model differs .* by \d"
     ) as error:

@@ -14,7 +14,8 @@ from random_steps import random_step
 from torch import Tensor, nn
 from training_models import MODELS, Residual
 
-from gradfuse import ExportError, ModelError, dropout, export_training_step
+from gradfuse import ExportError, ModelError, export_training_step
+from gradfuse.export import dropout
 
 
 def caught(module: nn.Module, loss: Callable[..., Tensor], batch: Any) -> Counter[str]:

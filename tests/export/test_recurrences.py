@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from training_models import autograd, run
 
-from gradfuse import export_training_step, recurrences
+from gradfuse import export_training_step
+from gradfuse.export import recurrences
 from gradfuse.testing import assert_gradients_close
 
 SETTINGS: dict[str, dict[str, Any]] = {

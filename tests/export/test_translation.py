@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradfuse
-from gradfuse import ExportError, backward_decompositions, export_training_step
+from gradfuse import ExportError, export_training_step
+from gradfuse.export.decompositions import backward
 from gradfuse.testing import assert_gradients_close
 
 Arguments = tuple[Tensor, ...]
@@ -121,7 +122,7 @@ def test_a_traced_backward_pass_of_attention() -> None:
     torch.manual_seed(0)
     x, key = torch.randn(2, 3, 5, 4, requires_grad=True), torch.randn(2, 3, 5, 4)
     program = torch.export.export(make_fx(_gradients(loss))(x, key), (x.detach(), key))
-    program = program.run_decompositions(backward_decompositions.table())
+    program = program.run_decompositions(backward.table())
     exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
     assert exported is not None
     model = gradfuse.fuse(exported, policy="all").model.model_proto

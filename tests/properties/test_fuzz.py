@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_fork")
 def _check(seeds: range) -> None:
     sweep = Sweep().run(seeds)
     print(sweep)
-    assert not sweep.failures, "\n".join([*sweep.failures, str(sweep), "python tests/fuzzing.py SEED --text"])
+    assert not sweep.failures, "\n".join([*sweep.failures, str(sweep), "python tests/support/fuzzing.py SEED --text"])
     counts = sweep.counts
     assert counts["graphs"] > 0.8 * len(seeds), sweep
     assert counts["fused"] > LEAST_FUSED * counts["graphs"], sweep

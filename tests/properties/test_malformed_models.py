@@ -1,8 +1,8 @@
 """Malformed models harm nothing: each command does its work, or says in one line what is wrong, soon.
 
-The models are valid ones with up to three things changed (tests/malformed.py). What is asked of the commands: an exit
-code that is documented, and not that of a bug; one line on standard error where they fail, and no file; a model that
-the checker takes where they write one.
+The models are valid ones with up to three things changed (tests/support/malformed.py). What is asked of the
+commands: an exit code that is documented, and not that of a bug; one line on standard error where they fail, and no
+file; a model that the checker takes where they write one.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def test_names_that_the_optimizer_needs_are_refused_for_parameters_and_changed_f
 
 
 def test_a_wrong_update_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradfuse import optimizers
+    from gradfuse.training import optimizers
 
     def plain(self: optimizers.Optimizer, names: Any, who: str) -> optimizers.Optimizer:
         for group in self.groups:

@@ -25,7 +25,7 @@ from training.models import SHAPES, Mlp, Whole, assert_trained, batches, groups,
 
 import gradfuse
 from gradfuse import ArgumentError, GradfuseError, ModelError, TrainingSession, TrainingStep, export_training_step
-from gradfuse.training_step import METADATA_KEY
+from gradfuse.training.step import METADATA_KEY
 
 DATA = batches(40, 4)
 CLIPPED = 0.5

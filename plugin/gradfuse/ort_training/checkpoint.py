@@ -17,8 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.errors import GradfuseError, ModelError
-from gradfuse.model_io import one_line
-from gradfuse.training_step import Arrays
+from gradfuse.models.model_io import one_line
+from gradfuse.training.step import Arrays
 
 try:
     from flatbuffers import number_types

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from gradfuse import model_io, optimizers
 from gradfuse.errors import ArgumentError, ModelError
+from gradfuse.models import model_io
+from gradfuse.models.scatters import replace_scatter_nd
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
-from gradfuse.scatters import replace_scatter_nd
-from gradfuse.training_step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.training import optimizers
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
 
 if TYPE_CHECKING:
     from gradfuse.ort_training.checkpoint import Checkpoint
@@ -190,7 +191,7 @@ def _infer(model: ir.Model, values: Iterable[ir.Value | None]) -> None:
 
 
 def _add_in_order(model: ir.Model) -> None:
-    """Let onnxruntime's threads lose no addend: see `gradfuse.scatters`."""
+    """Let onnxruntime's threads lose no addend: see `gradfuse.models.scatters`."""
     _infer(model, (value for node in model.graph.all_nodes() if node.op_type == "ScatterND" for value in node.inputs))
     replace_scatter_nd(model)
 

@@ -1,0 +1,1 @@
+"""Polynomials over the elements of tensors: what canonical forms are written in."""

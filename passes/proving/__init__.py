@@ -1,0 +1,1 @@
+"""The numerical proof that each rewrite must pass."""

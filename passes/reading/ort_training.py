@@ -1,0 +1,361 @@
+"""Readers of the operators that onnxruntime-training's gradient builder emits, in the domain com.microsoft.
+
+They have no specification of their own; each is read as the gradient that its name says, of the ONNX operator's inputs.
+`reference_ops` has the same operators for onnx's reference evaluator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.passes.algebra.algebra import UNIT, ZERO, number
+from gradfuse.passes.reading.forms import (
+    Form,
+    Forms,
+    Opaque,
+    attribute,
+    concatenated,
+    from_start,
+    given,
+    inputs_of,
+    log_softmax,
+    multiplied,
+    reads,
+    scattered,
+    scattered_by_rows,
+    sliced,
+    windowed,
+    with_batch_indices,
+)
+
+DOMAIN = "com.microsoft"
+Array = npt.NDArray[Any]
+
+
+@reads("Scale", domain=DOMAIN)
+def _scale(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    groups, (x, factor) = forms.broadcast(inputs_of(forms, node))
+    return Form(groups, algebra.mul(x, algebra.power(factor, -1) if attribute(node, "scale_down", 0) else factor))
+
+
+@reads("BroadcastGradientArgs", domain=DOMAIN)
+def _broadcast_gradient_args(forms: Forms, node: ir.Node) -> Form:
+    raise Opaque("axes, which the readers of reductions find in the shapes")
+
+
+@reads("FusedMatMul", domain=DOMAIN)
+def _fused_mat_mul(forms: Forms, node: ir.Node) -> Form:
+    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
+        raise Opaque("batches that are transposed")
+    operands = inputs_of(forms, node)
+    turned = [len(x.groups) > 1 and attribute(node, flag, 0) for x, flag in zip(operands, _TRANSPOSES, strict=True)]
+    product = multiplied(forms, [_transposed(forms, x) if t else x for x, t in zip(operands, turned, strict=True)])
+    return Form(product.groups, product.poly.scaled(attribute(node, "alpha", 1.0)))
+
+
+_TRANSPOSES = ("transA", "transB")
+
+
+def _transposed(forms: Forms, x: Form) -> Form:
+    rank = len(x.groups)
+    return forms.moved(x, [*range(rank - 2), rank - 1, rank - 2])
+
+
+@reads("SoftmaxGrad_13", "LogSoftmaxGrad_13", "SoftmaxGrad", "LogSoftmaxGrad", domain=DOMAIN)
+def _softmax_grad(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    operands = inputs_of(forms, node)
+    groups, (grad, y) = forms.broadcast(operands)
+    form = Form(groups, ZERO)
+    sizes = dict(enumerate(form.sizes))
+    if node.op_type.endswith("_13"):
+        axes = [attribute(node, "axis", -1) % len(groups)]
+    else:
+        # Up to opset 12 a softmax took all dimensions from the axis on for one.
+        axes = list(range(attribute(node, "axis", 1) % len(groups), len(groups)))
+    along = {v: sizes[v] for axis in axes for v in form.variables(axis)}
+    if node.op_type.startswith("Softmax"):
+        return Form(groups, algebra.mul(y, grad - algebra.sum(algebra.mul(grad, y), along, sizes)))
+    return Form(groups, grad - algebra.mul(algebra.exp(y), algebra.sum(grad, along, sizes)))
+
+
+@reads("SoftmaxCrossEntropyLossInternal", domain=DOMAIN)
+def _softmax_cross_entropy_loss_internal(forms: Forms, node: ir.Node) -> list[Form | None]:
+    return [None, log_softmax(forms, forms.form(given(node.inputs, 0)), 1)]
+
+
+@reads("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", domain=DOMAIN)
+def _softmax_cross_entropy_loss_grad(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    loss_grad, log_prob, label, weight, ignored, more = (
+        None if value is None else forms.form(value) for value in (*node.inputs, *(None,) * 6)[:6]
+    )
+    reduction = attribute(node, "reduction", "mean")
+    if loss_grad is None or log_prob is None or label is None or reduction not in ("mean", "sum", "none"):
+        raise Opaque("a loss that is not read")
+    rank = len(log_prob.groups)
+    per_row: list[int | None] = [0, None, *range(1, rank - 1)]
+    if len(log_prob.groups[1]) != 1:
+        raise Opaque("the classes are composed")
+    grad = forms.moved(loss_grad, per_row) if reduction == "none" else Form((), loss_grad.poly)
+    groups, (z, g, t) = forms.broadcast([log_prob, grad, forms.moved(label, per_row)])
+    form = Form(groups, ZERO)
+    sizes = dict(enumerate(form.sizes))
+    (c,) = form.variables(1)
+    counts = UNIT
+    if "ignore_index" in node.attributes:
+        counts = UNIT - algebra.equal_zero(t - number(attribute(node, "ignore_index", 0)))
+    elif ignored is not None:
+        counts = UNIT - algebra.equal_zero(t - ignored.poly)
+    if weight is not None:
+        counts = algebra.mul(counts, algebra.substitute(weight.poly, {0: t}))
+    q = algebra.mul(g, counts)
+    if reduction == "mean":
+        rows = {v: s for v, s in sizes.items() if v != c}
+        q = algebra.mul(q, algebra.power(algebra.sum(counts, rows, sizes), -1))
+    result = Form(groups, algebra.mul(q, algebra.exp(z) - algebra.equal_zero(algebra.var(c) - t)))
+    if more is None:
+        return result
+    groups, (a, b) = forms.broadcast([result, more])
+    return Form(groups, a + b)
+
+
+def _blank(forms: Forms, shape: ir.Value, output: ir.Value) -> Form:
+    """Zeros of the shape that a tensor holds, which says more of its sizes than the type of what has that shape."""
+    sizes = forms.vector(shape)
+    if sizes is None:
+        return Form(forms.groups_of(output), ZERO)
+    return Form(tuple(() if s.constant == 1 else (s,) for s in sizes), ZERO)
+
+
+@reads("GatherElementsGrad", domain=DOMAIN)
+def _gather_elements_grad(forms: Forms, node: ir.Node) -> Form:
+    grad, index = forms.form(given(node.inputs, 0)), forms.form(given(node.inputs, 2))
+    blank = _blank(forms, given(node.inputs, 1), node.outputs[0])
+    return scattered(forms, blank, index, grad, attribute(node, "axis", 0) % len(blank.groups))[0]
+
+
+@reads("GatherGrad", domain=DOMAIN)
+def _gather_grad(forms: Forms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    index, grad = forms.form(given(node.inputs, 1)), forms.form(given(node.inputs, 2))
+    out = _blank(forms, given(node.inputs, 0), node.outputs[0])
+    axis = attribute(node, "axis", 0) % len(out.groups)
+    if len(out.groups[axis]) != 1:
+        raise Opaque("a gather from a composed dimension")
+    # The gradient has the index's dimensions in the place of the gathered one; these are summed.
+    (v,) = out.variables(axis)
+    index = from_start(forms, index, out.groups[axis][0])
+    lead = Form(grad.groups[axis : axis + len(index.groups)], ZERO)
+    groups, (x, _) = forms.broadcast([index, lead])
+    if groups != lead.groups:
+        raise Opaque("layouts do not align")
+    width = len(lead.sizes)
+    bound = {-3_000_000 - k: size for k, size in enumerate(lead.sizes)}
+    apart = {k: algebra.var(-3_000_000 - k) for k in range(width)}
+    names = {v + k: p for k, p in apart.items()} | {
+        w: algebra.var(w - width + 1) for w in range(v + width, len(grad.sizes))
+    }
+    hit = algebra.equal_zero(algebra.var(v) - algebra.substitute(x, apart))
+    term = algebra.mul(hit, algebra.substitute(grad.poly, names))
+    return Form(out.groups, algebra.sum(term, bound, dict(enumerate(out.sizes))))
+
+
+@reads("GatherNDGrad", domain=DOMAIN)
+def _gather_nd_grad(forms: Forms, node: ir.Node) -> Form:
+    index, grad = forms.form(given(node.inputs, 1)), forms.form(given(node.inputs, 2))
+    blank = _blank(forms, given(node.inputs, 0), node.outputs[0])
+    return scattered_by_rows(forms, blank, with_batch_indices(forms, index, attribute(node, "batch_dims", 0)), grad)[0]
+
+
+@reads("SliceGrad", domain=DOMAIN)
+def _slice_grad(forms: Forms, node: ir.Node) -> Form:
+    x = forms.form(given(node.inputs, 0))
+    rank = len(x.groups)
+    starts, ends, axes, steps = (forms.constant(v) for v in (*node.inputs[2:], None, None)[:4])
+    if starts is None or ends is None or (steps is not None and np.any(steps != 1)):
+        raise Opaque("a slice that is not constant")
+    if axes is None and len(node.inputs) > 4 and node.inputs[4] is not None:
+        raise Opaque("axes are not constant")
+    whole = _blank(forms, given(node.inputs, 1), node.outputs[0]).groups
+    for axis, start in zip(range(len(starts)) if axes is None else axes, starts, strict=True):
+        axis = int(axis) % rank
+        total = forms.extent(whole[axis])
+        first = number(int(start)) if start >= 0 else total + number(int(start))
+        if any(c < 0 for c in first.terms.values()) and first.integer is None:
+            raise Opaque("a slice that may begin ahead of the first element")
+        x = windowed(forms, x, axis, number(max(0, first.integer)) if first.integer is not None else first, total)
+    return x
+
+
+@reads("ConcatTraining", domain=DOMAIN)
+def _concat_training(forms: Forms, node: ir.Node) -> list[Form | None]:
+    parts = inputs_of(forms, node)
+    return [concatenated(forms, parts, attribute(node, "axis", 0) % len(parts[0].groups)), None]
+
+
+@reads("SplitTraining", domain=DOMAIN)
+def _split_training(forms: Forms, node: ir.Node) -> list[Form | None]:
+    x = forms.form(given(node.inputs, 0))
+    axis = attribute(node, "axis", 0) % len(x.groups)
+    result: list[Form | None] = []
+    start = 0
+    for output in node.outputs:
+        size = forms.extent(forms.groups_of(output)[axis])
+        if size.integer is None:
+            raise Opaque("a part of symbolic size")
+        result.append(sliced(forms, x, axis, number(start), 1, size))
+        start += size.integer
+    return result
+
+
+# The same operators on arrays.
+
+
+@cache
+def reference_ops() -> list[type]:
+    """The operators as classes of onnx's reference evaluator, for the numerical proof of a match."""
+    from onnx.reference.op_run import OpRun
+
+    def op(name: str, run: Callable[..., Array | tuple[Array, ...]]) -> type:
+        def _run(self: Any, *inputs: Array, **attributes: Any) -> tuple[Array, ...]:
+            result = run(*inputs, **attributes)
+            return result if isinstance(result, tuple) else (result,)
+
+        return type(name, (OpRun,), {"op_domain": DOMAIN, "_run": _run, "__abstractmethods__": frozenset()})
+
+    return [op(name, run) for name, run in ON_ARRAYS.items()]
+
+
+def _scale_array(x: Array, factor: Array, scale_down: int = 0) -> Array:
+    return np.asarray(x / factor if scale_down else x * factor)
+
+
+def _broadcast_gradient_args_array(a: Array, b: Array) -> tuple[Array, ...]:
+    rank = max(len(a), len(b))
+    sizes = [[None] * (rank - len(shape)) + [int(n) for n in shape] for shape in (a, b)]
+    pairs = (list(zip(mine, theirs, strict=True)) for mine, theirs in (sizes, sizes[::-1]))
+    axes = ([k for k, (m, t) in enumerate(own) if m is None or (m == 1 and t not in (None, 1))] for own in pairs)
+    return tuple(np.asarray(own, np.int64) for own in axes)
+
+
+def _fused_mat_mul_array(
+    a: Array,
+    b: Array,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    **_: int,
+) -> Array:
+    turned = (x.swapaxes(-1, -2) if flag and x.ndim > 1 else x for x, flag in ((a, transA), (b, transB)))
+    return np.asarray(alpha * np.matmul(*turned))
+
+
+def _softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
+    return np.asarray(y * (grad - (grad * y).sum(axis, keepdims=True)))
+
+
+def _log_softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
+    return np.asarray(grad - np.exp(y) * grad.sum(axis, keepdims=True))
+
+
+def _softmax_cross_entropy_loss_internal_array(scores: Array, label: Array, *_: Array, **__: Any) -> tuple[Array, ...]:
+    """The log-probabilities; the loss itself, which no backward pass reads, is left out."""
+    shifted = scores - scores.max(1, keepdims=True, initial=-np.inf)
+    return np.zeros(()), shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def _flat_softmax_grad(run: Callable[..., Array]) -> Callable[..., Array]:
+    def flat(grad: Array, y: Array, axis: int = 1) -> Array:
+        rows = (int(np.prod(y.shape[: axis % y.ndim])), -1)
+        return run(grad.reshape(rows), y.reshape(rows)).reshape(y.shape)
+
+    return flat
+
+
+def _softmax_cross_entropy_loss_grad_array(
+    grad: Array,
+    log_prob: Array,
+    label: Array,
+    weight: Array | None = None,
+    ignored: Array | None = None,
+    more: Array | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    output_type: int = 0,
+) -> Array:
+    if ignored is not None:
+        ignore_index = int(ignored)
+    counted = np.ones(label.shape, bool) if ignore_index is None else label != ignore_index
+    label = np.where(counted, label, 0)
+    row = counted * (np.ones(label.shape) if weight is None else weight[label])
+    scale = grad * row / (row.sum() if reduction == "mean" else 1.0)
+    classes = np.arange(log_prob.shape[1]).reshape(-1, *(1,) * (log_prob.ndim - 2))
+    result = np.exp(log_prob) - (np.expand_dims(label, 1) == classes)
+    result = np.where(np.expand_dims(counted, 1), np.expand_dims(scale, 1) * result, 0.0)
+    return result if more is None else result + more
+
+
+def _gather_elements_grad_array(grad: Array, shape: Array, index: Array, axis: int = 0) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    places: list[Array] = list(np.indices(index.shape, sparse=True))
+    places[axis] = index
+    np.add.at(out, tuple(places), grad)
+    return out
+
+
+def _gather_grad_array(shape: Array, index: Array, grad: Array, axis: int = 0) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    axis %= out.ndim
+    moved = np.moveaxis(grad, range(axis), range(index.ndim, index.ndim + axis))
+    np.add.at(np.moveaxis(out, axis, 0), index, moved)
+    return out
+
+
+def _gather_nd_grad_array(shape: Array, index: Array, grad: Array, batch_dims: int = 0) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    batches = np.indices(index.shape[:-1])[:batch_dims]
+    np.add.at(out, (*batches, *np.moveaxis(index, -1, 0)), grad)
+    return out
+
+
+def _slice_grad_array(
+    grad: Array, shape: Array, starts: Array, ends: Array, axes: Array | None = None, steps: Array | None = None
+) -> Array:
+    out = np.zeros(shape, grad.dtype)
+    places = [slice(None)] * out.ndim
+    for k, axis in enumerate(range(len(starts)) if axes is None else axes):
+        places[int(axis)] = slice(int(starts[k]), int(ends[k]), 1 if steps is None else int(steps[k]))
+    out[tuple(places)] = grad
+    return out
+
+
+def _concat_training_array(*parts: Array, axis: int = 0) -> tuple[Array, ...]:
+    return np.concatenate(parts, axis), np.asarray([p.shape[axis] for p in parts], np.int64)
+
+
+ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
+    "Scale": _scale_array,
+    "SoftmaxGrad_13": _softmax_grad_array,
+    "LogSoftmaxGrad_13": _log_softmax_grad_array,
+    "SoftmaxGrad": _flat_softmax_grad(_softmax_grad_array),
+    "LogSoftmaxGrad": _flat_softmax_grad(_log_softmax_grad_array),
+    "BroadcastGradientArgs": _broadcast_gradient_args_array,
+    "FusedMatMul": _fused_mat_mul_array,
+    "SoftmaxCrossEntropyLossInternal": _softmax_cross_entropy_loss_internal_array,
+    "SoftmaxCrossEntropyLossGrad": _softmax_cross_entropy_loss_grad_array,
+    "SoftmaxCrossEntropyLossInternalGrad": _softmax_cross_entropy_loss_grad_array,
+    "GatherElementsGrad": _gather_elements_grad_array,
+    "GatherGrad": _gather_grad_array,
+    "GatherNDGrad": _gather_nd_grad_array,
+    "SliceGrad": _slice_grad_array,
+    "ConcatTraining": _concat_training_array,
+    "SplitTraining": lambda x, split, axis=0: tuple(np.split(x, np.cumsum(split)[:-1], axis)),
+}

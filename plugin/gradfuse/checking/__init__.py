@@ -1,0 +1,1 @@
+"""Comparison of models by running them."""

@@ -1,0 +1,239 @@
+"""Models run by stock onnxruntime, in their own types or in wider ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+
+from gradfuse import custom_ops, library
+from gradfuse.errors import GradfuseError, ModelError
+from gradfuse.models import files, model_io, scatters, validation
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+"""The floating point types that a model may compute in, from narrow to wide."""
+
+SILENT = 4
+"""The log level of sessions whose errors are raised: onnxruntime would log them as well."""
+_MOST_INLINED = 2000
+
+
+class Session:
+    """An onnxruntime CPU session that takes and gives numpy arrays, bfloat16 included.
+
+    It has one thread where several might compute a ScatterND wrongly (gradfuse.models.scatters).
+
+    Args:
+        model: the model; it is not changed.
+        source: what to call it in messages.
+        kernels: register gradfuse's own kernels, where there is a compiled library; without, function bodies run.
+
+    Raises:
+        ModelError: onnxruntime cannot load the model.
+        GradfuseError: onnxruntime is not installed.
+    """
+
+    def __init__(self, model: ir.Model, source: str, *, kernels: bool = True) -> None:
+        onnxruntime = import_onnxruntime()
+        self._source = source
+        self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = SILENT
+        if scatters.reduces_by_scatter_nd(model):
+            options.intra_op_num_threads = 1
+        if kernels and library.find_library() is not None:
+            library.register(options)
+        self._session = inference_session(_with_float32_borders(model), source, options, ["CPUExecutionProvider"])
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return every output for the given inputs, by name and in order.
+
+        Raises:
+            ModelError: onnxruntime cannot run the model on them.
+        """
+        names = [output.name for output in self._session.get_outputs()]
+        wide = {
+            name: array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+            for name, array in feeds.items()
+        }
+        try:
+            outputs = self._session.run(names, wide)
+        except Exception as error:
+            raise ModelError(f"{self._source}: onnxruntime cannot run the model: {reason(error)}") from error
+        return {
+            name: np.asarray(output).astype(self._dtypes[name] or np.asarray(output).dtype, copy=False)
+            for name, output in zip(names, outputs, strict=True)
+        }
+
+
+def import_onnxruntime() -> Any:
+    """Return the module.
+
+    Raises:
+        GradfuseError: it is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise GradfuseError("running a model needs onnxruntime: pip install onnxruntime") from error
+    return onnxruntime
+
+
+def inference_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
+    """Return an onnxruntime session of a model of any size.
+
+    Args:
+        model: the model; it is not changed.
+        source: what to call it in messages.
+        options: the `onnxruntime.SessionOptions`.
+        providers: execution providers, as for `onnxruntime.InferenceSession`.
+
+    Raises:
+        ModelError: onnxruntime cannot load the model.
+    """
+    with contextlib.ExitStack() as stack:
+        if model_io.fits_one_message(model):
+            content: bytes | str = _called_out(model, source).SerializeToString()
+        else:
+            folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
+            content = os.path.join(folder, "model.onnx")
+            model_io.save(model, content)
+        try:
+            # Without the fallback, which goes on with other providers than those that were asked for.
+            return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
+        except Exception as error:
+            # onnxruntime's exception classes share no public base.
+            raise ModelError(f"{source}: onnxruntime cannot load the model: {reason(error)}") from error
+
+
+def _called_out(model: ir.Model, source: str) -> onnx.ModelProto:
+    """The model as one message, with its functions, but ours, in the place of their calls where these are many.
+
+    onnxruntime does so itself, in a time that grows with the square of their number.
+    """
+    proto = model_io.to_proto(model)
+    if not proto.functions or validation.inlined_nodes(model, source)[0] <= _MOST_INLINED:
+        return proto
+    ours = [(f.domain, f.name) for f in proto.functions if f.domain == custom_ops.DOMAIN]
+    try:
+        return onnx.inliner.inline_selected_functions(proto, ours, exclude=True)
+    except Exception:
+        # onnx states no exception classes; onnxruntime says better what is wrong with a model.
+        return proto
+
+
+def float_types(model: ir.Model) -> set[ir.DataType]:
+    """Return the floating point types that occur in a model."""
+    found = {tensor.dtype for tensor in model_io.tensors(model)}
+    for graph in model.graphs():
+        found |= {value.dtype for value in (*graph.inputs, *graph.outputs) if value.dtype is not None}
+        found |= {value.dtype for node in graph for value in node.outputs if value.dtype is not None}
+    return found & set(FLOATS)
+
+
+def widened(model: ir.Model, dtype: ir.DataType) -> ir.Model:
+    """Return a copy in which every floating point type that is narrower than `dtype` is `dtype`."""
+    narrow = set(FLOATS[: FLOATS.index(dtype)])
+    copy = model_io.copy_model(model)
+    inner = (graph for function in copy.functions.values() for graph in function.subgraphs())
+    for graph in (*copy.graphs(), *inner):
+        for value in (*graph.inputs, *graph.outputs, *graph.initializers.values(), *_results(graph)):
+            if value.dtype in narrow:
+                value.dtype = dtype
+        for value in graph.initializers.values():
+            if value.const_value is not None and value.const_value.dtype in narrow:
+                value.const_value = _cast(value.const_value, dtype)
+    for group in (copy.graph.all_nodes(), *(function.all_nodes() for function in copy.functions.values())):
+        for node in group:
+            for attribute in list(node.attributes.values()):
+                if not attribute.is_ref():
+                    _widen_attribute(node, attribute, dtype, narrow)
+                elif node.op_type == "Constant" and ir.DataType.FLOAT in narrow:
+                    _widen_constant(node, attribute, dtype)
+    return copy
+
+
+def _widen_constant(node: ir.Node, attribute: ir.Attr, dtype: ir.DataType) -> None:
+    """Cast a constant whose value is a float attribute of the function around it."""
+    if attribute.name not in ("value_float", "value_floats"):
+        return
+    value = node.outputs[0]
+    cast = ir.node("Cast", [value], attributes={"to": dtype})
+    ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
+    cast.replace_input_with(0, value)
+    assert node.graph is not None
+    node.graph.insert_after(node, cast)
+
+
+def _widen_attribute(node: ir.Node, attribute: ir.Attr, dtype: ir.DataType, narrow: set[ir.DataType]) -> None:
+    name = attribute.name
+    if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in narrow:
+        node.attributes[name] = ir.AttrTensor(name, _cast(attribute.as_tensor(), dtype))
+    elif name in ("to", "dtype") and attribute.type == ir.AttributeType.INT and attribute.as_int() in narrow:
+        node.attributes[name] = ir.AttrInt64(name, int(dtype))
+    elif node.op_type == "Constant" and name in ("value_float", "value_floats") and ir.DataType.FLOAT in narrow:
+        del node.attributes[name]
+        values = np.asarray(attribute.value, dtype=dtype.numpy())
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(values, dtype=dtype))
+
+
+def _results(graph: ir.Graph) -> Iterator[ir.Value]:
+    for node in graph:
+        yield from node.outputs
+
+
+def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=tensor.name)
+
+
+def _with_float32_borders(model: ir.Model) -> ir.Model:
+    """Return a model whose bfloat16 inputs and outputs are float32: onnxruntime's Python API has no bfloat16 arrays."""
+    if all(value.dtype != ir.DataType.BFLOAT16 for value in (*model.graph.inputs, *model.graph.outputs)):
+        return model
+    copy = model_io.copy_model(model)
+    graph = copy.graph
+    for value in list(graph.inputs):
+        if value.dtype == ir.DataType.BFLOAT16 and value.name not in graph.initializers:
+            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.BFLOAT16})
+            inner = cast.outputs[0]
+            inner.name, inner.dtype, inner.shape = f"{value.name}/bfloat16", ir.DataType.BFLOAT16, value.shape
+            ir.convenience.replace_all_uses_with(value, inner, replace_graph_outputs=True)
+            cast.replace_input_with(0, value)
+            value.dtype = ir.DataType.FLOAT
+            if len(graph):
+                graph.insert_before(graph[0], cast)
+            else:
+                graph.append(cast)
+    for index, value in enumerate(graph.outputs):
+        if value.dtype == ir.DataType.BFLOAT16:
+            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
+            outer = cast.outputs[0]
+            outer.name, outer.dtype, outer.shape = value.name, ir.DataType.FLOAT, value.shape
+            value.name = f"{value.name}/bfloat16"
+            graph.append(cast)
+            graph.outputs[index] = outer
+    return copy
+
+
+def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
+    if value.dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    assert value.dtype is not None
+    return value.dtype.numpy()
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an exception of onnxruntime in one line."""
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", model_io.one_line(error))

@@ -1,0 +1,421 @@
+"""Models run in float64: by onnxruntime, and by numpy where onnxruntime has no kernels for that type."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+from numpy.lib.stride_tricks import sliding_window_view
+from onnx_ir.passes.common import InlinePass
+
+from gradfuse.checking.execution import FLOATS, Arrays, import_onnxruntime, reason, widened
+from gradfuse.errors import ModelError
+from gradfuse.models import model_io, scatters
+
+_Array = npt.NDArray[Any]
+
+_EXACT = frozenset(
+    """
+    Abs ArgMax ArgMin Cast CastLike Ceil Clip Compress Concat ConstantOfShape DepthToSpace Dropout Expand EyeLike
+    Flatten Floor Gather GatherElements GatherND Hardmax Identity Max MaxPool Min Neg Not OneHot Optional Pad Range
+    ReduceMax ReduceMin Relu Reshape Round Scatter ScatterElements ScatterND SequenceAt Shape Sign Slice SpaceToDepth
+    Split Squeeze ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Where
+    """.split()
+)
+"""Operators whose results are values of their inputs, or whole numbers."""
+_LARGEST_WINDOWS = 2**25
+"""So many elements of overlapping windows are laid out at once."""
+
+
+class ReferenceSession:
+    """A model in which every narrower floating point type is float64, functions being what their bodies say.
+
+    Nodes for which onnxruntime's CPU provider has no float64 kernel are computed by numpy, and those between them by
+    onnxruntime.
+
+    Args:
+        model: the model; it is not changed.
+        source: what to call it in messages.
+        outputs: the values to return, by name; None: the outputs of the model.
+
+    Raises:
+        GradfuseError: onnxruntime is not installed.
+    """
+
+    def __init__(self, model: ir.Model, source: str, outputs: Sequence[str] | None = None) -> None:
+        import_onnxruntime()
+        copy = widened(model, ir.DataType.DOUBLE)
+        if any(_in_numpy(node) for function in copy.functions.values() for node in function.all_nodes()):
+            copy = InlinePass()(copy).model
+        self._source = source
+        self._outputs = [str(value.name) for value in model.graph.outputs] if outputs is None else list(outputs)
+        self._constants = {
+            name: _as_float64(value.const_value.numpy())
+            for name, value in copy.graph.initializers.items()
+            if value.const_value is not None
+        }
+        self._parts = _parts(copy, self._outputs)
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return every output for the given inputs, by name and in order; floats are float64.
+
+        Raises:
+            ModelError: there is no kernel for a node, or it cannot be run on the inputs.
+        """
+        values = self._constants | {name: _as_float64(array) for name, array in feeds.items()}
+        for part in self._parts:
+            values |= part.run({name: values[name] for name in part.inputs}, self._source)
+            for name in part.last_uses:
+                del values[name]
+        return {name: values[name] for name in self._outputs}
+
+
+def moved(model: ir.Model, size: float) -> ir.Model:
+    """Return a copy in which inputs, weights and results of arithmetic are moved, anew in each run.
+
+    Each element is changed by a random relative amount of at most `size`. Whole numbers stay as they are: arithmetic on
+    them does not round. Results of nodes that choose or rearrange values stay too, and what is inside of subgraphs and
+    functions.
+    """
+    copy = model_io.copy_model(model)
+    graph = copy.graph
+    seeds = itertools.count()
+    first = graph[0] if len(graph) else None
+    for value in (*graph.inputs, *(one for one in graph.initializers.values() if one not in graph.inputs)):
+        if value.dtype in FLOATS and first is not None:
+            graph.insert_before(first, _moving(value, size, next(seeds)))
+    for node in list(graph):
+        if node.op_type in _EXACT and node.domain == "":
+            continue
+        for value in node.outputs:
+            if value.dtype in FLOATS and value.name:
+                graph.insert_after(node, _moving(value, size, next(seeds)))
+    return copy
+
+
+def _moving(value: ir.Value, size: float, seed: int) -> list[ir.Node]:
+    """Return nodes that move a value, and let them come between it and those that use it."""
+    is_output = value.is_graph_output()
+    attributes = {"low": -size, "high": size, "seed": float(seed)}
+    amount = ir.node("RandomUniformLike", [value], attributes=attributes)
+    change = ir.node("Mul", [value, amount.outputs[0]])
+    changed = ir.node("Add", [value, change.outputs[0]])
+    floor = ir.node("Floor", [value])
+    whole = ir.node("Equal", [value, floor.outputs[0]])
+    result = ir.node("Where", [whole.outputs[0], value, changed.outputs[0]])
+    nodes = [amount, change, changed, floor, whole, result]
+    result.outputs[0].type, result.outputs[0].shape = value.type, value.shape
+    ir.convenience.replace_all_uses_with(value, result.outputs[0], replace_graph_outputs=True)
+    for node in nodes[:-1]:
+        for index, operand in enumerate(node.inputs):
+            if operand is result.outputs[0]:
+                node.replace_input_with(index, value)
+    result.replace_input_with(1, value)
+    if is_output:
+        result.outputs[0].name, value.name = value.name, f"{value.name}/unmoved"
+    return nodes
+
+
+class _Part:
+    """Nodes that run one after the other: by onnxruntime, or one node by numpy."""
+
+    def __init__(self, model: ir.Model, nodes: list[ir.Node], threads: int) -> None:
+        self._model = model
+        self._threads = threads
+        self._nodes = nodes
+        made = {value.name for node in nodes for value in node.outputs}
+        self.inputs = list(dict.fromkeys(name for node in nodes for name in _reads(node) if name not in made))
+        self.made = [str(value.name) for node in nodes for value in node.outputs if value.name]
+        self.outputs: list[str] = []
+        self.last_uses: list[str] = []
+        self._session: Any = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def run(self, inputs: Arrays, source: str) -> Arrays:
+        if _in_numpy(self._nodes[0]):
+            (node,) = self._nodes
+            arguments = [None if value is None else inputs[str(value.name)] for value in node.inputs]
+            results = _NUMPY[node.op_type](node, *arguments)
+            return {
+                str(value.name): result
+                for value, result in zip(
+                    node.outputs, results if isinstance(results, tuple) else (results,), strict=False
+                )
+            }
+        try:
+            shapes = {name: array.shape for name, array in inputs.items()}
+            if self._session is None or self._shapes != shapes:
+                self._session, self._shapes = self._open(inputs), shapes
+            return dict(zip(self.outputs, self._session.run(self.outputs, inputs), strict=True))
+        except Exception as error:
+            # onnxruntime's exception classes share no public base.
+            raise ModelError(f"{source}: onnxruntime cannot run the model in float64: {reason(error)}") from error
+
+    def _open(self, inputs: Arrays) -> Any:
+        onnxruntime = import_onnxruntime()
+        graph = onnx.GraphProto(name="part")
+        graph.node.extend(ir.serde.serialize_node(node) for node in self._nodes)
+        for name, array in inputs.items():
+            dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, array.shape))
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.outputs)
+        proto = onnx.ModelProto(ir_version=self._model.ir_version, graph=graph)
+        proto.opset_import.extend(
+            onnx.helper.make_opsetid(domain, version) for domain, version in self._model.opset_imports.items()
+        )
+        proto.functions.extend(ir.serde.serialize_function(one) for one in self._model.functions.values())
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = self._threads
+        return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
+    nodes = list(model.graph)
+    groups = itertools.groupby(enumerate(nodes), lambda item: item[0] if _in_numpy(item[1]) else -1)
+    # In several threads, updates of a ScatterND may be lost; 0 leaves their number to onnxruntime.
+    threads = 1 if scatters.reduces_by_scatter_nd(model) else 0
+    parts = [_Part(model, [node for _, node in group], threads) for _, group in groups]
+    needed: set[str] = set(outputs)
+    for part in reversed(parts):
+        part.outputs = [name for name in part.made if name in needed]
+        part.last_uses = [name for name in (*part.inputs, *part.outputs) if name not in needed]
+        needed |= {*part.inputs}
+    return [part for part in parts if part.outputs]
+
+
+def _reads(node: ir.Node) -> Iterator[str]:
+    """Yield the names of the values from outside that a node and its subgraphs read."""
+    yield from (str(value.name) for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs: Sequence[ir.Graph] = [attribute.as_graph()]
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs = attribute.as_graphs()
+        else:
+            continue
+        for graph in graphs:
+            own = {value.name for value in (*graph.inputs, *graph.initializers.values())}
+            own |= {value.name for inner in graph for value in inner.outputs}
+            yield from (name for inner in graph for name in _reads(inner) if name not in own)
+            yield from (str(value.name) for value in graph.outputs if value.name not in own)
+
+
+def _as_float64(array: _Array) -> _Array:
+    return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16 else array
+
+
+def _in_numpy(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type in _NUMPY
+
+
+def _ints(node: ir.Node, name: str, default: Sequence[int]) -> list[int]:
+    attribute = node.attributes.get(name)
+    return list(default) if attribute is None else [int(one) for one in attribute.as_ints()]
+
+
+def _pads(node: ir.Node, sizes: Sequence[int], extents: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Return what is added before and after each spatial axis, of windows of such extents."""
+    rank = len(sizes)
+    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        pads = []
+        for size, extent, stride in zip(sizes, extents, strides, strict=True):
+            total = max((-(-size // stride) - 1) * stride + extent - size, 0)
+            pads.append((total // 2, total - total // 2) if auto == "SAME_UPPER" else (total - total // 2, total // 2))
+        return pads
+    given = _ints(node, "pads", [0] * 2 * rank)
+    return list(zip(given[:rank], given[rank:], strict=True))
+
+
+def _at(*index: Any) -> Any:
+    """Return an index of some axes, of a rank that only a run knows."""
+    return index
+
+
+def _windows(x: _Array, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> _Array:
+    """Return a view (N, C, *out, *kernel) of x (N, C, *spatial), which is padded already."""
+    rank = len(kernel)
+    extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+    windows = sliding_window_view(x, extents, tuple(range(2, 2 + rank)))
+    every = [slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations))]
+    return np.asarray(windows[_at(*every)])
+
+
+def _conv(node: ir.Node, x: _Array, weight: _Array, bias: _Array | None = None) -> _Array:
+    rank, group = x.ndim - 2, node.attributes.get_int("group", 1)
+    kernel = weight.shape[2:]
+    strides, dilations = _ints(node, "strides", [1] * rank), _ints(node, "dilations", [1] * rank)
+    extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+    padded = np.pad(x, [(0, 0), (0, 0), *_pads(node, x.shape[2:], extents, strides)])
+    windows = _windows(padded, kernel, strides, dilations)
+    count, spatial = x.shape[0], windows.shape[2 : 2 + rank]
+    width = weight[0].size
+    result = np.empty((count, weight.shape[0], *spatial))
+    channels, maps = x.shape[1] // group, weight.shape[0] // group
+    if math.prod(spatial) < math.prod(kernel):
+        # As in the gradient of a weight: few large windows, each taken as a whole.
+        for g, place in itertools.product(range(group), itertools.product(*map(range, spatial))):
+            outputs = slice(g * maps, (g + 1) * maps)
+            window = windows[_at(slice(None), slice(g * channels, (g + 1) * channels), *place)]
+            result[_at(slice(None), outputs, *place)] = (
+                window.reshape(count, width) @ weight[outputs].reshape(maps, width).T
+            )
+        return result if bias is None else result + bias.reshape(-1, *[1] * rank)
+    # Channels stand beside the kernel, so that windows and weights are rows of matrices.
+    order = (0, *range(2, 2 + rank), 1, *range(2 + rank, 2 + 2 * rank))
+    rows = max(1, _LARGEST_WINDOWS // max(1, width * math.prod(spatial)))
+    for g, first in itertools.product(range(group), range(0, count, rows)):
+        part = windows[first : first + rows, g * channels : (g + 1) * channels].transpose(order)
+        outputs = slice(g * maps, (g + 1) * maps)
+        product = part.reshape(-1, width) @ weight[outputs].reshape(maps, width).T
+        result[first : first + rows, outputs] = np.moveaxis(product.reshape(-1, *spatial, maps), -1, 1)
+    return result if bias is None else result + bias.reshape(-1, *[1] * rank)
+
+
+def _conv_transpose(node: ir.Node, x: _Array, weight: _Array, bias: _Array | None = None) -> _Array:
+    rank, group = x.ndim - 2, node.attributes.get_int("group", 1)
+    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in node.attributes:
+        raise ModelError("ConvTranspose with auto_pad or output_shape is not computed in float64")
+    strides, dilations = _ints(node, "strides", [1] * rank), _ints(node, "dilations", [1] * rank)
+    more = _ints(node, "output_padding", [0] * rank)
+    pads = _pads(node, x.shape[2:], [1] * rank, strides)
+    kernel = weight.shape[2:]
+    sizes = [
+        (n - 1) * s + d * (k - 1) + 1 + m
+        for n, s, d, k, m in zip(x.shape[2:], strides, dilations, kernel, more, strict=True)
+    ]
+    channels, maps = x.shape[1] // group, weight.shape[1]
+    full = np.zeros((x.shape[0], group * maps, *sizes))
+    for g, tap in itertools.product(range(group), itertools.product(*map(range, kernel))):
+        at = tuple(
+            slice(t * d, t * d + (n - 1) * s + 1, s)
+            for t, d, n, s in zip(tap, dilations, x.shape[2:], strides, strict=True)
+        )
+        of_group = slice(g * channels, (g + 1) * channels)
+        product = np.tensordot(x[:, of_group], weight[_at(of_group, slice(None), *tap)], (1, 0))
+        full[_at(slice(None), slice(g * maps, (g + 1) * maps), *at)] += np.moveaxis(product, -1, 1)
+    cut = tuple(slice(before, size - after) for (before, after), size in zip(pads, sizes, strict=True))
+    result = np.asarray(full[_at(slice(None), slice(None), *cut)])
+    return result if bias is None else result + bias.reshape(-1, *[1] * rank)
+
+
+def _average_pool(node: ir.Node, x: _Array) -> _Array:
+    rank = x.ndim - 2
+    kernel = _ints(node, "kernel_shape", [])
+    strides, dilations = _ints(node, "strides", [1] * rank), _ints(node, "dilations", [1] * rank)
+    extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+    pads = _pads(node, x.shape[2:], extents, strides)
+    counted = np.pad(np.ones((1, 1, *x.shape[2:])), [(0, 0), (0, 0), *pads])
+    if node.attributes.get_int("count_include_pad", 0):
+        counted[...] = 1
+    padded = np.pad(x, [(0, 0), (0, 0), *pads])
+    if node.attributes.get_int("ceil_mode", 0):
+        # A last window may go over the end, if it begins before it.
+        more = []
+        for axis, (extent, stride) in enumerate(zip(extents, strides, strict=True)):
+            size = padded.shape[2 + axis]
+            rest = (size - extent) % stride
+            begins = size - extent - rest + stride < size - pads[axis][1]
+            more.append((0, stride - rest if rest and begins else 0))
+        padded, counted = (np.pad(one, [(0, 0), (0, 0), *more]) for one in (padded, counted))
+    over = tuple(range(2 + rank, 2 + 2 * rank))
+    total = _windows(padded, kernel, strides, dilations).sum(over)
+    return np.asarray(total / _windows(counted, kernel, strides, dilations).sum(over))
+
+
+def _spatial(x: _Array) -> tuple[int, ...]:
+    return tuple(range(2, x.ndim))
+
+
+def _instance_normalization(node: ir.Node, x: _Array, scale: _Array, bias: _Array) -> _Array:
+    centred = x - x.mean(_spatial(x), keepdims=True)
+    variance = (centred**2).mean(_spatial(x), keepdims=True)
+    shape = (-1, *[1] * (x.ndim - 2))
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    return np.asarray(centred / np.sqrt(variance + epsilon) * scale.reshape(shape) + bias.reshape(shape))
+
+
+def _layer_normalization(
+    node: ir.Node, x: _Array, scale: _Array, bias: _Array | None = None
+) -> tuple[_Array, _Array, _Array]:
+    axes = tuple(range(node.attributes.get_int("axis", -1) % x.ndim, x.ndim))
+    mean = x.mean(axes, keepdims=True)
+    inverse = 1 / np.sqrt(((x - mean) ** 2).mean(axes, keepdims=True) + node.attributes.get_float("epsilon", 1e-5))
+    result = (x - mean) * inverse * scale
+    return result if bias is None else result + bias, mean, inverse
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _gelu(node: ir.Node, x: _Array) -> _Array:
+    if node.attributes.get_string("approximate", "none") == "tanh":
+        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+
+
+def _exponential_below(alpha: float, gamma: float, scale: float) -> Callable[..., _Array]:
+    """gamma x above 0, gamma alpha (exp(x / scale) - 1) below."""
+
+    def compute(node: ir.Node, x: _Array) -> _Array:
+        a, g = node.attributes.get_float("alpha", alpha), node.attributes.get_float("gamma", gamma)
+        s = a if scale == 0 else scale
+        return np.asarray(np.where(x > 0, g * x, g * a * np.expm1(np.minimum(x, 0) / s)))
+
+    return compute
+
+
+def _hard_sigmoid(node: ir.Node, x: _Array) -> _Array:
+    alpha, beta = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
+    return np.clip(alpha * x + beta, 0, 1)
+
+
+def _elementwise(function: Callable[[_Array], Any]) -> Callable[..., _Array]:
+    return lambda node, x: np.asarray(function(x))
+
+
+def _softplus(x: _Array) -> _Array:
+    return np.asarray(np.logaddexp(x, 0.0))
+
+
+_NUMPY: dict[str, Callable[..., _Array | tuple[_Array, ...]]] = {
+    "AveragePool": _average_pool,
+    "Celu": _exponential_below(1.0, 1.0, 0),
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Elu": _exponential_below(1.0, 1.0, 1),
+    "Gelu": _gelu,
+    "GlobalAveragePool": _elementwise(lambda x: x.mean(_spatial(x), keepdims=True)),
+    "GlobalMaxPool": _elementwise(lambda x: x.max(_spatial(x), keepdims=True)),
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _elementwise(lambda x: x * np.clip(x / 6 + 0.5, 0, 1)),
+    "InstanceNormalization": _instance_normalization,
+    # onnxruntime's gives its statistics in float32.
+    "LayerNormalization": _layer_normalization,
+    "LeakyRelu": lambda node, x: np.where(x < 0, node.attributes.get_float("alpha", 0.01) * x, x),
+    "Mish": _elementwise(lambda x: x * np.tanh(_softplus(x))),
+    "PRelu": lambda node, x, slope: np.where(x < 0, slope * x, x),
+    "Selu": _exponential_below(1.67326319217681884765625, 1.05070102214813232421875, 1),
+    "Softplus": _elementwise(_softplus),
+    "Softsign": _elementwise(lambda x: x / (1 + np.abs(x))),
+    "ThresholdedRelu": lambda node, x: np.where(x > node.attributes.get_float("alpha", 1.0), x, 0.0),
+    "Acos": _elementwise(np.arccos),
+    "Acosh": _elementwise(np.arccosh),
+    "Asin": _elementwise(np.arcsin),
+    "Asinh": _elementwise(np.arcsinh),
+    "Atan": _elementwise(np.arctan),
+    "Atanh": _elementwise(np.arctanh),
+    "Cosh": _elementwise(np.cosh),
+    "Erf": _elementwise(_erf),
+    "Sinh": _elementwise(np.sinh),
+    "Tan": _elementwise(np.tan),
+}
+"""What onnxruntime's CPU provider computes in float32 only."""

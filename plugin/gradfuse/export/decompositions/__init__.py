@@ -1,0 +1,1 @@
+"""ATen operators in terms of those that torch.onnx translates."""

@@ -1,0 +1,513 @@
+"""`TrainingSession`: training steps in stock onnxruntime, whose parameters never leave the device.
+
+Neither torch nor what exports a step is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from gradfuse import library
+from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, reason
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError
+from gradfuse.models import model_io
+from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+
+_WHO = "TrainingSession"
+_DEVICES = {"CUDAExecutionProvider": "cuda"}
+"""Where the tensors of a session live, by its first execution provider; else on the CPU."""
+
+
+class TrainingSession:
+    """Trains a step in stock onnxruntime, 1.18 or newer.
+
+    Parameters, buffers and optimizer state are bound to the session on its device. Each step reads one set of tensors
+    and writes another, and the next step takes them the other way round, so that nothing is copied between steps.
+
+    Args:
+        step: a step, or the path of one that `TrainingStep.save` wrote.
+        providers: onnxruntime's execution providers, as for `onnxruntime.InferenceSession`; None: the CPU.
+        session_options: an `onnxruntime.SessionOptions`, used as it is; None: the usual ones, in which gradfuse's
+            kernels are registered if there is a compiled library.
+
+    Raises:
+        ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
+        ArgumentError: a value of the step has another type or shape than its input.
+        GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
+
+    Attributes:
+        training_step: the step, with the values that training began at.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep | str | os.PathLike[str],
+        providers: Sequence[Any] | None = None,
+        *,
+        session_options: Any = None,
+    ) -> None:
+        onnxruntime = import_onnxruntime()
+        self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
+        self._providers = _checked_providers(providers)
+        if session_options is None:
+            session_options = onnxruntime.SessionOptions()
+            session_options.log_severity_level = SILENT
+            if library.find_library() is not None:
+                library.register(session_options)
+        self._options = session_options
+        if not isinstance(step, TrainingStep | str | os.PathLike):
+            raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
+        self._files: list[str] = []
+        """What checkpoints must not take the place of: the file of the step, and its data."""
+        if isinstance(step, TrainingStep):
+            self.training_step = step
+        else:
+            self.training_step = TrainingStep.load(step)
+            self._files = [os.fspath(step), model_io.data_path(step)]
+        self.training_step.require_consistent(_WHO)
+        self._session = self._inference_session(self.training_step.model)
+        self._evaluation: Any = None
+        graph = self.training_step.model.graph
+        self._inputs = {value.name: _Tensor.of(value) for value in graph.input}
+        outputs = {value.name: _Tensor.of(value) for value in graph.output}
+        self._device = _device(self._providers[0])
+
+        batch = {*self.training_step.input_names, *self.training_step.target_names}
+        kept = {
+            name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
+        }
+        changed = [name for name in kept if name + UPDATED_SUFFIX in outputs]
+        other = {name: self._allocate(name, self._inputs[name], self._device) for name in changed}
+        self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
+        self._loss = self._allocate(LOSS, outputs[LOSS], ("cpu", 0))
+        self._gradients = {
+            name.removesuffix(GRADIENT_SUFFIX): self._allocate(name, tensor, self._device)
+            for name, tensor in outputs.items()
+            if name.endswith(GRADIENT_SUFFIX)
+        }
+        self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
+        self._turn = 0
+        """Which of the two sets of values and bindings is next."""
+        self._has_run = False
+        begin = self.training_step
+        values = begin.parameters | begin.buffers | begin.optimizer_state | begin.hyperparameters
+        self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
+
+    def step(self, inputs: Any, targets: Any) -> float:
+        """Run one step and return the loss.
+
+        Args:
+            inputs: the batch's inputs: an array or torch tensor, a tuple of them, or a dictionary from the names
+                `training_step.input_names`; in the types and shapes of the model.
+            targets: the batch's targets, likewise by `training_step.target_names`.
+
+        Raises:
+            ArgumentError: a tensor is missing, or has another type or shape; or all inputs are empty.
+            ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost.
+        """
+        names, known = self.training_step.input_names, self._inputs
+        feeds = self._batch_of(inputs, names, "step", "inputs", known)
+        feeds |= self._batch_of(targets, self.training_step.target_names, "step", "targets", known)
+        _require_shapes(f"{_WHO}.step", feeds, known)
+        if names and not any(feeds[name].size for name in names):
+            # The mean of nothing is NaN, and would not leave running statistics again.
+            first = feeds[names[0]]
+            got = _Tensor(first.dtype, first.shape)
+            raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
+        self._has_run = False
+        self._run(self._session, self._bindings[self._turn], feeds, "step")
+        self._turn = 1 - self._turn
+        self._has_run = True
+        return float(self._loss.numpy())
+
+    def evaluate(self, inputs: Any) -> Any:
+        """Return what the module gives in eval mode, with the parameters and buffers as they are now.
+
+        Args:
+            inputs: as for `step`.
+
+        Returns:
+            An array; where the module returns several tensors a tuple of them.
+
+        Raises:
+            ArgumentError: a tensor is missing, or has another type or shape.
+            GradfuseError: the step was exported without an evaluation model, or its file is missing.
+            ModelError: onnxruntime cannot load or run it.
+        """
+        model = self.training_step.evaluation_model
+        if model is None:
+            raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
+        known = {value.name: _Tensor.of(value) for value in model.graph.input}
+        feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate", "inputs", known)
+        _require_shapes(f"{_WHO}.evaluate", feeds, known)
+        if self._evaluation is None:
+            self._evaluation = self._inference_session(model)
+        binding = self._evaluation.io_binding()
+        for name in known:
+            if name not in feeds:
+                binding.bind_ortvalue_input(name, self.ort_values[name])
+        for value in model.graph.output:
+            binding.bind_output(value.name)
+        self._run(self._evaluation, binding, feeds, "evaluate")
+        results = binding.copy_outputs_to_cpu()
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @property
+    def gradients(self) -> Arrays:
+        """The gradients of the last step, by parameter: there are some where the step has no optimizer.
+
+        Raises:
+            GradfuseError: the step has an optimizer; or none was run yet, or the last one has failed.
+        """
+        if not self._gradients or not self._has_run:
+            why = "the step has an optimizer, and gives no gradients"
+            if self._gradients:
+                why = "no step was run, or the last one has failed"
+            raise GradfuseError(f"{_WHO}.gradients: {why}")
+        return {name: _copied(value) for name, value in self._gradients.items()}
+
+    @property
+    def learning_rate(self) -> float | tuple[float, ...]:
+        """The learning rate; of a step with several parameter groups a tuple of theirs.
+
+        A number sets that of all groups, a sequence one each.
+
+        Raises:
+            GradfuseError: the step has no optimizer.
+            ArgumentError: what is set are no numbers, another number of them, or not all of them finite and at least 0.
+        """
+        rates = tuple(float(self.ort_values[name].numpy()) for name in self._learning_rates())
+        return rates[0] if len(rates) == 1 else rates
+
+    @learning_rate.setter
+    def learning_rate(self, value: float | Sequence[float]) -> None:
+        names = self._learning_rates()
+        wanted = "a number" if len(names) == 1 else f"a number or one each of {len(names)}"
+        rates = _array(value, f"{_WHO}: learning_rate", wanted)
+        if rates.dtype.kind not in "fiu" or rates.shape not in ((), (len(names),)):
+            raise ArgumentError(f"{_WHO}: learning_rate is {_shown(value)}; expected {wanted}")
+        with np.errstate(over="ignore"):
+            rates = np.broadcast_to(rates, len(names)).astype(np.float32)
+        _require_rates(rates, f"{_WHO}: learning_rate is {_shown(value)}")
+        self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
+
+    @property
+    def ort_values(self) -> dict[str, Any]:
+        """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
+
+        They are the session's own, not copies: the step after the next one writes into them.
+        """
+        return self._values[self._turn]
+
+    def state_dict(self) -> Arrays:
+        """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
+
+        Tied names, frozen parameters and constant buffers are among them, and those of a loss module, which begin
+        with `loss.`.
+        """
+        step, values = self.training_step, self.ort_values
+        return {
+            name: np.array(step.constants[source]) if source in step.constants else _copied(values[source])
+            for name, source in step.state_dict_names.items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Set parameters and buffers; the optimizer's state stays as it is.
+
+        Args:
+            state_dict: arrays or torch tensors, as `state_dict` or the torch module's `state_dict()` gives them.
+            strict: whether every tensor must be there, under one of its names.
+
+        Raises:
+            ArgumentError: a name is unknown or missing, a type or shape is another, two tied names have different
+                values, or a constant of the model has another value. Nothing is changed then.
+        """
+        self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
+
+    def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Write a safetensors file, whole or not at all.
+
+        It holds `state_dict()` and, under the names of the model's inputs, what the optimizer needs to go on as if it
+        had not stopped: its state, the number of steps, and the learning rates.
+
+        Args:
+            path: the file.
+            optimizer: False leaves out all but `state_dict()`.
+
+        Raises:
+            ArgumentError: `path` is no path.
+            ModelError: the file cannot be written, or is the one of the step.
+            GradfuseError: safetensors is not installed.
+        """
+        _require_path(path, "save")
+        tensors = self.state_dict()
+        if optimizer:
+            # Buffers too: some are not part of the module's state_dict.
+            tensors |= {name: _copied(value) for name, value in self.ort_values.items()}
+        # Contiguous, as safetensors takes an array's memory as it lies; and marked as torch's names and layouts.
+        content = _safetensors().save(
+            {name: np.asarray(array, order="C") for name, array in tensors.items()},
+            metadata={"format": "pt"},
+        )
+        model_io.write_file(path, content, self._files)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
+
+        After one with the optimizer's state, training goes on as it would have gone on, bit for bit, with the same
+        model, kernels and number of threads. After one without, the optimizer begins as it was at export, and so do
+        buffers that no `state_dict()` has.
+
+        Raises:
+            ArgumentError: `path` is no path.
+            ModelError: the file cannot be read, or holds not what the step needs (as for `load_state_dict`, or only
+                a part of the optimizer's state). Nothing is changed then.
+            GradfuseError: safetensors is not installed.
+        """
+        _require_path(path, "load")
+        safetensors = _safetensors()
+        if os.path.exists(path) and not os.path.isfile(path):
+            # A pipe would be waited for.
+            raise ModelError(f"{os.fspath(path)}: is no file; expected one that save wrote")
+        try:
+            tensors = safetensors.load_file(os.fsdecode(path))
+        except Exception as error:
+            # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
+            raise ModelError(f"{os.fspath(path)}: cannot read the file: {model_io.one_line(error)}") from error
+        step = self.training_step
+        named = set(step.state_dict_names.values())
+        unnamed = {name: array for name, array in {**step.parameters, **step.buffers}.items() if name not in named}
+        own = {**step.optimizer_state, **step.hyperparameters, **unnamed}
+        try:
+            stored = {name: tensors.pop(name) for name in own if name in tensors}
+            if stored and len(stored) < len(own):
+                missing = next(name for name in own if name not in stored)
+                raise ArgumentError(f"{_WHO}.load: {missing!r} is missing; expected all of the optimizer's state")
+            loaded = self._tensors_of(tensors, "load", True)
+            loaded |= {name: self._fitting(name, array, "load") for name, array in stored.items()}
+        except ArgumentError as error:
+            raise ModelError(f"{os.fspath(path)}: {error}") from error
+        self._assign({**own, **loaded})
+
+    def _inference_session(self, model: onnx.ModelProto) -> Any:
+        for value in (*model.graph.input, *model.graph.output):
+            if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+                raise GradfuseError(
+                    f"{_WHO}: {value.name!r} is bfloat16, which numpy does not have; "
+                    "expected parameters and batch in other types"
+                )
+        return inference_session(ir.from_proto(model), _WHO, self._options, self._providers)
+
+    def _binding(self, read: Mapping[str, Any], written: Mapping[str, Any], changed: Iterable[str]) -> Any:
+        """Return a binding of a step that reads some values and writes what changes into others."""
+        binding = self._session.io_binding()
+        for name, value in read.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in changed:
+            binding.bind_ortvalue_output(name + UPDATED_SUFFIX, written[name])
+        for name, value in self._gradients.items():
+            binding.bind_ortvalue_output(name + GRADIENT_SUFFIX, value)
+        binding.bind_ortvalue_output(LOSS, self._loss)
+        return binding
+
+    def _allocate(self, name: str, tensor: _Tensor, device: tuple[str, int]) -> Any:
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
+        return self._new_value(list(tensor.shape), tensor.dtype, *device)
+
+    def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        # All copies are made before anything is changed.
+        for name, array in {name: _plain(array) for name, array in arrays.items()}.items():
+            self.ort_values[name].update_inplace(array)
+
+    def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
+        try:
+            for name, array in feeds.items():
+                binding.bind_cpu_input(name, array)
+            session.run_with_iobinding(binding)
+        except Exception as error:
+            # onnxruntime's exception classes share no public base.
+            raise ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}") from error
+
+    def _batch_of(
+        self, given: Any, names: Sequence[str], method: str, what: str, known: Mapping[str, _Tensor]
+    ) -> Arrays:
+        """Return a part of the batch by names."""
+        where = f"{_WHO}.{method}"
+        if isinstance(given, Mapping):
+            missing = [name for name in names if name not in given]
+            unknown = [name for name in given if name not in names]
+            if missing or unknown:
+                fault = f"lack {missing[0]!r}" if missing else f"have {_shown(unknown[0])}"
+                raise ArgumentError(f"{where}: {what} {fault}; expected {', '.join(names)}")
+            values: Iterable[Any] = [given[name] for name in names]
+        else:
+            values = given if isinstance(given, (tuple, list)) else (given,)
+            if len(values) != len(names):
+                raise ArgumentError(f"{where}: {what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
+        return {
+            name: _plain(_array(value, f"{where}: {name!r}", str(known[name])))
+            for name, value in zip(names, values, strict=True)
+        }
+
+    def _learning_rates(self) -> list[str]:
+        names = [n for n in self.training_step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
+        if not names:
+            raise GradfuseError(f"{_WHO}.learning_rate: the step has no optimizer")
+        return names
+
+    def _tensors_of(self, state_dict: Mapping[str, Any], method: str, strict: bool) -> Arrays:
+        """Return parameters and buffers by their names in the model, all checked."""
+        step, where = self.training_step, f"{_WHO}.{method}"
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise ArgumentError(f"{where}: state_dict is {got}; expected a mapping of names to arrays")
+        unknown = [name for name in state_dict if name not in step.state_dict_names]
+        if unknown:
+            raise ArgumentError(f"{where}: {_shown(unknown[0])} is unknown; expected the names of state_dict()")
+        found = {step.state_dict_names[name] for name in state_dict}
+        missing = [name for name, source in step.state_dict_names.items() if source not in found]
+        if strict and missing:
+            raise ArgumentError(f"{where}: {missing[0]!r} is missing; expected all names of state_dict()")
+        arrays: Arrays = {}
+        for name, source in step.state_dict_names.items():
+            if name not in state_dict:
+                continue
+            known = step.constants.get(source)
+            wanted = self._inputs[source] if known is None else _Tensor(known.dtype, known.shape)
+            array = _array(state_dict[name], f"{where}: {name!r}", str(wanted))
+            if known is not None:
+                if not (array.dtype == known.dtype and np.array_equal(array, known)):
+                    raise ArgumentError(f"{where}: {name!r} is a constant of the model; expected its value")
+                continue
+            array = self._fitting(source, array, method, name)
+            if source in arrays and not np.array_equal(arrays[source], array, equal_nan=array.dtype.kind == "f"):
+                raise ArgumentError(f"{where}: {name!r} differs from {source!r}; expected equal values, as tied")
+            arrays[source] = array
+        return arrays
+
+    def _fitting(self, name: str, value: Any, method: str, shown: str | None = None) -> npt.NDArray[Any]:
+        """Return the value of an input of the model, checked."""
+        where, known, shown = f"{_WHO}.{method}", self._inputs[name], shown or name
+        array = _array(value, f"{where}: {shown!r}", str(known))
+        _require_shapes(where, {shown: array}, {shown: known})
+        if name in self.training_step.hyperparameters:
+            _require_rates(array, f"{where}: {shown!r} is {array}")
+        elif name in self.training_step.optimizer_state and array.dtype == np.int64 and array < 0:
+            raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
+        return array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """Type and shape of an input or output; dimensions that vary are names or None."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int | str | None, ...]
+
+    @classmethod
+    def of(cls, value: onnx.ValueInfoProto) -> _Tensor:
+        tensor = value.type.tensor_type
+        shape = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
+        return cls(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), tuple(shape))
+
+    def __str__(self) -> str:
+        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype} of shape ({sizes}{',' if len(self.shape) == 1 else ''})"
+
+
+def _require_shapes(where: str, feeds: Arrays, known: Mapping[str, _Tensor]) -> None:
+    """Refuse an array of another type or shape; dimensions of one name have one size."""
+    sizes: dict[str, int] = {}
+    for name, array in feeds.items():
+        wanted = known[name]
+        fits = array.dtype == wanted.dtype and len(array.shape) == len(wanted.shape)
+        for size, dim in zip(array.shape, wanted.shape, strict=False):
+            fits = fits and (dim is None or size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim))
+        if not fits:
+            bound = "".join(f", {dim} = {sizes[dim]}" for dim in wanted.shape if isinstance(dim, str) and dim in sizes)
+            raise ArgumentError(f"{where}: {name!r} is {_Tensor(array.dtype, array.shape)}; expected {wanted}{bound}")
+
+
+def _require_rates(rates: npt.NDArray[Any], what: str) -> None:
+    if not (np.isfinite(rates) & (rates >= 0)).all():
+        raise ArgumentError(f"{what}; expected finite numbers from 0 on")
+
+
+def _require_path(path: Any, method: str) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"{_WHO}.{method}: path is {_shown(path)}; expected a path")
+
+
+def _checked_providers(providers: Any) -> list[Any]:
+    """Return execution providers of a form that onnxruntime takes: of others it says so, and goes on without them."""
+    if providers is None:
+        return ["CPUExecutionProvider"]
+
+    def is_one(provider: Any) -> bool:
+        match provider:
+            case str() | (str(), Mapping()):
+                return True
+        return False
+
+    if isinstance(providers, str) or not isinstance(providers, Sequence) or not all(map(is_one, providers)):
+        wanted = "a list of names, or of pairs of a name and its options"
+        raise ArgumentError(f"{_WHO}: providers is {_shown(providers)}; expected {wanted}")
+    return list(providers) or ["CPUExecutionProvider"]
+
+
+def _device(provider: Any) -> tuple[str, int]:
+    name, options = (provider, {}) if isinstance(provider, str) else provider
+    return _DEVICES.get(name, "cpu"), int(options.get("device_id", 0)) if name in _DEVICES else 0
+
+
+def _array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
+    """Return a numpy array of what may be a torch tensor, without importing torch.
+
+    Args:
+        value: what was given.
+        what: what to call it in messages.
+        wanted: what it is to be.
+
+    Raises:
+        ArgumentError: it cannot be one, such as a tensor of a type that numpy does not have, or has a mask.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{what} is a masked array; expected {wanted}")
+    try:
+        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except Exception as error:
+        # torch has an exception for each of its kinds of tensors that numpy does not have.
+        raise ArgumentError(f"{what} cannot be an array: {model_io.one_line(error)}; expected {wanted}") from error
+
+
+def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array as onnxruntime takes its memory: contiguous and aligned."""
+    return np.require(array, requirements=("C", "A"))
+
+
+def _shown(value: Any) -> str:
+    """Return what a value looks like, in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _copied(value: Any) -> npt.NDArray[Any]:
+    # On the CPU newer versions of onnxruntime give a view of the memory that a later step writes into.
+    return np.array(value.numpy())
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise GradfuseError(f"{_WHO}: safetensors is not installed; expected what gradfuse[train] installs") from error
+    return safetensors.numpy

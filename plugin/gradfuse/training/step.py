@@ -1,0 +1,264 @@
+"""A training step as data: the ONNX model, the values that training begins with, and the file that holds both.
+
+This module needs neither torch nor onnxruntime.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from gradfuse.errors import ModelError
+from gradfuse.models import files, model_io
+
+if TYPE_CHECKING:
+    from gradfuse.passes.report import Report
+
+LOSS = "loss"
+GRADIENT_SUFFIX = ".grad"
+UPDATED_SUFFIX = ".updated"
+LEARNING_RATE = "learning_rate"
+STEP = "step"
+DROPOUT_SEED = "dropout_seed"
+METADATA_KEY = "gradfuse.training_step"
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_EVALUATION = ".eval"
+_TENSORS = ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants")
+"""The fields of a step that hold arrays by name; all but the constants are inputs of its model."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """One training step as an ONNX model, with or without the optimizer.
+
+    Inputs of the model, by name: every trainable parameter (as in `module.named_parameters()`; those of a loss module
+    begin with `loss.`), every buffer that the step changes (as in `module.named_buffers()`), the state of the optimizer
+    and its learning rates, and the tensors of the batch. Frozen parameters and the other buffers are constants of the
+    model.
+
+    Outputs: `loss`, a scalar, and `<buffer>.updated` for each buffer that the step changes. Without an optimizer also
+    `<parameter>.grad` for each trainable parameter, in its shape and type, zeros where the loss does not depend on it;
+    with one, `<parameter>.updated` and `<state>.updated` for all that it changes: to be fed in the next step.
+
+    Attributes:
+        model: the model; fused, if it was exported so.
+        parameters: name -> value of the trainable parameters at export; what to feed in the first step.
+        buffers: name -> value of the buffers that the step changes; empty in most models without batch normalisation.
+            A step with dropout has one more, `dropout_seed`, int64 of shape (), which decides what is dropped.
+        input_names: the names of the batch's inputs: those of the arguments of `module.forward`.
+        target_names: the names of the batch's targets: those of the arguments of the loss after its first.
+        report: the report of `gradfuse.fuse`; None for a step that was exported with `fuse=False` or loaded.
+        optimizer_state: name -> value of the optimizer's state before the first step: `<parameter>.<state>` with
+            torch's names of states (`momentum_buffer`, `exp_avg`, ...), in the shape and type of the parameter; `step`,
+            int64 of shape (), where the optimizer counts the steps done; empty without an optimizer.
+        hyperparameters: name -> value of the inputs that no step changes: `learning_rate`, float32 of shape (), and
+            `learning_rate.1`, ... for the parameter groups after the first; empty without an optimizer.
+        constants: name -> value of the frozen parameters and of the buffers that no step changes.
+        state_dict_names: each name of the module's `state_dict()` (and of the loss's, after `loss.`) -> the parameter,
+            buffer or constant that has its value. Tied parameters are several names for one.
+        evaluation_model: the module alone, in eval mode. Its inputs are those of the parameters and buffers that it
+            uses, and the batch's inputs; its outputs are the module's, in the order of `torch.utils._pytree`. None if
+            it was not asked for.
+    """
+
+    model: onnx.ModelProto
+    parameters: Arrays
+    buffers: Arrays
+    input_names: tuple[str, ...]
+    target_names: tuple[str, ...]
+    report: Report | None = None
+    optimizer_state: Arrays = dataclasses.field(default_factory=dict)
+    hyperparameters: Arrays = dataclasses.field(default_factory=dict)
+    constants: Arrays = dataclasses.field(default_factory=dict)
+    state_dict_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    evaluation_model: onnx.ModelProto | None = None
+
+    def save(self, path: str | os.PathLike[str], *, inputs: Iterable[str] = (), force: bool = False) -> None:
+        """Write the step as one ONNX file, whole or not at all, and its evaluation model beside it.
+
+        Parameters, buffers, optimizer state and hyperparameters are stored as default values of the inputs of their
+        names: an onnxruntime session of the file uses them wherever they are not fed. Beyond 2 GB the tensors are in
+        `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
+
+        Args:
+            path: the file to write. A step that is there is replaced, with its evaluation model and its data.
+            inputs: files that must stay as they are, as the step was made from them.
+            force: replace an evaluation model or a data file that does not belong to a step at `path`.
+
+        Raises:
+            ModelError: a file cannot be written, or would take the place of something that is no step: a folder, a
+                pipe, a device, one of the inputs, or, without `force`, another evaluation model or data file.
+        """
+        model = ir.from_proto(self.model)
+        by_name = {str(value.name): value for value in model.graph.inputs}
+        for field in _TENSORS:
+            for name, array in getattr(self, field).items():
+                if name in by_name:
+                    by_name[name].const_value = ir.tensor(array, name=name)
+                    model.graph.register_initializer(by_name[name])
+                elif name not in model.graph.initializers:
+                    # The exporter has folded this constant into others.
+                    _free_name(model.graph, name)
+                    tensor = ir.tensor(array, name=name)
+                    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
+                    value.shape = ir.Shape(array.shape)
+                    model.graph.register_initializer(value)
+        evaluation_path = _evaluation_path(path)
+        model.metadata_props[METADATA_KEY] = json.dumps(
+            {field: list(getattr(self, field)) for field in _TENSORS}
+            | {
+                "inputs": self.input_names,
+                "targets": self.target_names,
+                "state_dict": dict(self.state_dict_names),
+                "evaluation_model": None if self.evaluation_model is None else os.path.basename(evaluation_path),
+            }
+        )
+        inputs = list(inputs)
+        if self.evaluation_model is not None:
+            # Before anything is written, as the step would lack its evaluation model.
+            _require_own(path, evaluation_path, inputs, force)
+        model_io.save(model, path, inputs=inputs, force=force)
+        if self.evaluation_model is not None:
+            model_io.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
+        """Read a step that `save` wrote. Its evaluation model is None where the file of it is missing.
+
+        Raises:
+            ModelError: the file cannot be read, or is an ONNX model but no saved training step.
+        """
+        model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+        initializers = model.graph.initializers
+        try:
+            stored = json.loads(model.metadata_props.pop(METADATA_KEY))
+            values = {field: {name: initializers[name] for name in _names(stored[field])} for field in _TENSORS}
+            arrays = {
+                field: {name: np.array(_tensor(value).numpy()) for name, value in found.items()}
+                for field, found in values.items()
+            }
+            batch = _names(stored["inputs"]), _names(stored["targets"])
+            state_dict_names, evaluation_file = dict(stored["state_dict"]), stored["evaluation_model"]
+            if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
+                raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            reason = model_io.one_line(ValueError(repr(error)))
+            raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
+        for field, found in values.items():
+            for name, value in found.items():
+                if field != "constants":
+                    del initializers[name]
+                    value.const_value = None
+                elif not value.uses():
+                    del initializers[name]
+        evaluation_model = None
+        if evaluation_file is not None:
+            beside = os.path.join(os.path.dirname(path), evaluation_file)
+            if os.path.exists(beside):
+                evaluation_model = model_io.to_proto(model_io.load(beside).ir)
+        step = cls(
+            ir.to_proto(model),
+            arrays["parameters"],
+            arrays["buffers"],
+            *batch,
+            None,
+            arrays["optimizer_state"],
+            arrays["hyperparameters"],
+            arrays["constants"],
+            state_dict_names,
+            evaluation_model,
+        )
+        step.require_consistent(os.fspath(path))
+        return step
+
+    def require_consistent(self, who: str) -> None:
+        """Refuse a step whose fields and models are not of one step.
+
+        Args:
+            who: what the message names first.
+
+        Raises:
+            ModelError: an input of the model has no value, or two; a name of the batch or of `state_dict_names` stands
+                for nothing; or there is no loss.
+        """
+        inputs = {value.name for value in self.model.graph.input}
+        held = [name for field in _TENSORS[:-1] for name in getattr(self, field)]
+        given = collections.Counter([*held, *self.input_names, *self.target_names])
+        sources = {*self.parameters, *self.buffers, *self.constants}
+        for value in self.model.graph.input:
+            if value.name not in given:
+                raise ModelError(f"{who}: the step has no value for the input {value.name!r}; expected one")
+        for name, count in given.items():
+            if name not in inputs:
+                raise ModelError(f"{who}: the step has {name!r}, which is no input of its model; expected only inputs")
+            if count > 1:
+                raise ModelError(f"{who}: the step has {name!r} in {count} places; expected one")
+        if LOSS not in [value.name for value in self.model.graph.output]:
+            raise ModelError(f"{who}: the model of the step has no output {LOSS!r}; expected one")
+        for name, source in self.state_dict_names.items():
+            if source not in sources:
+                raise ModelError(f"{who}: the step has no value for {name!r} of its state_dict; expected one")
+        if self.evaluation_model is not None:
+            known = {*self.parameters, *self.buffers, *self.input_names}
+            unknown = [value.name for value in self.evaluation_model.graph.input if value.name not in known]
+            if unknown:
+                raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
+
+
+def _evaluation_path(path: str | os.PathLike[str]) -> str:
+    root, extension = os.path.splitext(path)
+    return root + _EVALUATION + extension
+
+
+def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Iterable[str], force: bool) -> None:
+    """Refuse to write an evaluation model in the place of what does not belong to the step that is at `path` now."""
+    wanted = "the evaluation model"
+    files.require_regular(evaluation_path, wanted)
+    files.require_other(evaluation_path, inputs, wanted)
+    if os.path.exists(evaluation_path) and not force and _evaluation_of(path) != os.path.basename(evaluation_path):
+        raise ModelError(
+            f"{evaluation_path}: exists and does not belong to a step at {os.fspath(path)}; "
+            f"expected a path for {wanted}, or force"
+        )
+
+
+def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the name of the evaluation model of the step at `path`; None where there is no step, or none with one."""
+    try:
+        metadata = model_io.read_metadata(path)
+        stored = json.loads(metadata.get(METADATA_KEY, "{}"))
+    except (ModelError, ValueError, RecursionError):
+        return None
+    name = stored.get("evaluation_model") if isinstance(stored, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    if value.const_value is None:
+        raise ValueError(f"{value.name!r} has no value")
+    return value.const_value
+
+
+def _names(stored: Any) -> tuple[str, ...]:
+    if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+        raise TypeError(f"{stored!r} are no names")
+    return tuple(stored)
+
+
+def _free_name(graph: ir.Graph, name: str) -> None:
+    """Give another name to a node's output that has this one."""
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.name == name:
+                value.name = f"{name}_inner"

@@ -1,0 +1,150 @@
+"""Models run in float64, whatever kernels onnxruntime has: the numbers are PyTorch's in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gradfuse
+from gradfuse.checking.reference import ReferenceSession, moved
+
+
+def in_float64(text: str, **feeds: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    model = ir.from_proto(onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 20]> ' + text))
+    return list(ReferenceSession(model, "model").run(feeds).values())
+
+
+def assert_same(result: np.ndarray[Any, Any], expected: Tensor) -> None:
+    assert result.dtype == np.float64
+    np.testing.assert_allclose(result, expected.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "channels, maps, groups, size, kernel, stride, padding, dilation",
+    [
+        (4, 6, 2, (7, 8), (3, 2), (2, 1), (1, 0), (1, 2)),
+        (3, 5, 1, (9,), (4,), (2,), (1,), (2,)),
+        (4, 4, 4, (5, 5, 6), (3, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 1)),
+        (4, 6, 2, (8, 8), (8, 7), (1, 1), (1, 0), (1, 1)),
+    ],
+)
+def test_convolutions(
+    channels: int, maps: int, groups: int, size: Any, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(2, channels, *size), torch.randn(maps)
+    options = f"strides = {[*stride]}, pads = {[*padding] * 2}, dilations = {[*dilation]}, group = {groups}"
+    text = "g (float[N] x, float[M] w, float[O] b) => (float[Y] y) { y = OP (x, w, b) }"
+    shape = ",".join(map(str, x.shape))
+    more = [one - 1 for one in stride]
+    weights = torch.randn(maps, channels // groups, *kernel), torch.randn(channels, maps // groups, *kernel)
+    forward = [F.conv1d, F.conv2d, F.conv3d][len(size) - 1]
+    transposed: Any = [F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d][len(size) - 1]
+    for weight, op in zip(
+        weights, (f"Conv <{options}>", f"ConvTranspose <{options}, output_padding = {more}>"), strict=True
+    ):
+        filled = text.replace("OP", op).replace("[N]", f"[{shape}]").replace("[O]", f"[{maps}]")
+        filled = filled.replace("[M]", "[" + ",".join(map(str, weight.shape)) + "]")
+        filled = filled.replace("[Y]", "[" + ",".join(f"y{k}" for k in range(x.dim())) + "]")
+        (result,) = in_float64(filled, x=x.numpy(), w=weight.numpy(), b=bias.numpy())
+        one, other, third = x.double(), weight.double(), bias.double()
+        if op.startswith("ConvTranspose"):
+            assert_same(result, transposed(one, other, third, stride, padding, more, groups, dilation))
+        else:
+            assert_same(result, forward(one, other, third, stride, padding, dilation, groups))
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "Erf": torch.erf,
+    "Gelu": F.gelu,
+    'Gelu <approximate = "tanh">': lambda x: F.gelu(x, approximate="tanh"),
+    "Elu <alpha = 0.5>": lambda x: F.elu(x, 0.5),
+    "Celu <alpha = 0.5>": lambda x: F.celu(x, 0.5),
+    "LeakyRelu <alpha = 0.25>": lambda x: F.leaky_relu(x, 0.25),
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "Mish": F.mish,
+    "HardSwish": F.hardswish,
+    "HardSigmoid <alpha = 0.25, beta = 0.5>": lambda x: (0.25 * x + 0.5).clamp(0, 1),
+    "ThresholdedRelu <alpha = 0.5>": lambda x: F.threshold(x, 0.5, 0.0),
+    "Atan": torch.atan,
+    "Sinh": torch.sinh,
+    "GlobalAveragePool": lambda x: x.mean((2, 3), keepdim=True),
+    "GlobalMaxPool": lambda x: x.amax((2, 3), keepdim=True),
+    "AveragePool <kernel_shape = [3, 2], strides = [2, 1], pads = [1, 0, 1, 0]>": lambda x: F.avg_pool2d(
+        x, (3, 2), (2, 1), (1, 0), count_include_pad=False
+    ),
+    "AveragePool <kernel_shape = [3, 3], strides = [2, 3], ceil_mode = 1, count_include_pad = 1>": lambda x: (
+        F.avg_pool2d(x, 3, (2, 3), ceil_mode=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("op", UNARY)
+def test_functions_that_onnxruntime_computes_in_float32_only(op: str) -> None:
+    torch.manual_seed(0)
+    x = 2 * torch.randn(2, 3, 8, 9)
+    # Between two nodes of onnxruntime's.
+    text = f"g (float[2,3,8,9] x) => (float[a,b,c,d] y) {{ m = Neg (x) n = Neg (m) f = {op} (n) y = Neg (f) }}"
+    (result,) = in_float64(text, x=x.numpy())
+    assert_same(result, -UNARY[op](x.double()))
+
+
+def test_the_statistics_of_layer_normalization() -> None:
+    x, scale = torch.randn(4, 6), torch.rand(6) + 0.5
+    text = """g (float[4,6] x, float[6] s) => (float[4,6] y, float[4,1] m, float[4,1] r)
+    { y, m, r = LayerNormalization <epsilon = 0.5> (x, s) }"""
+    results = in_float64(text, x=x.numpy(), s=scale.numpy())
+    for result, expected in zip(
+        results, torch.native_layer_norm(x.double(), [6], scale.double(), torch.zeros(6).double(), 0.5), strict=True
+    ):
+        assert_same(result, expected)
+
+
+def test_functions_with_float_attributes_and_subgraphs_are_widened() -> None:
+    """The body of a fused operator, with a scale that is its attribute."""
+    text = """<ir_version: 10, opset_import: ["" : 20, "local" : 1]> g (float[3,4] x) => (float[3,4] y)
+    { y = local.Scaled <scale = 0.75> (x) }
+    <domain: "local", opset_import: ["" : 20]> Scaled <scale> (a) => (b)
+    { s = Constant <value_float: float = @scale> () e = Erf (a) b = Mul (e, s) }"""
+    x = torch.randn(3, 4)
+    session = ReferenceSession(ir.from_proto(onnx.parser.parse_model(text)), "model")
+    assert_same(session.run({"x": x.numpy()})["y"], torch.erf(x.double()) * 0.75)
+
+
+def test_sizes_may_change_between_runs() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20]> g (float[n, 4] x) => (float[n, 4] y) { y = Exp (x) }"""
+    session = ReferenceSession(ir.from_proto(onnx.parser.parse_model(text)), "model")
+    for count in (2, 5, 2):
+        x = torch.randn(count, 4)
+        assert_same(session.run({"x": x.numpy()})["y"], x.double().exp())
+
+
+def test_moving_changes_what_rounds_and_nothing_else() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20]> g (float[99] x) => (float[99] y, float[99] r, float[99] w)
+    { y = Exp (x) r = Relu (y) z = Sub (x, x) w = Exp (z) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    x = np.linspace(0.1, 2.1, 99)
+    session = ReferenceSession(moved(model, 1e-3), "model")
+    first, second = session.run({"x": x}), session.run({"x": x})
+    off = np.abs(first["y"] / np.exp(x) - 1)
+    # Of the argument, and of the result.
+    assert 1e-4 < off.max() < 4e-3 and not np.array_equal(first["y"], second["y"])
+    np.testing.assert_array_equal(first["r"], first["y"])
+    np.testing.assert_array_equal(first["w"], np.ones(99))
+
+
+def test_a_model_that_cannot_be_run_in_float64_is_refused_in_one_line() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20, "nobody" : 1]> g (float[3] x) => (float[3] y)
+    { y = nobody.Thing (x) }"""
+    session = ReferenceSession(ir.from_proto(onnx.parser.parse_model(text)), "some.onnx")
+    with pytest.raises(gradfuse.ModelError, match=r"^some\.onnx: onnxruntime cannot run the model in float64: .*$"):
+        session.run({"x": np.zeros(3, np.float32)})
