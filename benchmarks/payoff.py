@@ -31,8 +31,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 import gradfuse
-from gradfuse.passes.matching import rewriting
-from gradfuse.passes.matching.rewriting import Policy
+from gradfuse.passes.matching import Policy, rewriting
 from gradfuse.passes.report import Fusion, Report
 from gradfuse.testing import assert_gradients_close
 

@@ -2,7 +2,7 @@
 
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
 from gradfuse.passes.grouped_bias_add_grad import FuseGroupedBiasAddGradPass
-from gradfuse.passes.matching.rewriting import FusePass
+from gradfuse.passes.matching import FusePass
 from gradfuse.passes.mse_loss_backward import FuseMseLossBackwardPass
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report

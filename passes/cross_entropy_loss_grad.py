@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
-from gradfuse.passes.matching.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
-from gradfuse.passes.reading.forms import Form
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.reading import Form
 
 NO_INDEX = -(1 << 63)
 """ignore_index where the graph ignores nothing: no target has this value."""

@@ -11,11 +11,9 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
-from gradfuse.passes.matching.rewriting import Builder, FusePass, Mismatch, Rewrite, Site
-from gradfuse.passes.reading import ort_training
-from gradfuse.passes.reading.forms import Form
-from gradfuse.passes.reading.order import Order
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.reading import Form, Order, ort_training
 
 MAX_GROUPS = 2048
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import UNIT, Poly
-from gradfuse.passes.matching.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
-from gradfuse.passes.reading.forms import Form, is_float
+from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.reading import Form, is_float
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
 _NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for

@@ -10,9 +10,8 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.diagnosis.exporter_bugs import FindExporterBugsPass
-from gradfuse.passes.diagnosis.unmatched import FindUnmatchedPass
-from gradfuse.passes.matching.rewriting import ForgetPass, FusePass, Policy, Sites
+from gradfuse.passes.diagnosis import FindExporterBugsPass, FindUnmatchedPass
+from gradfuse.passes.matching import ForgetPass, FusePass, Policy, Sites
 from gradfuse.passes.progress import Progress
 
 

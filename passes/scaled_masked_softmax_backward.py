@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import ONE, UNIT, ZERO, Poly
-from gradfuse.passes.matching.rewriting import Builder, FusePass, Mismatch, Rewrite, Site, require_same
-from gradfuse.passes.reading.forms import Form
+from gradfuse.passes.algebra import ONE, UNIT, ZERO, Poly
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.reading import Form
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

@@ -17,11 +17,9 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.passes.algebra.algebra import ONE, UNIT, Poly
-from gradfuse.passes.matching.rewriting import TOLERANCE, Site, Sites, names_of
-from gradfuse.passes.reading import ort_training
-from gradfuse.passes.reading.forms import attribute
-from gradfuse.passes.reading.order import Order
+from gradfuse.passes.algebra import ONE, UNIT, Poly
+from gradfuse.passes.matching import TOLERANCE, Site, Sites, names_of
+from gradfuse.passes.reading import Order, attribute, ort_training
 from gradfuse.passes.report import ExporterBug
 
 _LOSSES = {"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"}

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.passes.algebra.algebra import Poly
+from gradfuse.passes.algebra import Poly
 from gradfuse.passes.grouped_bias_add_grad import MAX_GROUPS, UNSORTED
-from gradfuse.passes.matching.rewriting import TOLERANCE, VIEWS, Site, Sites, names_of
-from gradfuse.passes.reading import ort_training
-from gradfuse.passes.reading.forms import attribute
+from gradfuse.passes.matching import TOLERANCE, VIEWS, Site, Sites, names_of
+from gradfuse.passes.reading import attribute, ort_training
 from gradfuse.passes.report import NearMiss
 
 CONTRACTIONS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "LSTM", "GRU", "RNN", "Attention"}

@@ -1,1 +1,31 @@
 """From canonical forms to fused nodes: the search, the builder and the passes."""
+
+from gradfuse.passes.matching.rewriting import (
+    TOLERANCE,
+    VIEWS,
+    Builder,
+    ForgetPass,
+    FusePass,
+    Mismatch,
+    Policy,
+    Rewrite,
+    Site,
+    Sites,
+    names_of,
+    require_same,
+)
+
+__all__ = [
+    "TOLERANCE",
+    "VIEWS",
+    "Builder",
+    "ForgetPass",
+    "FusePass",
+    "Mismatch",
+    "Policy",
+    "Rewrite",
+    "Site",
+    "Sites",
+    "names_of",
+    "require_same",
+]

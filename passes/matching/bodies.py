@@ -19,7 +19,7 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET, Tensor, Value
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.reading.forms import Forms
+from gradfuse.passes.reading import Forms
 
 if TYPE_CHECKING:
     from gradfuse.passes.matching.rewriting import Builder, Rewrite, Site

@@ -22,11 +22,11 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.passes import shapes
-from gradfuse.passes.algebra.algebra import ONE, UNIT, Algebra, Monomial, Poly, TooComplex, number
+from gradfuse.passes.algebra import ONE, UNIT, Algebra, Monomial, Poly, TooComplex, number
 from gradfuse.passes.matching import bodies
 from gradfuse.passes.progress import Progress, counted
-from gradfuse.passes.proving.proof import Refuted, Unproved, prove
-from gradfuse.passes.reading.forms import Form, Forms, Opaque, attribute
+from gradfuse.passes.proving import Refuted, Unproved, prove
+from gradfuse.passes.reading import Form, Forms, Opaque, attribute
 from gradfuse.passes.report import Fusion, NearMiss
 
 _Answer = TypeVar("_Answer")

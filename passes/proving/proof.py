@@ -30,12 +30,11 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.algebra.algebra import Poly
-from gradfuse.passes.reading import ort_training
-from gradfuse.passes.reading.forms import FLOATS, attribute, axes_of_size_one, has_reader, is_broadcast_axes
+from gradfuse.passes.algebra import Poly
+from gradfuse.passes.reading import FLOATS, attribute, axes_of_size_one, has_reader, is_broadcast_axes, ort_training
 
 if TYPE_CHECKING:
-    from gradfuse.passes.matching.rewriting import Rewrite, Site
+    from gradfuse.passes.matching import Rewrite, Site
 
 Array = npt.NDArray[Any]
 

@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import UNIT, ZERO, Algebra, Poly, Positions, TooComplex, number
-from gradfuse.passes.algebra.patterns import Renaming, Reordered
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, Positions, Renaming, Reordered, TooComplex, number
 from gradfuse.passes.progress import Progress, counted
 from gradfuse.passes.reading.dims import ELEMENTWISE, LOSSES, SAME_SHAPE, Sizes, live, nameless, rank_of, symbol
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import UNIT, Poly, number
+from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.reading.forms import Array, Forms, Opaque, attribute, sliced
 
 _T = TypeVar("_T")

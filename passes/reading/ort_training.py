@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import UNIT, ZERO, number
+from gradfuse.passes.algebra import UNIT, ZERO, number
 from gradfuse.passes.reading.forms import (
     Form,
     Forms,

@@ -12,9 +12,8 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.models import model_io
-from gradfuse.passes.diagnosis.exporter_bugs import FindExporterBugsPass
-from gradfuse.passes.diagnosis.unmatched import CONTRACTIONS, FindUnmatchedPass
-from gradfuse.passes.matching.rewriting import FusePass, names_of
+from gradfuse.passes.diagnosis import CONTRACTIONS, FindExporterBugsPass, FindUnmatchedPass
+from gradfuse.passes.matching import FusePass, names_of
 from gradfuse.passes.pipeline import explaining_pipeline
 from gradfuse.passes.reading import ort_training
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, traffic_text

@@ -15,8 +15,8 @@ from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.models import model_io
 from gradfuse.models.inlining import inline
-from gradfuse.passes.diagnosis.exporter_bugs import FindExporterBugsPass
-from gradfuse.passes.matching.rewriting import FusePass, Policy
+from gradfuse.passes.diagnosis import FindExporterBugsPass
+from gradfuse.passes.matching import FusePass, Policy
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report

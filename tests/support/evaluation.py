@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra.algebra import Algebra, Monomial, Poly, Positions
-from gradfuse.passes.reading.forms import Form, Forms
+from gradfuse.passes.algebra import Algebra, Monomial, Poly, Positions
+from gradfuse.passes.reading import Form, Forms
 
 Array = np.ndarray[Any, Any]
 

@@ -23,8 +23,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from gradfuse.passes.algebra.algebra import Algebra, Monomial, Poly
-from gradfuse.passes.reading.forms import Forms
+from gradfuse.passes.algebra import Algebra, Monomial, Poly
+from gradfuse.passes.reading import Forms
 
 Array = np.ndarray[Any, Any]
 SHAPE = (2, 3)

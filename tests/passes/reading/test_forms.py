@@ -16,8 +16,8 @@ from onnx_ir.passes.common import ShapeInferencePass
 from producers import COMMITTED, Case, cases
 from variants import FEEDS, GRAPHS, Build, built
 
-from gradfuse.passes.algebra.algebra import Algebra
-from gradfuse.passes.reading.forms import Form, Forms
+from gradfuse.passes.algebra import Algebra
+from gradfuse.passes.reading import Form, Forms
 
 
 def _committed() -> list[Case]:

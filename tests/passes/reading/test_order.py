@@ -11,8 +11,7 @@ from graphs import GraphBuilder
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
-from gradfuse.passes.reading.forms import Forms
-from gradfuse.passes.reading.order import Order
+from gradfuse.passes.reading import Forms, Order
 
 Build = Callable[[GraphBuilder], str]
 ROWS = 6

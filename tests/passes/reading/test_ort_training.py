@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from gradfuse import explain, fuse
 from gradfuse.custom_ops import functions
-from gradfuse.passes.reading import ort_training
-from gradfuse.passes.reading.forms import Forms, has_reader
+from gradfuse.passes.reading import Forms, has_reader, ort_training
 from gradfuse.testing import assert_gradients_close
 
 TARGET = torch.tensor([1, 0, 3, 2, 1])
