@@ -326,9 +326,10 @@ def _largest(array: Array) -> float:
 
 
 def _nearest(array: Array, a: Array, b: Array) -> Array:
-    """Of two arrays the elements that are nearer to those of another."""
+    """Of two arrays the elements that are nearer to those of another; a NaN is near to a NaN."""
     with np.errstate(all="ignore"):
-        return np.asarray(np.where(np.abs(array - a) <= np.abs(array - b), a, b))
+        nearer = np.where(np.isnan(array), np.isnan(a), np.abs(array - a) <= np.abs(array - b))
+        return np.asarray(np.where(nearer, a, b))
 
 
 def _has_non_finite(feeds: Mapping[str, Array]) -> bool:
