@@ -27,7 +27,7 @@ _NOTHING: frozenset[Any] = frozenset()
 
 
 class Atom:
-    """A factor of monomials: its `kind` and arguments (the table in the package's docstring), and what follows of them.
+    """A factor of monomials: its kind and arguments (see the package's docstring), and what follows from them.
 
     Attributes:
         poly: the factor alone, as a polynomial.
@@ -239,7 +239,7 @@ def bound_at(height: int, count: int) -> tuple[int, ...]:
 
 
 def _key(kind: str, args: Iterable[Any]) -> tuple[Any, ...]:
-    """What an atom is known by. A condition is true or false, an index right or wrong: there nothing is rounded."""
+    """What identifies an atom. Conditions and indices compare exactly, as rounding would change what they say."""
     if kind not in _ROUNDED_NOWHERE:
         return (kind, *args)
     return (kind, *[frozenset(a.terms.items()) if isinstance(a, Poly) else a for a in args])

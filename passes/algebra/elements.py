@@ -19,30 +19,36 @@ from gradfuse.passes.algebra.substitution import replace_atoms
 
 
 def tensor(
-    algebra: Operations, tensor: object, indices: Iterable[Poly], boolean: bool = False, integer: bool = False
+    algebra: Operations, name: object, indices: Iterable[Poly], boolean: bool = False, integer: bool = False
 ) -> Poly:
-    """An element of an opaque tensor, whose elements are 0 or 1 if it is `boolean`."""
+    """The element of an opaque tensor at these indices, one for each dimension whose size is not 1.
+
+    Args:
+        name: what identifies the tensor; any hashable object.
+        boolean: whether its elements are 0 or 1.
+        integer: whether its elements are integers.
+    """
     indices = tuple(indices)
     if boolean:
-        algebra.booleans.add(tensor)
+        algebra.booleans.add(name)
     if integer:
-        algebra.integers.add(tensor)
-    if isinstance(tensor, Positions):
-        algebra.positions.setdefault(tensor, len(algebra.positions))
-        if not indices[0] and algebra.substitute(tensor.condition, {0: ZERO}) == UNIT:
+        algebra.integers.add(name)
+    if isinstance(name, Positions):
+        algebra.positions.setdefault(name, len(algebra.positions))
+        if not indices[0] and algebra.substitute(name.condition, {0: ZERO}) == UNIT:
             return ZERO
     for k, index in enumerate(indices):
         condition = algebra.first_indicator(index)
         if condition is not None:
-            return _chosen(algebra, tensor, indices, k, condition)
-    return algebra.of(algebra.intern("tensor", tensor, *indices))
+            return _chosen(algebra, name, indices, k, condition)
+    return algebra.of(algebra.intern("tensor", name, *indices))
 
 
-def _chosen(algebra: Operations, tensor: object, indices: tuple[Poly, ...], k: int, condition: Atom) -> Poly:
+def _chosen(algebra: Operations, name: object, indices: tuple[Poly, ...], k: int, condition: Atom) -> Poly:
     """The choice of elements that a condition in the index `k` makes."""
 
     def element(case: bool) -> Poly:
-        return algebra.tensor(tensor, (*indices[:k], given(indices[k], condition, case), *indices[k + 1 :]))
+        return algebra.tensor(name, (*indices[:k], given(indices[k], condition, case), *indices[k + 1 :]))
 
     return by_cases(algebra, condition, element)
 

@@ -1,7 +1,7 @@
 """Sums over index variables.
 
-The normal form of a sum atom: one product, with each bound variable in it, that falls apart in no other sums. To get
-there,
+A sum atom holds one product. Each bound variable is in it, and it does not fall apart into a product of sums. To get
+there:
 
 - ``sum_j [j = x] f(j)`` becomes ``f(x)`` where x is proven to be in range, else ``inside(x, n) f(x)``: a one-hot row of
   an index out of range is all zeros;
