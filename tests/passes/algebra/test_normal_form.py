@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def test_the_example_is_true() -> None:
 
 
 def _worth(algebra: Algebra, poly: Poly) -> float:
-    tensors = {"x": X, "y": Y, "c": POSITIONS}
+    tensors: dict[object, Any] = {"x": X, "y": Y, "c": POSITIONS}
     return float(Evaluation(algebra, tensors, {"N": 5}).poly(poly, {}))
 
 
