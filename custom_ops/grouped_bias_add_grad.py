@@ -10,7 +10,7 @@ from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Out
 if TYPE_CHECKING:
     import torch
 
-_MAX_GROUPS = 2048
+MAX_GROUPS = 2048
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -19,8 +19,8 @@ def _infer(call: Call) -> list[Tensor]:
         return [Tensor(OPERATOR.dtype(call), (groups, columns))]
     _, columns = call.shape("grad_y", "R", "H")
     (groups,) = call.shape("group_idx", "G")
-    if isinstance(groups, int) and groups > _MAX_GROUPS:
-        raise call.error("group_idx", f"of {groups} groups", f"at most {_MAX_GROUPS}")
+    if isinstance(groups, int) and groups > MAX_GROUPS:
+        raise call.error("group_idx", f"of {groups} groups", f"at most {MAX_GROUPS}")
     return [Tensor(OPERATOR.dtype(call), (groups, columns))]
 
 

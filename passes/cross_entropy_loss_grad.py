@@ -249,9 +249,6 @@ def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
             yield p, j, rest
 
 
-_ROW = -5_000_000  # the bound variable of a sum that is looked into
-
-
 def _readable(algebra: Algebra, form: Form) -> Form:
     return _without_ignored_hits(algebra, _without_flat_indices(algebra, form))
 
@@ -279,9 +276,10 @@ def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
     """A sum over rows with a condition that only the row of the element fulfils; None for other sums."""
     sizes = form.sizes
     rows = [v for v, size in enumerate(sizes) if size == atom.args[0][0]]
-    summand = algebra.opened(atom, [_ROW])
+    (row,) = algebra.fresh(1)
+    summand = algebra.opened(atom, [row])
     for condition in _atoms(algebra, summand):
-        if _ROW not in condition.free or condition.kind not in ("eq", "inside"):
+        if row not in condition.free or condition.kind not in ("eq", "inside"):
             continue
         for v in rows:
             for j, classes in enumerate(sizes):
@@ -290,10 +288,10 @@ def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
                 index = condition.args[0] if condition.kind == "inside" else algebra.solve(condition, j)
                 if index is None or (condition.kind == "inside" and condition.args[1] != classes):
                     continue
-                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(_ROW))
-                if algebra.free(target) != {_ROW} or algebra.has_variable_factor(target):
+                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(row))
+                if algebra.free(target) != {row} or algebra.has_variable_factor(target):
                     continue
-                here = {_ROW: algebra.var(v)}
+                here = {row: algebra.var(v)}
                 hit = UNIT
                 if condition.kind == "eq":
                     hit = algebra.equal_zero(algebra.var(j) - algebra.substitute(target, here))

@@ -11,11 +11,11 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
 from gradfuse.passes.reading import Form, Order, ort_training
 
-MAX_GROUPS = 2048
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
 _MOST_SUMMED = 4  # dimensions that a sum of the algebra may have
 _COMBINES = {
@@ -122,8 +122,9 @@ class FuseGroupedBiasAddGradPass(FusePass):
         for c, after_c in itertools.combinations(range(1, rank), 2):
             summed = list(range(c, after_c))
             left = [v for v in range(rank) if v not in summed]
-            names = {v: algebra.var(k) for k, v in enumerate(left)} | {v: algebra.var(-4_000_000 - v) for v in summed}
-            bound = {-4_000_000 - v: own.sizes[v] for v in summed}
+            apart = dict(zip(summed, algebra.fresh(len(summed)), strict=True))
+            names = {v: algebra.var(k) for k, v in enumerate(left)} | {v: algebra.var(w) for v, w in apart.items()}
+            bound = {w: own.sizes[v] for v, w in apart.items()}
             if len(bound) > _MOST_SUMMED:
                 continue
             expected = algebra.sum(algebra.substitute(own.poly, names), bound)
@@ -151,7 +152,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         outer = algebra.atoms[monomial[0][0]]
         if outer.kind != "sum" or len(outer.args[0]) != 1:
             return None
-        row = -4_000_000
+        row, g = algebra.fresh(2)
         index = None
         for m in algebra.opened(outer, [row]).terms:
             for a, _ in m:
@@ -166,7 +167,6 @@ class FuseGroupedBiasAddGradPass(FusePass):
         groups = form.sizes[0]
         if (groups - count).constant not in (0.0, 1.0):
             raise Mismatch("there are more or fewer groups than ends")
-        g = -5_000_000
         below = algebra.less_than_zero(algebra.var(row) - algebra.substitute(ends, {0: algebra.var(g)}))
         hit = algebra.equal_zero(algebra.var(0) - count + algebra.sum(below, {g: count}))
         if not form.poly.close_to(_summed(algebra, own, hit, row), 1e-9):
@@ -182,7 +182,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         algebra = site.algebra
         if len(form.poly) > 3 or not _same_columns(form, own):
             return None
-        row, groups = -4_000_000, form.sizes[0]
+        (row,), groups = algebra.fresh(1), form.sizes[0]
         sums = {atom for m in form.poly.terms for a, _ in m if _is_row_sum(atom := algebra.atoms[a])}
         inside = {a for atom in sums for m in algebra.opened(atom, [row]).terms for a, _ in m}
         ends = [algebra.var(row) - algebra.atoms[a].args[0] for a in sorted(inside) if algebra.atoms[a].kind == "lt"]
@@ -203,7 +203,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
         """Rows by an index that never decreases, however it came about: the number of rows up to a group is its end."""
         if not _same_columns(form, own):
             return None
-        algebra, order, row, (rows, groups) = site.algebra, Order(site.forms), -4_000_000, (own.sizes[0], form.sizes[0])
+        algebra, order, rows, groups = site.algebra, Order(site.forms), own.sizes[0], form.sizes[0]
+        (row,) = algebra.fresh(1)
         for index in _indices(site, order, root, grad, rows):
             known, taken, picked = site.forms.relative(root, grad, index)
             hit = algebra.equal_zero(algebra.var(0) - algebra.substitute(picked.poly, {0: algebra.var(row)}))
@@ -380,7 +381,7 @@ def _block(algebra: Algebra, own: Form, start: int, count: int) -> Poly:
     """The sum of `count` rows from `start` on."""
     if count == 1:
         return algebra.substitute(own.poly, {0: number(start)})
-    row = -4_000_000
+    (row,) = algebra.fresh(1)
     return algebra.sum(algebra.substitute(own.poly, {0: algebra.var(row) + number(start)}), {row: number(count)})
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import onnx_ir as ir
 
 from gradfuse import custom_ops
+from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
 from gradfuse.passes.algebra import Poly
-from gradfuse.passes.grouped_bias_add_grad import MAX_GROUPS, UNSORTED
+from gradfuse.passes.grouped_bias_add_grad import UNSORTED
 from gradfuse.passes.matching import TOLERANCE, VIEWS, Site, Sites, names_of
 from gradfuse.passes.reading import attribute, ort_training
 from gradfuse.passes.report import NearMiss
