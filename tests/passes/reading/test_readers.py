@@ -20,10 +20,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import ShapeInferencePass
 
-from gradfuse.passes.reading import forms, ort_training
+from gradfuse.passes.reading import Forms, ort_training
+from gradfuse.passes.reading.registry import READERS
 
-# The readers of com.microsoft are registered by the module that has them.
-READERS = forms._READERS
 MICROSOFT = ort_training.DOMAIN
 Dim = int | str
 SIZES = ({"N": 3, "M": 4, "K": 2}, {"N": 2, "M": 5, "K": 3}, {"N": 4, "M": 4, "K": 4})
@@ -758,7 +757,7 @@ def _computed(sample: Sample, model: onnx.ModelProto, feeds: dict[str, Array]) -
 def _compare(sample: Sample, must_be_read: bool) -> None:
     proto, inputs = _model(sample)
     model = ShapeInferencePass(strict_mode=False)(ir.from_proto(proto)).model
-    read = forms.Forms(model.graph)
+    read = Forms(model.graph)
     expressed = [o for o in model.graph.outputs if read.get(o) is not None and o not in read.opaque]
     if must_be_read:
         assert expressed == [*model.graph.outputs], "an output is opaque"
