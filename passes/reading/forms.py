@@ -17,7 +17,7 @@ from gradfuse.passes.reading.dims import LOSSES, live, rank_of
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import INTEGERS, Opaque, Unreadable, through_casts
-from gradfuse.passes.reading.registry import reader_of
+from gradfuse.passes.reading.registry import Reader, reader_of
 from gradfuse.passes.reading.replay import likeness
 
 _ROW_OPERATORS = {"Softmax", "LogSoftmax", "ReduceMax", "ReduceLogSumExp"}
@@ -84,7 +84,7 @@ class Forms(KnownForms):
         reader = reader_of(node)
         try:
             if reader is not None:
-                reader(self, node)
+                reader.read(self, node)
         except Unreadable as unknown:
             return f"the shape of {unknown} is unknown"
         except (Opaque, TooComplex) as reason:
@@ -131,18 +131,26 @@ class Forms(KnownForms):
             renaming = Renaming(self.algebra, dict(zip(example[0], alike[1], strict=True)))
             with contextlib.suppress(Reordered):
                 return [None if f is None else Form(f.groups, renaming.poly(f.poly)) for f in example[1]]
+        self.looked_at_output = self.looked_at_producer = False
         forms: list[Form | None]
         try:
-            result = reader(self, node)
+            result = reader.read(self, node)
             forms = [result] if isinstance(result, Form) else list(result)
         except (Opaque, TooComplex, Unreadable):
             forms = [None] * len(node.outputs)
         except (ArithmeticError, LookupError, TypeError, ValueError):
             # A node that breaks its operator's schema: what it means is not for us to say.
             forms = [None] * len(node.outputs)
-        if alike is not None and not any(self.algebra.tensors(s) for f in forms if f is not None for s in f.sizes):
+        if self.looked_at_output or self.looked_at_producer:
+            self._check_flags(reader, node)
+        elif alike is not None and not any(self.algebra.tensors(s) for f in forms if f is not None for s in f.sizes):
             self._examples[alike[0]] = (alike[1], forms)
         return forms
+
+    def _check_flags(self, reader: Reader, node: ir.Node) -> None:
+        for flag, looked in (("uses_output_shape", self.looked_at_output), ("uses_producers", self.looked_at_producer)):
+            if looked and not getattr(reader, flag):
+                raise RuntimeError(f"the reader of {node.op_type} must be registered with {flag}=True")
 
     def _require_sizes(self, graph: ir.Graph) -> bool:
         """Note the sizes that losses demand of their labels; whether there is one that is not known by its name.

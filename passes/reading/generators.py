@@ -20,10 +20,10 @@ def _eye_like(forms: KnownForms, node: ir.Node) -> Form:
     return Form(x.groups, forms.algebra.equal_zero(column - row - number(attribute(node, "k", 0))))
 
 
-@reads("ConstantOfShape")
+@reads("ConstantOfShape", uses_output_shape=True)
 def _constant_of_shape(forms: KnownForms, node: ir.Node) -> Form:
     target = forms.vector(node.inputs[0])
-    groups = groups_of_sizes(target) if target is not None else forms.groups_of(node.outputs[0])
+    groups = groups_of_sizes(target) if target is not None else forms.groups_of(forms.output(node))
     value = attribute(node, "value", None)
     fill = 0.0 if value is None else float(value.numpy().ravel()[0])
     if not math.isfinite(fill):
@@ -39,7 +39,7 @@ def _constant(forms: KnownForms, node: ir.Node) -> Form:
     return forms.constants.form(array)
 
 
-@reads("Range")
+@reads("Range", uses_output_shape=True)
 def _range(forms: KnownForms, node: ir.Node) -> Form:
     start, limit, step = (f.poly for f in forms.operands(node))
     if step.constant is None:
@@ -47,7 +47,7 @@ def _range(forms: KnownForms, node: ir.Node) -> Form:
     size = forms.layouts.quotient(limit - start, step)
     if size is not None and size.constant is not None and size.constant <= 0:
         raise Opaque("an empty range")
-    group = (size,) if size is not None else forms.groups_of(node.outputs[0])[0]
+    group = (size,) if size is not None else forms.groups_of(forms.output(node))[0]
     if len(group) == 1 and group[0].constant == 1:
         return Form(((),), start)
     return Form((group,), start + forms.algebra.mul(step, forms.algebra.var(0)))

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, Positions, number
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.layouts import Form
+from gradfuse.passes.reading.layouts import Form, fresh
 from gradfuse.passes.reading.nodes import Opaque, attribute
 from gradfuse.passes.reading.pieces import concatenated, sliced
 from gradfuse.passes.reading.registry import reads
@@ -118,10 +118,10 @@ def with_batch_indices(forms: KnownForms, index: Form, batch_dims: int) -> Form:
     return concatenated(forms, [*numbers, index], rank - 1)
 
 
-@reads("NonZero")
+@reads("NonZero", uses_output_shape=True)
 def _nonzero(forms: KnownForms, node: ir.Node) -> Form:
     (x,) = forms.operands(node)
-    groups = forms.groups_of(node.outputs[0])
+    groups = forms.groups_of(forms.output(node))
     if len(x.groups) != 1 or len(x.sizes) != 1 or len(groups) != 2 or groups[0] or not groups[1]:
         raise Opaque("positions in several dimensions")
     holds = x.poly if forms.algebra.is_boolean(x.poly) else UNIT - forms.algebra.equal_zero(x.poly)
@@ -150,7 +150,10 @@ def scattered(forms: KnownForms, data: Form, index: Form, updates: Form, axis: i
     # The variables of the indexed dimension of the updates move out of the way, to be summed.
     inner = list(joined.variables(axis))
     start = sum(len(g) for g in groups[:axis])
-    names = {v: algebra.var(-3_000_000 - k) for k, v in enumerate(inner)}
+    if len(inner) != len(summed):
+        raise Opaque("layouts do not align")
+    bound = dict(zip(fresh(len(summed)), summed, strict=True))
+    names = {v: algebra.var(w) for v, w in zip(inner, bound, strict=True)}
     width = len(data.groups[axis])
     names |= {w: algebra.var(w - len(inner) + width) for w in range(start + len(inner), len(joined.sizes))}
     # Of one element there is nothing to choose.
@@ -163,7 +166,6 @@ def scattered(forms: KnownForms, data: Form, index: Form, updates: Form, axis: i
         (v,) = Form(groups, ZERO).variables(a)
         hit = algebra.mul(hit, algebra.less_than_zero(algebra.var(v) - end))
     sizes = dict(enumerate(s for g in groups for s in g))
-    bound = {-3_000_000 - k: s for k, s in enumerate(summed)}
     placed = algebra.sum(algebra.mul(hit, algebra.substitute(u, names)), bound, sizes)
     return Form(groups, placed), algebra.sum(hit, bound, sizes)
 
@@ -204,7 +206,6 @@ def scattered_by_rows(forms: KnownForms, data: Form, index: Form, updates: Form)
     if depth is None or any(len(g) != 1 for g in data.groups[:depth]):
         raise Opaque("a scatter that is not read")
     lead = len(index.groups) - 1
-    width = sum(len(g) for g in index.groups[:lead])
     # Align the updates with the indices, then name the summed variables apart.
     picks = []
     for k in range(depth):
@@ -213,14 +214,13 @@ def scattered_by_rows(forms: KnownForms, data: Form, index: Form, updates: Form)
         picks.append(Form((*element.groups[:lead], *((),) * (len(updates.groups) - lead)), element.poly))
     groups, polys = forms.broadcast([updates, *picks])
     width = sum(len(g) for g in groups[:lead])
-    tail = len([s for g in groups for s in g]) - width
-    names = {v: algebra.var(-3_000_000 - v) for v in range(width)}
-    names |= {width + k: algebra.var(depth + k) for k in range(tail)}
+    sizes = [s for g in groups for s in g]
+    bound = dict(zip(fresh(width), sizes, strict=False))
+    names = {v: algebra.var(w) for v, w in enumerate(bound)}
+    names |= {width + k: algebra.var(depth + k) for k in range(len(sizes) - width)}
     moved = [algebra.substitute(p, names) for p in polys]
     hit = algebra.product(algebra.equal_zero(algebra.var(k) - x) for k, x in enumerate(moved[1:]))
-    sizes = [s for g in groups for s in g]
     out = (*data.groups[:depth], *groups[lead:])
-    bound = {-3_000_000 - v: sizes[v] for v in range(width)}
     free = dict(enumerate(s for g in out for s in g))
     placed, hits = (algebra.sum(term, bound, free) for term in (algebra.mul(hit, moved[0]), hit))
     return Form(out, placed), hits

@@ -26,6 +26,7 @@ class KnownForms:
         self.vectors = Vectors(self.layouts, self.constants, self.form)
         self.opaque: set[ir.Value] = set()
         """The values that are named, not expressed."""
+        self.looked_at_output = self.looked_at_producer = False
         self._forms: MutableMapping[ir.Value, Form | None] = {}
         self._names: dict[object, str] = {}
         # What most readers need is one dot nearer.
@@ -64,6 +65,22 @@ class KnownForms:
     def operands(self, node: ir.Node) -> list[Form]:
         """The forms of all inputs of a node. Raises Opaque where one is absent."""
         return [self.form(given(node.inputs, k)) for k in range(len(node.inputs))]
+
+    def output(self, node: ir.Node, k: int = 0) -> ir.Value:
+        """Output `k` of the node that is read, for a reader that looks at the shape that the model states for it.
+
+        The reader must be registered with `uses_output_shape`. What it returns is not replayed for other nodes.
+        """
+        self.looked_at_output = True
+        return node.outputs[k]
+
+    def producer(self, value: ir.Value | None) -> ir.Node | None:
+        """The node that computes a value, for a reader that looks how an operand was made.
+
+        The reader must be registered with `uses_producers`. What it returns is not replayed for other nodes.
+        """
+        self.looked_at_producer = True
+        return None if value is None else value.producer()
 
     def axes(self, node: ir.Node, position: int, rank: int) -> list[int] | None:
         """The axes of a node, from the input at the position or the attribute; None where it has none."""

@@ -22,7 +22,7 @@ from gradfuse.passes.reading.indexing import (
     with_batch_indices,
 )
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.layouts import Form, groups_of_sizes
+from gradfuse.passes.reading.layouts import Form, fresh, groups_of_sizes
 from gradfuse.passes.reading.nodes import Opaque, attribute, given
 from gradfuse.passes.reading.pieces import concatenated, sliced, windowed
 from gradfuse.passes.reading.products import multiplied
@@ -122,26 +122,26 @@ def _softmax_cross_entropy_loss_grad(forms: KnownForms, node: ir.Node) -> Form:
     return Form(groups, a + b)
 
 
-def _blank(forms: KnownForms, shape: ir.Value, output: ir.Value) -> Form:
-    """Zeros of the shape that a tensor holds, which says more of its sizes than the type of what has that shape."""
-    sizes = forms.vector(shape)
+def _blank(forms: KnownForms, node: ir.Node, shape: int) -> Form:
+    """Zeros of the shape that an input of this number holds, which says more of sizes than the type of the output."""
+    sizes = forms.vector(given(node.inputs, shape))
     if sizes is None:
-        return Form(forms.groups_of(output), ZERO)
+        return Form(forms.groups_of(forms.output(node)), ZERO)
     return Form(groups_of_sizes(sizes), ZERO)
 
 
-@reads("GatherElementsGrad", domain=DOMAIN)
+@reads("GatherElementsGrad", domain=DOMAIN, uses_output_shape=True)
 def _gather_elements_grad(forms: KnownForms, node: ir.Node) -> Form:
     grad, index = forms.operand(node, 0), forms.operand(node, 2)
-    blank = _blank(forms, given(node.inputs, 1), node.outputs[0])
+    blank = _blank(forms, node, 1)
     return scattered(forms, blank, index, grad, attribute(node, "axis", 0) % len(blank.groups))[0]
 
 
-@reads("GatherGrad", domain=DOMAIN)
+@reads("GatherGrad", domain=DOMAIN, uses_output_shape=True)
 def _gather_grad(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
     index, grad = forms.operand(node, 1), forms.operand(node, 2)
-    out = _blank(forms, given(node.inputs, 0), node.outputs[0])
+    out = _blank(forms, node, 0)
     axis = attribute(node, "axis", 0) % len(out.groups)
     if len(out.groups[axis]) != 1:
         raise Opaque("a gather from a composed dimension")
@@ -153,8 +153,8 @@ def _gather_grad(forms: KnownForms, node: ir.Node) -> Form:
     if groups != lead.groups:
         raise Opaque("layouts do not align")
     width = len(lead.sizes)
-    bound = {-3_000_000 - k: size for k, size in enumerate(lead.sizes)}
-    apart = {k: algebra.var(-3_000_000 - k) for k in range(width)}
+    bound = dict(zip(fresh(width), lead.sizes, strict=True))
+    apart = {k: algebra.var(w) for k, w in enumerate(bound)}
     names = {v + k: p for k, p in apart.items()} | {
         w: algebra.var(w - width + 1) for w in range(v + width, len(grad.sizes))
     }
@@ -163,14 +163,14 @@ def _gather_grad(forms: KnownForms, node: ir.Node) -> Form:
     return Form(out.groups, algebra.sum(term, bound, dict(enumerate(out.sizes))))
 
 
-@reads("GatherNDGrad", domain=DOMAIN)
+@reads("GatherNDGrad", domain=DOMAIN, uses_output_shape=True)
 def _gather_nd_grad(forms: KnownForms, node: ir.Node) -> Form:
     index, grad = forms.operand(node, 1), forms.operand(node, 2)
-    blank = _blank(forms, given(node.inputs, 0), node.outputs[0])
+    blank = _blank(forms, node, 0)
     return scattered_by_rows(forms, blank, with_batch_indices(forms, index, attribute(node, "batch_dims", 0)), grad)[0]
 
 
-@reads("SliceGrad", domain=DOMAIN)
+@reads("SliceGrad", domain=DOMAIN, uses_output_shape=True)
 def _slice_grad(forms: KnownForms, node: ir.Node) -> Form:
     x = forms.operand(node, 0)
     rank = len(x.groups)
@@ -179,7 +179,7 @@ def _slice_grad(forms: KnownForms, node: ir.Node) -> Form:
         raise Opaque("a slice that is not constant")
     if axes is None and len(node.inputs) > 4 and node.inputs[4] is not None:
         raise Opaque("axes are not constant")
-    whole = _blank(forms, given(node.inputs, 1), node.outputs[0]).groups
+    whole = _blank(forms, node, 1).groups
     for axis, start in zip(range(len(starts)) if axes is None else axes, starts, strict=True):
         axis = int(axis) % rank
         total = forms.extent(whole[axis])
@@ -196,14 +196,14 @@ def _concat_training(forms: KnownForms, node: ir.Node) -> list[Form | None]:
     return [concatenated(forms, parts, attribute(node, "axis", 0) % len(parts[0].groups)), None]
 
 
-@reads("SplitTraining", domain=DOMAIN)
+@reads("SplitTraining", domain=DOMAIN, uses_output_shape=True)
 def _split_training(forms: KnownForms, node: ir.Node) -> list[Form | None]:
     x = forms.operand(node, 0)
     axis = attribute(node, "axis", 0) % len(x.groups)
     result: list[Form | None] = []
     start = 0
-    for output in node.outputs:
-        size = forms.extent(forms.groups_of(output)[axis])
+    for k in range(len(node.outputs)):
+        size = forms.extent(forms.groups_of(forms.output(node, k))[axis])
         if size.integer is None:
             raise Opaque("a part of symbolic size")
         result.append(sliced(forms, x, axis, number(start), 1, size))

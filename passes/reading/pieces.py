@@ -58,7 +58,7 @@ def _known_sizes(forms: KnownForms, value: ir.Value) -> list[Poly]:
     return found
 
 
-@reads("Slice")
+@reads("Slice", uses_output_shape=True)
 def _slice(forms: KnownForms, node: ir.Node) -> Form:
     x = forms.operand(node, 0)
     rank = len(x.groups)
@@ -72,7 +72,7 @@ def _slice(forms: KnownForms, node: ir.Node) -> Form:
             if start != 0 or step != 1 or (limit != size and (size.integer or 0) < 2):
                 raise Opaque("a slice that is not constant")
             if limit != size:
-                count = forms.extent(forms.groups_of(node.outputs[0])[axis])
+                count = forms.extent(forms.groups_of(forms.output(node))[axis])
                 x = sliced(forms, x, axis, ZERO, 1, count)
                 forms.layouts.cut(count, limit)
             continue
@@ -83,8 +83,8 @@ def _slice(forms: KnownForms, node: ir.Node) -> Form:
         if total is None:
             first, count = _slice_of_symbol(forms, size, start, end, step)
             # One that the exporter knows to be there is not repeated.
-            stated = None if node.outputs[0].shape is None else node.outputs[0].shape[axis]
-            x = sliced(forms, x, axis, first, step, UNIT if stated == 1 else count)
+            stated = forms.output(node).shape
+            x = sliced(forms, x, axis, first, step, UNIT if stated is not None and stated[axis] == 1 else count)
             continue
         span = range(total)[start:end:step]
         if span == range(total):

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.layouts import Form
+from gradfuse.passes.reading.layouts import Form, fresh
 from gradfuse.passes.reading.nodes import Opaque, attribute, given, is_float
 from gradfuse.passes.reading.registry import reads
 
@@ -48,13 +48,14 @@ def reduced_axes(forms: KnownForms, node: ir.Node, x: Form) -> tuple[list[int], 
     """The axes of a reduction, and the order of the dimensions that are left."""
     rank = len(x.groups)
     keep = bool(attribute(node, "keepdims", 1))
-    tested = axes_of_size_one(forms, node.inputs[1]) if len(node.inputs) > 1 else None
+    computed = node.inputs[1] if len(node.inputs) > 1 and forms.constant(node.inputs[1]) is None else None
+    tested = axes_of_size_one(forms, computed)
     if tested is not None and keep and attribute(node, "noop_with_empty_axes", 0):
         # Where the size that is tested is the dimension's own, there is nothing to sum either way.
         if any(s != forms.extent(x.groups[a]) for a, s in enumerate(tested) if s.integer is None):
             raise Opaque("axes are not constant")
         axes = [a for a, s in enumerate(tested) if s.constant == 1]
-    elif len(node.inputs) > 1 and (stretched := broadcast_axes(forms, node.inputs[1])) is not None:
+    elif (stretched := broadcast_axes(forms, computed)) is not None:
         # Where the size is symbolic, and 1 in the end, there is nothing to sum either way.
         known = all(s is None or s.integer or s == forms.extent(x.groups[a]) for a, s in stretched.items())
         if not (keep and known and attribute(node, "noop_with_empty_axes", 0)):
@@ -68,17 +69,16 @@ def reduced_axes(forms: KnownForms, node: ir.Node, x: Form) -> tuple[list[int], 
 
 def axes_of_size_one(forms: KnownForms, value: ir.Value | None) -> list[Poly] | None:
     """The sizes of which those axes are taken that have size 1, as NonZero(Equal(sizes, 1)); None for other axes."""
-    while value is not None and (node := value.producer()) is not None and node.domain == "":
+    while value is not None and (node := forms.producer(value)) is not None and node.domain == "":
         if node.op_type not in ("Squeeze", "Reshape", "Flatten", "Cast", "Identity", "NonZero", "Transpose"):
             break
         value = node.inputs[0]
         if node.op_type == "NonZero":
-            equal = None if value is None else value.producer()
+            equal = forms.producer(value)
             if equal is None or equal.op_type != "Equal" or equal.domain:
                 return None
             pair = [forms.vector(v) for v in equal.inputs]
-            sizes = next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
-            return sizes
+            return next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
     return None
 
 
@@ -93,8 +93,7 @@ def broadcast_axes(forms: KnownForms, value: ir.Value | None) -> dict[int, Poly 
     The size is None where the shape has no such axis. An axis whose size is symbolic is one only if that is not 1.
     None for axes that come from elsewhere; raises Opaque where the sizes do not tell.
     """
-    node = None if value is None else value.producer()
-    if node is None or value is None or not is_broadcast_axes(node):
+    if value is None or (node := forms.producer(value)) is None or not is_broadcast_axes(node):
         return None
     own, other = (forms.vector(v) for v in (node.inputs if value is node.outputs[0] else reversed(node.inputs)))
     if own is None or other is None:
@@ -114,7 +113,9 @@ def broadcast_axes(forms: KnownForms, value: ir.Value | None) -> dict[int, Poly 
     return axes
 
 
-@reads("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
+@reads(
+    *("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"), uses_producers=True
+)
 def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
     x = forms.operand(node, 0)
@@ -151,7 +152,7 @@ def _cumsum(forms: KnownForms, node: ir.Node) -> Form:
         if variables or strict:
             raise Opaque("a sum along a composed dimension")
         return x
-    sizes, v, w = dict(enumerate(x.sizes)), variables[0], -3_000_000
+    sizes, v, (w,) = dict(enumerate(x.sizes)), variables[0], fresh(1)
     ahead = algebra.var(w) - algebra.var(v) if attribute(node, "reverse", 0) else algebra.var(v) - algebra.var(w)
     counts = algebra.less_than_zero(-ahead) if strict else UNIT - algebra.less_than_zero(ahead)
     term = algebra.mul(counts, algebra.substitute(x.poly, {v: algebra.var(w)}))

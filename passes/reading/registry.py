@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
 
-Reader = Callable[[KnownForms, ir.Node], Form | Sequence[Form | None]]
+Read = Callable[[KnownForms, ir.Node], Form | Sequence[Form | None]]
 """Gives the form of a node's output, or a list with one for each of its outputs and None for those it does not read."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A function that reads nodes, and what it looks at beside their operands, attributes and types."""
+
+    read: Read
+    uses_output_shape: bool
+    uses_producers: bool
+
 
 READERS: dict[tuple[str, str], Reader] = {}
 """By domain and operator."""
 
 
-def reads(*ops: str, domain: str = "") -> Callable[[Reader], Reader]:
-    """Register a function as the reader of operators."""
+def reads(
+    *ops: str, domain: str = "", uses_output_shape: bool = False, uses_producers: bool = False
+) -> Callable[[Read], Read]:
+    """Register a function as the reader of operators.
 
-    def register(reader: Reader) -> Reader:
+    The function raises Opaque where it has no rule for a node, whose outputs are then named.
+
+    Args:
+        ops: operator types.
+        domain: their domain.
+        uses_output_shape: the function looks at the shapes that a model states for outputs, by `KnownForms.output`.
+        uses_producers: the function looks at the nodes that compute operands, by `KnownForms.producer`.
+    """
+
+    def register(read: Read) -> Read:
         for op in ops:
-            READERS[domain, op] = reader
-        return reader
+            READERS[domain, op] = Reader(read, uses_output_shape, uses_producers)
+        return read
 
     return register
 

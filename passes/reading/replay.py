@@ -12,31 +12,21 @@ from gradfuse.passes.reading.constants import VECTOR_LIMIT
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.nodes import FLOATS
 
-_ASK_FOR_SHAPE = {"Range", "NonZero", "GatherElementsGrad", "GatherGrad", "GatherNDGrad", "SliceGrad", "SplitTraining"}
-"""Operations whose readers look at the shapes of a node's outputs."""
-_FOLLOW_SHAPE = {"Reshape", "Expand", "ConstantOfShape"}
-"""Those whose readers do where nothing is known of the last operand."""
-
 
 def likeness(forms: KnownForms, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
-    """What nodes have in common of which readers say the same, up to the names of tensors; and these names.
+    """What nodes have in common of which a reader says the same, up to the names of tensors; and these names.
 
-    None for a node whose reader may look further than at operands, attributes and types.
+    A reader that looks at more than operands, attributes and types says nothing of other nodes: see `Forms`.
     """
-    axes = node.inputs[1] if node.op_type.startswith("Reduce") and len(node.inputs) > 1 else None
-    if not node.inputs or (axes is not None and forms.constant(axes) is None):
+    if not node.inputs:
         return None
     places: dict[object, int] = {}
-    operands = [None if value is None else _operand(forms, value, places) for value in node.inputs]
-    ends = node.inputs[2] if node.op_type == "Slice" and len(node.inputs) > 2 else None
-    if any(size.integer is None for size in forms.vector(ends) or ()):
-        return None
-    if node.op_type in _ASK_FOR_SHAPE or (node.op_type in _FOLLOW_SHAPE and forms.vector(node.inputs[-1]) is None):
-        return None
+    operands = tuple([None if value is None else _operand(forms, value, places) for value in node.inputs])
     if any(isinstance(tensor, Positions) for tensor in places):
         return None  # whose name holds what they are the positions of
+    ranges = tuple(map(forms.constants.ranges.get, places))
     types = tuple([value.dtype for value in node.outputs])
-    return (node.domain, node.op_type, attributes_key(node), tuple(operands), types), tuple(places)
+    return (node.domain, node.op_type, attributes_key(node), operands, ranges, types), tuple(places)
 
 
 def _operand(forms: KnownForms, value: ir.Value, places: dict[object, int]) -> tuple[object, ...]:

@@ -43,7 +43,7 @@ def _unsqueeze(forms: KnownForms, node: ir.Node) -> Form:
     return forms.moved(x, [None if a in new else next(old) for a in range(rank)])
 
 
-@reads("Reshape", "Flatten")
+@reads("Reshape", "Flatten", uses_output_shape=True)
 def _reshape(forms: KnownForms, node: ir.Node) -> Form:
     x = forms.operand(node, 0)
     if node.op_type == "Flatten":
@@ -53,7 +53,7 @@ def _reshape(forms: KnownForms, node: ir.Node) -> Form:
         return forms.regrouped(x, sizes)
     target = forms.vector(node.inputs[1])
     if target is None:
-        target = [forms.extent(g) for g in forms.groups_of(node.outputs[0])]
+        target = [forms.extent(g) for g in forms.groups_of(forms.output(node))]
     if not attribute(node, "allowzero", 0):
         target = [forms.extent(x.groups[k]) if s.constant == 0 else s for k, s in enumerate(target)]
     if any(s.constant == -1 for s in target):
@@ -65,12 +65,12 @@ def _reshape(forms: KnownForms, node: ir.Node) -> Form:
     return forms.regrouped(x, target, reshaped=True)
 
 
-@reads("Expand")
+@reads("Expand", uses_output_shape=True)
 def _expand(forms: KnownForms, node: ir.Node) -> Form:
     x = forms.operand(node, 0)
     target = forms.vector(node.inputs[1])
     if target is None:
-        target = [forms.extent(g) for g in forms.groups_of(node.outputs[0])]
+        target = [forms.extent(g) for g in forms.groups_of(forms.output(node))]
     shape = Form(groups_of_sizes(target), ZERO)
     groups, (poly, _) = forms.broadcast([x, shape])
     return Form(groups, poly)
