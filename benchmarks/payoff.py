@@ -31,7 +31,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 import gradfuse
-from gradfuse.passes.matching import Policy, rewriting
+from gradfuse.passes.matching import Policy
+from gradfuse.passes.matching import site as rewriting
 from gradfuse.passes.report import Fusion, Report
 from gradfuse.testing import assert_gradients_close
 

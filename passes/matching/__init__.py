@@ -1,6 +1,6 @@
 """From canonical forms to fused nodes: the search, the builder and the passes."""
 
-from gradfuse.passes.matching.rewriting import (
+from gradfuse.passes.matching.site import (
     TOLERANCE,
     VIEWS,
     Builder,

@@ -22,7 +22,7 @@ from gradfuse.errors import ArgumentError
 from gradfuse.passes.reading import Forms
 
 if TYPE_CHECKING:
-    from gradfuse.passes.matching.rewriting import Builder, Rewrite, Site
+    from gradfuse.passes.matching.site import Builder, Rewrite, Site
 
 
 def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite | None:

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from gradfuse import fuse
-from gradfuse.passes.matching import rewriting
+from gradfuse.passes.matching import site as rewriting
 
 VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Shape"}
 SIZES = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2, TensorProto.BOOL: 1, TensorProto.INT64: 8}

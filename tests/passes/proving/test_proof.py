@@ -20,7 +20,7 @@ from graphs import parsed
 from producers import COMMITTED, Case, cases, run
 
 from gradfuse import fuse
-from gradfuse.passes.matching import rewriting
+from gradfuse.passes.matching import site as rewriting
 from gradfuse.passes.proving import proof
 
 Change = Callable[[ir.Node], bool]
