@@ -11,7 +11,17 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.matching import (
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    find_mask,
+    materialise,
+    require_same,
+    softmaxes,
+)
 from gradfuse.passes.reading import Form
 
 NO_INDEX = -(1 << 63)
@@ -144,13 +154,13 @@ class FuseCrossEntropyLossGradPass(FusePass):
         layout = [by_row] if by_row else []
         before = len(builder.nodes)
         try:
-            return site.materialise(builder, gradient, by_row, sizes, root.dtype, layout)
+            return materialise(builder, gradient, by_row, sizes, root.dtype, layout)
         except Mismatch:
             builder.discard(before)
             counted = site.algebra.mul(gradient, _counts(site.algebra, loss))
             if not by_row or counted == gradient:
                 raise
-            return site.materialise(builder, counted, by_row, sizes, root.dtype, layout)
+            return materialise(builder, counted, by_row, sizes, root.dtype, layout)
 
     def _masked_target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
@@ -164,7 +174,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         ignored = builder.constant(np.asarray(loss.ignore_index), ir.DataType.INT64)
         for mask in loss.masks:
             free = site.algebra.free(mask)
-            found = site.find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
+            found = find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
             target = builder.op("Where", [found, ignored, target], ir.DataType.INT64, extents)
         return builder.reshape(target, [site.algebra.product(extents)])
 
@@ -244,7 +254,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
 def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
     """Each softmax p along j with R of P = p T + R."""
-    for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
+    for p, j in softmaxes(site.algebra, form.poly, range(len(form.sizes))):
         if (rest := _rest(site.algebra, form, p, j)) is not None:
             yield p, j, rest
 

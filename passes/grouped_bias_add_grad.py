@@ -61,10 +61,6 @@ class FuseGroupedBiasAddGradPass(FusePass):
     operator = "GroupedBiasAddGrad"
     linear = False  # It would be; but the sums are read relative to a tensor that has the factor already.
 
-    _site: Site | None = None
-    # Roots come from the end of the graph, so that what is ahead of them has not been replaced.
-    _behind: dict[ir.Value, _Behind]
-
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
@@ -72,7 +68,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
             return None  # It was tried as what it goes on as.
         miss: Mismatch | None = None
-        for source in self._sources_of(site, root):
+        for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
@@ -85,11 +81,6 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if miss is not None:
             raise miss
         return None
-
-    def _sources_of(self, site: Site, root: ir.Value) -> list[ir.Value]:
-        if site is not self._site:
-            self._site, self._behind = site, {}
-        return _sources(site, root, self._behind)
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
@@ -446,8 +437,8 @@ class _Behind:
     end: Literal["", "other", "product"] = ""
 
 
-def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> list[ir.Value]:
-    """Tensors whose sums the root may be made of; `behind` has what is known of values ahead of it."""
+def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
+    """Tensors whose sums the root may be made of."""
     top = root.producer()
     if top is not None and top.op_type in _PRODUCTS and not top.domain:
         return [] if _is_opaque(site, root) else _factors(site, top)
@@ -458,7 +449,7 @@ def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> lis
     todo, seen = [root], {root}
     while todo and len(seen) <= 4 * MAX_GROUPS and (summed or len(sources) <= 1):
         value = todo.pop()
-        known = _what_is_behind(site, value, behind)
+        known = _what_is_behind(site, value)
         if known.end == "product":
             return []
         if len(known.sources) > 1 and summed:
@@ -479,8 +470,12 @@ def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> lis
     return [*(v for v in (picked, updates) if v is not None), *(sources if clear else ())]
 
 
-def _what_is_behind(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> _Behind:
-    """What a value carries; it is kept, so that each value is looked at once."""
+def _what_is_behind(site: Site, root: ir.Value) -> _Behind:
+    """What a value carries. It is kept, so that each value is looked at once.
+
+    Roots come from the end of the graph, so what is kept about values ahead of them stays true.
+    """
+    behind: dict[ir.Value, _Behind] = site.notes("what sums carry")
     todo = [root]
     while todo:
         value = todo[-1]

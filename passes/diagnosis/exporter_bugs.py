@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.passes.algebra import ONE, UNIT, Poly
-from gradfuse.passes.matching import TOLERANCE, Site, Sites, names_of
+from gradfuse.passes.matching import TOLERANCE, Context, ContextPass, Site, names_of
 from gradfuse.passes.reading import Order, attribute, ort_training
 from gradfuse.passes.report import ExporterBug
 
@@ -54,29 +54,19 @@ def detects(bug: str) -> Callable[[Detector], Detector]:
     return add
 
 
-class FindExporterBugsPass(ir.passes.InPlacePass):
-    """Changes nothing; after a call, `warnings` names the exporter bugs that the model has.
+class FindExporterBugsPass(ContextPass):
+    """Adds the exporter bugs that the model has to the warnings of the report, behind the passes that fuse."""
 
-    Args:
-        sites: the analyses shared with the passes that fuse, which go first.
-    """
-
-    def __init__(self, sites: Sites) -> None:
-        super().__init__()
-        self._sites = sites
-        self.warnings: list[ExporterBug] = []
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
+    def run(self, context: Context) -> bool:
         nodes: dict[tuple[str, str], list[str]] = {}
-        for site in self._sites.of(model):
+        for site in context.sites():
             for bug, detector in DETECTORS.items():
-                for node, text in detector(Exported(model, site)):
+                for node, text in detector(Exported(context.model, site)):
                     nodes.setdefault((bug, text), []).append(node)
-        self.warnings = []
         for (bug, text), (node, *others) in nodes.items():
             more = f" (and at {len(others)} more nodes)" if others else ""
-            self.warnings.append(ExporterBug(bug, node, text + more))
-        return ir.passes.PassResult(model, False)
+            context.report.warnings.append(ExporterBug(bug, node, text + more))
+        return False
 
 
 @detects("mean-without-divisor")

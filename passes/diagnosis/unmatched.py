@@ -12,7 +12,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.passes.algebra import Poly
 from gradfuse.passes.grouped_bias_add_grad import MAX_GROUPS, UNSORTED
-from gradfuse.passes.matching import TOLERANCE, VIEWS, Site, Sites, names_of
+from gradfuse.passes.matching import TOLERANCE, VIEWS, Context, ContextPass, Site, names_of, softmaxes
 from gradfuse.passes.reading import attribute, ort_training
 from gradfuse.passes.report import NearMiss
 
@@ -28,21 +28,14 @@ def finds(finder: Finder) -> Finder:
     return finder
 
 
-class FindUnmatchedPass(ir.passes.InPlacePass):
-    """Changes nothing; after a call, `near_misses` names the regions that are left.
+class FindUnmatchedPass(ContextPass):
+    """Adds the regions that are left to the near misses of the report, behind the passes that fuse."""
 
-    Args:
-        sites: the analyses shared with the passes that fuse, which go first.
-    """
-
-    def __init__(self, sites: Sites) -> None:
-        super().__init__()
-        self._sites = sites
-        self.near_misses: list[NearMiss] = []
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self.near_misses = [miss for site in self._sites.of(model) for find in _FINDERS for miss in find(site)]
-        return ir.passes.PassResult(model, False)
+    def run(self, context: Context) -> bool:
+        for site in context.sites():
+            for find in _FINDERS:
+                context.report.near_misses += find(site)
+        return False
 
 
 @finds
@@ -56,7 +49,7 @@ def _soft_targets(site: Site) -> Iterator[NearMiss]:
             form = site.forms.get(value) if value in site.position and value.dtype in TOLERANCE else None
             if form is None or len(form.poly) < 2:
                 continue
-            for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
+            for p, j in softmaxes(algebra, form.poly, range(len(form.sizes))):
                 (powers,) = (dict(m) for m in p.terms)
                 with_p = {m: c for m, c in form.poly.terms.items() if powers.items() <= dict(m).items()}
                 rest = Poly({m: c for m, c in form.poly.terms.items() if m not in with_p})

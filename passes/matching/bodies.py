@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -19,10 +18,10 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET, Tensor, Value
 from gradfuse.errors import ArgumentError
+from gradfuse.passes.matching.builder import Builder
+from gradfuse.passes.matching.rewrite import Rewrite
+from gradfuse.passes.matching.site import Site
 from gradfuse.passes.reading import Forms
-
-if TYPE_CHECKING:
-    from gradfuse.passes.matching.site import Builder, Rewrite, Site
 
 
 def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite | None:

@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.models import model_io
-from gradfuse.passes.diagnosis import CONTRACTIONS, FindExporterBugsPass, FindUnmatchedPass
-from gradfuse.passes.matching import FusePass, names_of
+from gradfuse.passes.diagnosis import CONTRACTIONS
+from gradfuse.passes.matching import names_of
 from gradfuse.passes.pipeline import explaining_pipeline
 from gradfuse.passes.reading import ort_training
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, traffic_text
@@ -115,18 +115,8 @@ def explain(model: Any) -> Explanation:
     work = model_io.copy_model(original)
     pipeline = explaining_pipeline()
     pipeline(work)
-    fusions: list[Fusion] = []
-    misses: list[NearMiss] = []
-    warnings: list[ExporterBug] = []
-    for step in pipeline.passes:
-        if isinstance(step, FusePass):
-            fusions += step.fusions
-            misses += step.near_misses
-        elif isinstance(step, FindUnmatchedPass):
-            misses += step.near_misses
-        elif isinstance(step, FindExporterBugsPass):
-            warnings += step.warnings
-    return Explanation(tuple(_regions(_Places(original), fusions, misses)), tuple(warnings))
+    report = pipeline.report
+    return Explanation(tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings))
 
 
 def _operators() -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.models import model_io
 from gradfuse.models.inlining import inline
-from gradfuse.passes.diagnosis import FindExporterBugsPass
-from gradfuse.passes.matching import FusePass, Policy
+from gradfuse.passes.matching import Policy
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
@@ -114,16 +112,8 @@ def _run(
     progress: Progress | None,
 ) -> Report:
     pipeline = default_pipeline(policy, only, skip, progress)
-    report = Report(before=_count(model))
     pipeline(model)
-    for step in pipeline.passes:
-        if isinstance(step, FusePass):
-            report.fusions += step.fusions
-            report.near_misses += step.near_misses
-        elif isinstance(step, FindExporterBugsPass):
-            report.warnings += step.warnings
-    report.after = _count(model)
-    return report
+    return pipeline.report
 
 
 @contextlib.contextmanager
@@ -197,10 +187,3 @@ def _version() -> str:
     from gradfuse import __version__
 
     return __version__
-
-
-def _count(model: ir.Model) -> dict[str, int]:
-    own: list[ir.Graph | ir.Function] = [model.graph]
-    own += [f for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
-    counts = Counter((n.domain, n.op_type) for graph in own for n in functions.every_node(graph))
-    return {f"{domain}::{op_type}" if domain else op_type: count for (domain, op_type), count in counts.most_common()}
