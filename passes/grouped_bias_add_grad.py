@@ -12,8 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
-from gradfuse.passes.reading import Form, Order, ort_training
+from gradfuse.passes.matching import TOLERANCE, VIEWS, Builder, FusePass, Mismatch, Rewrite, Site, names_of
+from gradfuse.passes.reading import Form, Order, attribute, ort_training
+from gradfuse.passes.report import NearMiss
 
 MAX_GROUPS = 2048
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
@@ -81,6 +82,10 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if miss is not None:
             raise miss
         return None
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        yield from _rows_by_index(site)
+        yield from _rows_by_masks(site)
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
@@ -556,3 +561,94 @@ def _behind_views(value: ir.Value) -> ir.Value:
             break
         value = source
     return value
+
+
+def _rows_by_index(site: Site) -> Iterator[NearMiss]:
+    """Rows that are added up at an index: of a Gather, an embedding, or a product with a one-hot."""
+    for node in site.graph:
+        read = _scatter(site, node) or _one_hot_product(site, node)
+        if read is None:
+            continue
+        groups, index = read
+        constant = site.forms.constant(index) if index is not None else None
+        reasons = []
+        if isinstance(groups, int) and groups > MAX_GROUPS:
+            reasons.append(f"{groups} groups, more than {MAX_GROUPS}")
+        if constant is None:
+            reasons.append(UNSORTED)
+        elif not reasons:
+            reasons.append("its group indices are a constant, and only ends of groups are read")
+        yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, "; ".join(reasons))
+
+
+def _scatter(site: Site, node: ir.Node) -> tuple[object, ir.Value | None] | None:
+    """The number of groups and the index of a node that adds rows at an index of the first dimension."""
+    inputs, out = node.inputs, node.outputs[0] if node.outputs else None
+    if out is None or out.dtype not in TOLERANCE or len(inputs) < 3:
+        return None
+    kind = (node.domain, node.op_type)
+    index = inputs[2] if kind == (ort_training.DOMAIN, "GatherElementsGrad") else inputs[1]
+    form, whole = None if index is None else site.forms.get(index), site.forms.get(out)
+    if form is None or whole is None or len(whole.groups) < 2:
+        return None
+    if kind in ((ort_training.DOMAIN, "GatherGrad"), (ort_training.DOMAIN, "GatherElementsGrad")):
+        rows = attribute(node, "axis", 0) == 0
+    elif kind == ("", "ScatterND"):
+        rows = attribute(node, "reduction", "none") == "add" and bool(form.groups) and not form.groups[-1]
+    elif kind == ("", "ScatterElements"):
+        adds = attribute(node, "reduction", "none") == "add" and attribute(node, "axis", 0) == 0
+        rows = adds and site.algebra.free(form.poly) <= set(form.variables(0))
+    else:
+        return None
+    if not rows or not (form.sizes or site.algebra.tensors(form.poly)):
+        return None
+    return site.forms.extent(whole.groups[0]).integer, index
+
+
+def _one_hot_product(site: Site, node: ir.Node) -> tuple[object, ir.Value | None] | None:
+    """As :func:`_scatter`, for a product that contracts the rows of a one-hot of an index."""
+    if node.domain or node.op_type not in ("MatMul", "Gemm") or len(node.inputs) < 2:
+        return None
+    out = node.outputs[0]
+    for k, (value, flag) in enumerate(zip(node.inputs[:2], ("transA", "transB"), strict=True)):
+        form = None if value is None else site.forms.get(value)
+        if form is None or len(form.groups) < 2 or len(form.poly) != 1 or out.dtype not in TOLERANCE:
+            continue
+        last = len(form.groups) - 1
+        contracted = (last if k == 0 else last - 1) if not attribute(node, flag, 0) else (last - 1 if k == 0 else last)
+        kept = last - 1 if contracted == last else last
+        rows, group = list(form.variables(contracted)), list(form.variables(kept))
+        ((monomial, _),) = form.poly.terms.items()
+        if len(monomial) != 1 or len(rows) != 1 or len(group) != 1:
+            continue
+        atom = site.algebra.atoms[monomial[0][0]]
+        index = site.algebra.solve(atom, group[0]) if atom.kind == "eq" else None
+        if index is not None and site.algebra.tensors(index) and rows[0] in site.algebra.free(index):
+            return form.sizes[group[0]].integer, None
+    return None
+
+
+def _rows_by_masks(site: Site) -> Iterator[NearMiss]:
+    """[j = g] sum of the rows where the index is g, for each group g: a loop over the groups with masks."""
+    algebra = site.algebra
+    for node in site.graph:
+        value = node.outputs[0] if len(node.outputs) == 1 else None
+        if value is None or value not in site.position or value.dtype not in TOLERANCE or node.op_type in VIEWS:
+            continue
+        form = site.forms.get(value)
+        if form is None or len(form.sizes) < 2 or len(form.poly) < 2:
+            continue
+        groups = set()
+        for monomial in form.poly.terms:
+            atoms = [algebra.atoms[a] for a, _ in monomial]
+            placed = [g.integer for a in atoms if a.kind == "eq" and (g := algebra.solve(a, 0)) is not None]
+            masked = any(
+                algebra.atoms[a].kind == "eq" and algebra.tensors(algebra.atoms[a].args[0])
+                for s in atoms
+                if s.kind == "sum"
+                for a, _ in s.args[1]
+            )
+            groups.add(placed[0] if len(placed) == 1 and masked else None)
+        if None not in groups and len(groups) > 1:
+            reason = f"a loop over {len(groups)} groups, each masked out of all rows; {UNSORTED}"
+            yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, reason)

@@ -88,7 +88,7 @@ def default_pipeline(
 def explaining_pipeline() -> Pipeline:
     """The passes that `gradfuse.explain` runs: those of `fuse`, and the search for regions that no rule proposes."""
     fusing = [step() for step in _passes().values()]
-    return Pipeline([*fusing, FindExporterBugsPass(), FindUnmatchedPass()])
+    return Pipeline([*fusing, FindExporterBugsPass(), FindUnmatchedPass(fusing)])
 
 
 def _passes() -> dict[str, type[FusePass]]:

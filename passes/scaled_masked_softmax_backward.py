@@ -34,6 +34,7 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
     """
 
     operator = "ScaledMaskedSoftmaxBackward"
+    training_operators = ("SoftmaxGrad", "SoftmaxGrad_13")
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -46,6 +46,8 @@ class FusePass(ContextPass):
     """Whether the op refuses an index that is no class. Rules then take for granted that it is one."""
     linear: ClassVar[bool] = True
     """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
+    training_operators: ClassVar[Collection[str]] = ()
+    """Operators of onnxruntime-training that are the backward pass of which the op is part."""
 
     def __init__(self, policy: Policy = "profitable") -> None:
         super().__init__()
@@ -70,6 +72,10 @@ class FusePass(ContextPass):
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
         """Why the op may not stand for the nodes between its operands and the root; None if it may."""
         return None
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Regions near the op that no rule proposes, when all that can be fused is; `explain` names them."""
+        yield from ()
 
     def first_bound(self, builder: Builder, candidates: Iterable[Callable[[], Rewrite]]) -> Rewrite | None:
         """The first candidate that can be bound; if none can, Mismatch with the reason of the last."""
