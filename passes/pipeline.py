@@ -69,7 +69,7 @@ def default_pipeline(
         policy: "profitable" leaves alone what would move more bytes or not be faster; "all" takes every legal match.
         only: names of the operators to fuse; all that have rules if None.
         skip: names of operators to leave alone.
-        progress: called now and then with what is being done, how many nodes are behind, and how many there are.
+        progress: called now and then with what is being done, how many nodes are done, and how many there are.
 
     Raises:
         ArgumentError: an unknown policy or operator.
