@@ -10,12 +10,32 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse import custom_ops
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.matching import (
+    TOLERANCE,
+    VIEWS,
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    find_mask,
+    materialise,
+    names_of,
+    require_same,
+    softmaxes,
+)
 from gradfuse.passes.reading import Form
+from gradfuse.passes.report import NearMiss
 
 NO_INDEX = -(1 << 63)
 """ignore_index where the graph ignores nothing: no target has this value."""
+
+_NO_ONE_HOT = (
+    "the backward of a log-softmax, but nothing shows that what comes into it is a one-hot of class indices, which the "
+    "operator takes: probability targets, a one-hot that is an input, or another loss"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,14 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     operator = "CrossEntropyLossGrad"
     refuses_no_class = True
+    training_operators = (
+        "SoftmaxCrossEntropyLossGrad",
+        "SoftmaxCrossEntropyLossInternalGrad",
+        "SparseSoftmaxCrossEntropyGrad",
+        "SoftmaxCrossEntropyGrad",
+        "LogSoftmaxGrad",
+        "LogSoftmaxGrad_13",
+    )
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = _readable(site.algebra, site.forms.form(root))
@@ -63,6 +91,28 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     def possible(self, site: Site, form: Form) -> bool:
         return any(True for _ in _candidates(site, _readable(site.algebra, form)))
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Other losses on a log-softmax: p T + R with T = -sum(R), but R is not a [j = target] + b."""
+        algebra = site.algebra
+        for node in site.graph:
+            if node.domain == custom_ops.DOMAIN or (node.op_type in VIEWS and node.domain == ""):
+                continue
+            for value in node.outputs:
+                form = site.forms.get(value) if value in site.position and value.dtype in TOLERANCE else None
+                if form is None or len(form.poly) < 2:
+                    continue
+                for p, j in softmaxes(algebra, form.poly, range(len(form.sizes))):
+                    (powers,) = (dict(m) for m in p.terms)
+                    with_p = {m: c for m, c in form.poly.terms.items() if powers.items() <= dict(m).items()}
+                    rest = Poly({m: c for m, c in form.poly.terms.items() if m not in with_p})
+                    total = algebra.divide_monomial(Poly(with_p), next(iter(p.terms)))
+                    if not rest or not total or j in algebra.free(total) or _has_one_hot(algebra, rest, j):
+                        continue
+                    sizes = dict(enumerate(form.sizes))
+                    if not (total + algebra.sum(rest, {j: sizes[j]}, sizes)):
+                        yield NearMiss(names_of([node])[0], self.operator, _NO_ONE_HOT)
+                        break
 
     def _read_and_bound(
         self,
@@ -144,13 +194,13 @@ class FuseCrossEntropyLossGradPass(FusePass):
         layout = [by_row] if by_row else []
         before = len(builder.nodes)
         try:
-            return site.materialise(builder, gradient, by_row, sizes, root.dtype, layout)
+            return materialise(builder, gradient, by_row, sizes, root.dtype, layout)
         except Mismatch:
             builder.discard(before)
             counted = site.algebra.mul(gradient, _counts(site.algebra, loss))
             if not by_row or counted == gradient:
                 raise
-            return site.materialise(builder, counted, by_row, sizes, root.dtype, layout)
+            return materialise(builder, counted, by_row, sizes, root.dtype, layout)
 
     def _masked_target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
@@ -164,7 +214,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         ignored = builder.constant(np.asarray(loss.ignore_index), ir.DataType.INT64)
         for mask in loss.masks:
             free = site.algebra.free(mask)
-            found = site.find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
+            found = find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
             target = builder.op("Where", [found, ignored, target], ir.DataType.INT64, extents)
         return builder.reshape(target, [site.algebra.product(extents)])
 
@@ -244,7 +294,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
 def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
     """Each softmax p along j with R of P = p T + R."""
-    for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
+    for p, j in softmaxes(site.algebra, form.poly, range(len(form.sizes))):
         if (rest := _rest(site.algebra, form, p, j)) is not None:
             yield p, j, rest
 
@@ -335,6 +385,11 @@ def _rest(algebra: Algebra, form: Form, p: Poly, j: int) -> Poly | None:
 def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
     for a in sorted({a for monomial in poly.terms for a, _ in monomial}):
         yield algebra.atoms[a]
+
+
+def _has_one_hot(algebra: Algebra, poly: Poly, j: int) -> bool:
+    """Whether a term is there for one j only, so that the rule has its say."""
+    return any(atom.kind == "eq" and algebra.solve(atom, j) is not None for atom in _atoms(algebra, poly))
 
 
 def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:

@@ -25,7 +25,7 @@ from onnxscript import optimizer
 
 import gradfuse
 from gradfuse.custom_ops import functions
-from gradfuse.passes import FusePass, default_pipeline
+from gradfuse.passes import default_pipeline
 
 
 class FoldConstantsPass(ir.passes.InPlacePass):
@@ -72,9 +72,8 @@ def main(source: pathlib.Path, target: pathlib.Path, policy: str, runs: int) -> 
     fusing = default_pipeline("all" if policy == "all" else "profitable")
     model = optimize(model, fusing)
     click.echo(f"{before} nodes before, {sum(1 for _ in model.graph.all_nodes())} after")
-    for step in fusing.passes:
-        for fusion in step.fusions if isinstance(step, FusePass) else ():
-            click.echo(f"  {fusion.op} replaces {len(fusion.replaced)} nodes [{fusion.rule}]")
+    for fusion in fusing.report.fusions:
+        click.echo(f"  {fusion.op} replaces {len(fusion.replaced)} nodes [{fusion.rule}]")
     report = gradfuse.check(str(source), model, runs=runs)
     if not report.ok:
         click.echo(f"not saved: {report}")

@@ -20,7 +20,7 @@ from graphs import parsed
 from producers import COMMITTED, Case, cases, run
 
 from gradfuse import fuse
-from gradfuse.passes.matching import rewriting
+from gradfuse.passes.matching import Rewrite, Site, fuse_pass
 from gradfuse.passes.proving import proof
 
 Change = Callable[[ir.Node], bool]
@@ -88,7 +88,7 @@ def test_wrong_rule_is_reported_and_changes_nothing(name: str, monkeypatch: pyte
     operator, change = WRONG[name]
     refused: list[str] = []
 
-    def proved(site: rewriting.Site, rewrite: rewriting.Rewrite, tolerance: float) -> None:
+    def proved(site: Site, rewrite: Rewrite, tolerance: float) -> None:
         if rewrite.operator == operator and change(rewrite.fused[0]):
             with pytest.raises(proof.Refuted) as error:
                 proof.prove(site, rewrite, tolerance)
@@ -96,7 +96,7 @@ def test_wrong_rule_is_reported_and_changes_nothing(name: str, monkeypatch: pyte
             raise error.value
         proof.prove(site, rewrite, tolerance)
 
-    monkeypatch.setattr(rewriting, "prove", proved)
+    monkeypatch.setattr(fuse_pass, "prove", proved)
     reported = total = 0
     for case in _cases(operator):
         refused.clear()
