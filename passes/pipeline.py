@@ -9,10 +9,25 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, GradfuseError
 from gradfuse.passes.diagnosis import FindExporterBugsPass, FindUnmatchedPass
 from gradfuse.passes.matching import ForgetPass, FusePass, Policy, Sites
 from gradfuse.passes.progress import Progress
+
+
+class Pipeline(ir.passes.PassManager):
+    """Passes in order. An error of gradfuse's own is raised as it is, where onnx_ir would put another one around it."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        try:
+            return super().call(model)
+        except ir.passes.PassError as error:
+            cause = error.__cause__
+            while cause is not None and not isinstance(cause, GradfuseError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise cause from None
 
 
 def _passes() -> dict[str, type[FusePass]]:
@@ -49,7 +64,7 @@ def explaining_pipeline() -> ir.passes.PassManager:
     """The default pipeline and, behind it, the search for regions that no rule proposes: what `explain` runs."""
     sites = Sites()
     *steps, end = _pipeline("profitable", None, None, sites).passes
-    return ir.passes.PassManager([*steps, FindUnmatchedPass(sites), end])
+    return Pipeline([*steps, FindUnmatchedPass(sites), end])
 
 
 def _pipeline(
@@ -63,6 +78,4 @@ def _pipeline(
             if name not in passes:
                 raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(passes)}")
     chosen = [step for op, step in passes.items() if (not only or op in only) and op not in (skip or ())]
-    return ir.passes.PassManager(
-        [*(step(policy, sites) for step in chosen), FindExporterBugsPass(sites), ForgetPass(sites)]
-    )
+    return Pipeline([*(step(policy, sites) for step in chosen), FindExporterBugsPass(sites), ForgetPass(sites)])
