@@ -166,8 +166,8 @@ class _Worker:
                 answers.append(talk())
             except WorkerError as error:
                 errors.append(error)
-            except OSError:
-                pass  # The process ended.
+            except (OSError, ValueError):
+                pass  # The process ended, or was stopped and its pipes are closed.
 
         self._talk = threading.Thread(target=run, name="gradfuse shape inference", daemon=True)
         try:
