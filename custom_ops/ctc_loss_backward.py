@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from onnx import TensorProto
 
 from gradfuse.custom_ops.ctc_loss import (
+    ALIGNMENT,
     ALPHA,
     ATTRIBUTES,
     CONSTRAINTS,
@@ -194,4 +195,5 @@ OPERATOR = Operator(
     ),
     oldest_opset=16,  # ScatterElements with a reduction
     aten=("_ctc_loss_backward.Tensor",),
+    alignment=ALIGNMENT,
 )

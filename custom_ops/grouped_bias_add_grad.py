@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Ends, Input, Operator, Output, Tensor, TorchOp, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,13 @@ OPERATOR = Operator(
     ),
     inputs=(
         Input("grad_y", "T", "Gradient of the sum: (R, H) with group_idx, else (G, C, H)."),
-        Input("group_idx", "I", "End of each group of rows, (G), at most 2048 of them.", optional=True),
+        Input(
+            "group_idx",
+            "I",
+            "End of each group of rows, (G), at most 2048 of them.",
+            optional=True,
+            holds=Ends("grad_y", 0),
+        ),
     ),
     outputs=(Output("grad_bias", "Gradient w.r.t. the bias, (G, H)."),),
     attributes=(),

@@ -116,4 +116,5 @@ OPERATOR = Operator(
         ),
         outputs=_torch_outputs,
     ),
+    spreads_nan=True,
 )

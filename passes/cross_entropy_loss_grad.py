@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse import custom_ops
+from gradfuse.custom_ops.operator import NOTHING_IGNORED
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
 from gradfuse.passes.matching import (
     TOLERANCE,
@@ -28,9 +29,6 @@ from gradfuse.passes.matching import (
 )
 from gradfuse.passes.reading import Form
 from gradfuse.passes.report import NearMiss
-
-NO_INDEX = -(1 << 63)
-"""ignore_index where the graph ignores nothing: no target has this value."""
 
 _NO_ONE_HOT = (
     "the backward of a log-softmax, but nothing shows that what comes into it is a one-hot of class indices, which the "
@@ -142,7 +140,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
         assert root.dtype is not None
-        if loss.ignore_index == NO_INDEX and not loss.masks and algebra.tested_below_zero(loss.target):
+        if loss.ignore_index == NOTHING_IGNORED and not loss.masks and algebra.tested_below_zero(loss.target):
             raise Mismatch("the graph tests its target for a number that is no class; here it is not ignored")
         sizes = dict(enumerate(form.sizes))
         rows = [v for v in sizes if v != loss.classes]
@@ -438,7 +436,7 @@ def _read(
 ) -> _Loss:
     hit, target = _hit(algebra, form, r, j)
     on, off = _parts(algebra, hit, target, j, r)
-    ignore_index = NO_INDEX
+    ignore_index = NOTHING_IGNORED
     if ignored is not None:
         ignore_index, atom = ignored
         on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
@@ -492,7 +490,7 @@ def _counts(algebra: Algebra, loss: _Loss) -> Poly:
     if loss.ending is not None:
         row, end = loss.ending
         present = algebra.mul(present, algebra.less_than_zero(algebra.var(row) - end))
-    if loss.ignore_index == NO_INDEX:
+    if loss.ignore_index == NOTHING_IGNORED:
         return present
     return algebra.mul(present, UNIT - algebra.equal_zero(loss.target - number(loss.ignore_index)))
 

@@ -1,8 +1,10 @@
 """The command `gradfuse`.
 
-Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed; 4 a bug in gradfuse,
-which `-v` shows the traceback of. Results go to standard output, errors to standard error in one line. An output file
-is written whole or not at all, and never in the place of a file of the input, a folder, a pipe or a device.
+Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed; 4 gradfuse itself
+failed: a bug, which `-v` shows the traceback of, or a process of its own that does not start or ends early.
+
+Results go to standard output, errors to standard error in one line. An output file is written whole or not at all, and
+never in the place of a file of the input, a folder, a pipe or a device.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from gradfuse import __version__
-from gradfuse.errors import CheckError, GradfuseError
+from gradfuse.errors import CheckError, GradfuseError, WorkerError
 from gradfuse.models import files
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail("interrupted", EXIT_BAD_INPUT)
     except CheckError as error:
         return _fail(str(error), EXIT_CHECK_FAILED)
+    except WorkerError as error:
+        return _fail(str(error), EXIT_BUG)
     except GradfuseError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except MemoryError as error:

@@ -22,6 +22,10 @@ class ExportError(GradfuseError):
     """A PyTorch training step cannot be exported, or the exported model does not agree with PyTorch."""
 
 
+class WorkerError(GradfuseError):
+    """A process that gradfuse works with cannot be started, or fails for a reason that is not the model."""
+
+
 class CheckError(GradfuseError):
     """Two models that must compute the same do not.
 

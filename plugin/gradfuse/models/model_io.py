@@ -16,6 +16,7 @@ import onnx
 import onnx.version_converter
 import onnx_ir as ir
 
+from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.models import files, validation
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _IrModel = ir.Model
 
-OLDEST_OPSET = 15
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
 _CONVERTIBLE_OPSET = 7  # older versions still broadcast by attributes
 _OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"

@@ -24,7 +24,7 @@ from gradfuse.errors import ModelError
 from gradfuse.models.model_io import one_line
 
 DOMAIN = "com.microsoft"
-OLDEST_OPSET = 17
+REPLACEMENT_OPSET = 17
 """The default-domain opset that the replacements are written for, or any newer one."""
 
 Value: TypeAlias = ir.Value
@@ -576,7 +576,7 @@ def replace(graph: ir.Graph, source: str) -> None:
     """Put standard operators in the place of onnxruntime's in a graph.
 
     Args:
-        graph: is changed in place. The version of its default domain is at least `OLDEST_OPSET`.
+        graph: is changed in place. The version of its default domain is at least `REPLACEMENT_OPSET`.
         source: what to call the model in messages.
 
     Raises:

@@ -171,7 +171,7 @@ def _load(path: str) -> ir.Model:
     """Read a model, with the opset and the types of values that the replacements need."""
     model = model_io.with_tensors_in_memory(model_io.load(path).ir)
     # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
-    model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
+    model.opset_imports[""] = max(model.opset_imports[""], operators.REPLACEMENT_OPSET)
     nodes = list(model.graph.all_nodes())
     for node in nodes:
         training = node.attributes.get("training_mode")

@@ -21,7 +21,7 @@ from producers import COMMITTED, Case, cases, run
 
 from gradfuse import fuse
 from gradfuse.passes.matching import Rewrite, Site, fuse_pass
-from gradfuse.passes.proving import proof
+from gradfuse.passes.proving import Refuted, proof
 
 Change = Callable[[ir.Node], bool]
 
@@ -90,7 +90,7 @@ def test_wrong_rule_is_reported_and_changes_nothing(name: str, monkeypatch: pyte
 
     def proved(site: Site, rewrite: Rewrite, tolerance: float) -> None:
         if rewrite.operator == operator and change(rewrite.fused[0]):
-            with pytest.raises(proof.Refuted) as error:
+            with pytest.raises(Refuted) as error:
                 proof.prove(site, rewrite, tolerance)
             refused.append(str(rewrite.fused[0].name))
             raise error.value
