@@ -13,7 +13,7 @@ from gradfuse import custom_ops
 from gradfuse.checking.check import check as compared
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
-from gradfuse.models import model_io
+from gradfuse.models import reading
 from gradfuse.models.inlining import inline
 from gradfuse.passes.diagnosis import FindExporterBugsPass
 from gradfuse.passes.matching import FusePass, Policy
@@ -68,7 +68,7 @@ def fuse(
         CheckError: a run of the fused model differed from the original's beyond the bounds of :func:`gradfuse.check`.
     """
     with collection_paused():
-        loaded = model_io.load(model)
+        loaded = reading.load(model)
         fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
@@ -79,14 +79,14 @@ def fuse(
 
 
 def fuse_loaded(
-    loaded: model_io.LoadedModel,
+    loaded: reading.LoadedModel,
     only: Collection[str] | None = None,
     skip: Collection[str] | None = None,
     policy: Policy = "profitable",
     *,
     bodies: bool = True,
     progress: Progress | None = None,
-) -> tuple[model_io.LoadedModel, Report]:
+) -> tuple[reading.LoadedModel, Report]:
     """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
     # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
     has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
@@ -144,7 +144,7 @@ def _gain(report: Report) -> tuple[int, int]:
 
 def _inlined(model: ir.Model) -> ir.Model | None:
     """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
-    copy = model_io.copy_model(model)
+    copy = reading.copy_model(model)
     try:
         inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
     except ValueError:
@@ -170,7 +170,7 @@ def expand(model: Any) -> Any:
         ModelError: the model cannot be read.
         ArgumentError: a node has inputs or attributes that its operator does not accept.
     """
-    loaded = model_io.load(model)
+    loaded = reading.load(model)
     functions.attach(loaded.ir)
     results = {(node.graph, out.name): out for node in functions.aclnn_nodes(loaded.ir) for out in node.outputs}
     bodies = {key for key in loaded.ir.functions if key[0] == custom_ops.DOMAIN and key[1] in custom_ops.OPS}

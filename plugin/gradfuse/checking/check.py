@@ -18,11 +18,11 @@ from gradfuse.checking.execution import FLOATS, Arrays, Session, float_types, wi
 from gradfuse.checking.inputs import Analyses, random_inputs
 from gradfuse.checking.reference import ReferenceSession, moved
 from gradfuse.errors import ArgumentError, ModelError
-from gradfuse.models import model_io, scatters
+from gradfuse.models import reading, scatters
 from gradfuse.testing import peer_error
 
 if TYPE_CHECKING:
-    from gradfuse.models.model_io import LoadedModel, ModelLike
+    from gradfuse.models.reading import LoadedModel, ModelLike
 
 __all__ = ["CheckReport", "OutputReport", "check", "random_inputs"]
 
@@ -165,7 +165,7 @@ def check(a: ModelLike, b: ModelLike, runs: int = 3, *, seed: int = 0) -> CheckR
     """
     if runs < 1:
         raise ArgumentError(f"check: runs is {runs}; expected at least 1")
-    first, second = model_io.load(a), model_io.load(b)
+    first, second = reading.load(a), reading.load(b)
     _require_same_interface(first, second)
     pair = _Pair(first, second, seed)
     random_names = _random_outputs(first.ir) | _random_outputs(second.ir)
@@ -210,10 +210,10 @@ class _Pair:
             wide = [widened(model, ir.DataType.FLOAT) for model in (first.ir, second.ir)]
             self._open(wide[0], wide[1], first.source, second.source)
             self.notes.append("onnxruntime has no kernels for the models' 16-bit types: compared in float32")
-        small = model_io.tensor_bytes(first.ir) <= _LARGEST_COPY_BYTES
+        small = reading.tensor_bytes(first.ir) <= _LARGEST_COPY_BYTES
         self._reference = self._open_reference(first) if small else None
         self._other_reference: ReferenceSession | None = None
-        if self._reference is not None and model_io.tensor_bytes(second.ir) <= _LARGEST_COPY_BYTES:
+        if self._reference is not None and reading.tensor_bytes(second.ir) <= _LARGEST_COPY_BYTES:
             self._other_reference = ReferenceSession(second.ir, second.source)
         kernels = _ROUNDINGS_OF_NARROW_KERNELS if narrow else _ROUNDINGS_OF_KERNELS
         types = float_types(first.ir) | float_types(second.ir)
@@ -336,7 +336,7 @@ class _Pair:
         return np.asarray(np.where(np.isfinite(moved.astype(np.float64)), moved, array))
 
     def _with_nudged_weights(self, rng: np.random.Generator) -> ir.Model:
-        copy = model_io.copy_model(self._model)
+        copy = reading.copy_model(self._model)
         for value in copy.graph.initializers.values():
             tensor = value.const_value
             if tensor is not None and tensor.dtype in FLOATS and tensor.size > 1:

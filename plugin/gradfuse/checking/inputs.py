@@ -19,7 +19,7 @@ import onnx.inliner
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
-from gradfuse.models import model_io, validation
+from gradfuse.models import reading, validation
 
 _Array = npt.NDArray[Any]
 
@@ -202,7 +202,7 @@ def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Mode
     """Return a copy for analysis: sizes put in and propagated, functions but ours inlined, large tensors left out."""
     import gradfuse.custom_ops  # registers the schemas that shape inference needs
 
-    copy = model_io.copy_model(model)
+    copy = reading.copy_model(model)
     bindings = {
         dim.value: size
         for value in copy.graph.inputs

@@ -28,7 +28,7 @@ from gradfuse.checking.reference import ReferenceSession
 from gradfuse.custom_ops import functions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export.translation import onnx_translation_table, traceable_ctc
-from gradfuse.models.model_io import one_line
+from gradfuse.models.reading import one_line
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.training import optimizers
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
@@ -1044,7 +1044,7 @@ class _Truth:
         reference = own if exact is None else exact
 
         def moved(roundings: float, seed: int) -> Arrays:
-            from gradfuse.checking.rounding import Rounding
+            from gradfuse.export.rounding import Rounding
 
             with Rounding(roundings * step.eps_of_activations, seed) as rounding:
                 return run(step, lambda tensor: rounding.moved(tensor if exact is None else _widen(tensor)))
@@ -1056,7 +1056,7 @@ class _Truth:
 
     def elsewhere(self, seed: int) -> _Truth:
         """Return the same for parameters, buffers and a batch that are a thousandth larger or smaller."""
-        from gradfuse.checking.rounding import Rounding
+        from gradfuse.export.rounding import Rounding
 
         rounding = Rounding(_OTHER_SIZE, seed)
         state = {name: rounding.moved(self.step.state[name].detach()) for name in self.free}

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.errors import GradfuseError, ModelError
-from gradfuse.models.model_io import one_line
+from gradfuse.models.reading import one_line
 from gradfuse.training.step import Arrays
 
 try:

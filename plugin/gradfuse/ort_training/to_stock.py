@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse.errors import ArgumentError, ModelError
-from gradfuse.models import model_io
+from gradfuse.models import reading
 from gradfuse.models.scatters import replace_scatter_nd
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
@@ -130,7 +130,7 @@ def files_of(artifacts_dir: str | os.PathLike[str], checkpoint: str | os.PathLik
 
     found = _Files.of(artifacts_dir, checkpoint)
     models = [path for path in (found.training, found.optimizer, found.eval) if path is not None]
-    data = [file for path in models for file in model_io.data_files(model_io.load(path).ir)]
+    data = [file for path in models for file in reading.data_files(reading.load(path).ir)]
     return [*models, *data, found.checkpoint, found.checkpoint + checkpoints.EXTERNAL]
 
 
@@ -169,7 +169,7 @@ class _Files:
 
 def _load(path: str) -> ir.Model:
     """Read a model, with the opset and the types of values that the replacements need."""
-    model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+    model = reading.with_tensors_in_memory(reading.load(path).ir)
     # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
     model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
     nodes = list(model.graph.all_nodes())
@@ -245,7 +245,7 @@ def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.O
     max_grad_norm = None
     algorithms = []
     options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
-    for node in model_io.load(path).ir.graph:
+    for node in reading.load(path).ir.graph:
         match node.op_type:
             case "InplaceClipGradNorm":
                 max_grad_norm = _number(node, "max_norm", path)

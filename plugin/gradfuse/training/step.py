@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
-from gradfuse.models import files, model_io
+from gradfuse.models import files, reading
 
 if TYPE_CHECKING:
     from gradfuse.passes.report import Report
@@ -128,9 +128,9 @@ class TrainingStep:
         if self.evaluation_model is not None:
             # Before anything is written, as the step would lack its evaluation model.
             _require_own(path, evaluation_path, inputs, force)
-        model_io.save(model, path, inputs=inputs, force=force)
+        reading.save(model, path, inputs=inputs, force=force)
         if self.evaluation_model is not None:
-            model_io.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
+            reading.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -139,7 +139,7 @@ class TrainingStep:
         Raises:
             ModelError: the file cannot be read, or is an ONNX model but no saved training step.
         """
-        model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+        model = reading.with_tensors_in_memory(reading.load(path).ir)
         initializers = model.graph.initializers
         try:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
@@ -153,7 +153,7 @@ class TrainingStep:
             if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
                 raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
         except (KeyError, ValueError, TypeError, RecursionError) as error:
-            reason = model_io.one_line(ValueError(repr(error)))
+            reason = reading.one_line(ValueError(repr(error)))
             raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
         for field, found in values.items():
             for name, value in found.items():
@@ -166,7 +166,7 @@ class TrainingStep:
         if evaluation_file is not None:
             beside = os.path.join(os.path.dirname(path), evaluation_file)
             if os.path.exists(beside):
-                evaluation_model = model_io.to_proto(model_io.load(beside).ir)
+                evaluation_model = reading.to_proto(reading.load(beside).ir)
         step = cls(
             ir.to_proto(model),
             arrays["parameters"],
@@ -236,7 +236,7 @@ def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Ite
 def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
     """Return the name of the evaluation model of the step at `path`; None where there is no step, or none with one."""
     try:
-        metadata = model_io.read_metadata(path)
+        metadata = reading.read_metadata(path)
         stored = json.loads(metadata.get(METADATA_KEY, "{}"))
     except (ModelError, ValueError, RecursionError):
         return None

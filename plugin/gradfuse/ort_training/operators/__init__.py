@@ -21,7 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
-from gradfuse.models.model_io import one_line
+from gradfuse.models.reading import one_line
 
 DOMAIN = "com.microsoft"
 OLDEST_OPSET = 17
