@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.models import reading
+from gradfuse.models.tensors import copy_model
 from gradfuse.passes.diagnosis import CONTRACTIONS, FindExporterBugsPass, FindUnmatchedPass
 from gradfuse.passes.matching import FusePass, names_of
 from gradfuse.passes.pipeline import explaining_pipeline
@@ -112,7 +113,7 @@ def explain(model: Any) -> Explanation:
         ArgumentError: `model` is something else.
     """
     original = reading.load(model).ir
-    work = reading.copy_model(original)
+    work = copy_model(original)
     pipeline = explaining_pipeline()
     pipeline(work)
     fusions: list[Fusion] = []

@@ -15,6 +15,7 @@ from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.models import reading
 from gradfuse.models.inlining import inline
+from gradfuse.models.tensors import copy_model
 from gradfuse.passes.diagnosis import FindExporterBugsPass
 from gradfuse.passes.matching import FusePass, Policy
 from gradfuse.passes.pipeline import default_pipeline
@@ -144,7 +145,7 @@ def _gain(report: Report) -> tuple[int, int]:
 
 def _inlined(model: ir.Model) -> ir.Model | None:
     """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
-    copy = reading.copy_model(model)
+    copy = copy_model(model)
     try:
         inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
     except ValueError:

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.checking.execution import FLOATS, Arrays, Session, float_types, widened
+from gradfuse.checking.execution import FLOATS, Session, float_types, widened
 from gradfuse.checking.inputs import Analyses, random_inputs
 from gradfuse.checking.reference import ReferenceSession, moved
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.models import reading, scatters
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import copy_model, tensor_bytes
 from gradfuse.testing import peer_error
 
 if TYPE_CHECKING:
@@ -210,10 +212,10 @@ class _Pair:
             wide = [widened(model, ir.DataType.FLOAT) for model in (first.ir, second.ir)]
             self._open(wide[0], wide[1], first.source, second.source)
             self.notes.append("onnxruntime has no kernels for the models' 16-bit types: compared in float32")
-        small = reading.tensor_bytes(first.ir) <= _LARGEST_COPY_BYTES
+        small = tensor_bytes(first.ir) <= _LARGEST_COPY_BYTES
         self._reference = self._open_reference(first) if small else None
         self._other_reference: ReferenceSession | None = None
-        if self._reference is not None and reading.tensor_bytes(second.ir) <= _LARGEST_COPY_BYTES:
+        if self._reference is not None and tensor_bytes(second.ir) <= _LARGEST_COPY_BYTES:
             self._other_reference = ReferenceSession(second.ir, second.source)
         kernels = _ROUNDINGS_OF_NARROW_KERNELS if narrow else _ROUNDINGS_OF_KERNELS
         types = float_types(first.ir) | float_types(second.ir)
@@ -336,7 +338,7 @@ class _Pair:
         return np.asarray(np.where(np.isfinite(moved.astype(np.float64)), moved, array))
 
     def _with_nudged_weights(self, rng: np.random.Generator) -> ir.Model:
-        copy = reading.copy_model(self._model)
+        copy = copy_model(self._model)
         for value in copy.graph.initializers.values():
             tensor = value.const_value
             if tensor is not None and tensor.dtype in FLOATS and tensor.size > 1:

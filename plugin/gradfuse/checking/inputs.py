@@ -19,7 +19,8 @@ import onnx.inliner
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
-from gradfuse.models import reading, validation
+from gradfuse.models import validation
+from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
 
@@ -202,7 +203,7 @@ def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Mode
     """Return a copy for analysis: sizes put in and propagated, functions but ours inlined, large tensors left out."""
     import gradfuse.custom_ops  # registers the schemas that shape inference needs
 
-    copy = reading.copy_model(model)
+    copy = copy_model(model)
     bindings = {
         dim.value: size
         for value in copy.graph.inputs

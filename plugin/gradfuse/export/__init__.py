@@ -26,12 +26,12 @@ import onnx_ir as ir
 from gradfuse import fusion
 from gradfuse.checking.reference import ReferenceSession
 from gradfuse.custom_ops import functions
-from gradfuse.errors import ExportError, GradfuseError, ModelError
+from gradfuse.errors import ExportError, GradfuseError, ModelError, one_line
 from gradfuse.export.translation import onnx_translation_table, traceable_ctc
-from gradfuse.models.reading import one_line
+from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.training import optimizers
-from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
     import torch
@@ -969,18 +969,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's values as an array of their own, bfloat16 as `ml_dtypes.bfloat16`."""
-    import torch
-
-    values = tensor.detach().cpu().clone().contiguous()
-    if values.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return values.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(values.numpy())
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -20,12 +20,14 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.models import reading
+from gradfuse.models.arrays import Arrays
 from gradfuse.models.scatters import replace_scatter_nd
+from gradfuse.models.tensors import data_files, with_tensors_in_memory
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
 from gradfuse.training import optimizers
-from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
     from gradfuse.ort_training.checkpoint import Checkpoint
@@ -130,7 +132,7 @@ def files_of(artifacts_dir: str | os.PathLike[str], checkpoint: str | os.PathLik
 
     found = _Files.of(artifacts_dir, checkpoint)
     models = [path for path in (found.training, found.optimizer, found.eval) if path is not None]
-    data = [file for path in models for file in reading.data_files(reading.load(path).ir)]
+    data = [file for path in models for file in data_files(reading.load(path).ir)]
     return [*models, *data, found.checkpoint, found.checkpoint + checkpoints.EXTERNAL]
 
 
@@ -169,7 +171,7 @@ class _Files:
 
 def _load(path: str) -> ir.Model:
     """Read a model, with the opset and the types of values that the replacements need."""
-    model = reading.with_tensors_in_memory(reading.load(path).ir)
+    model = with_tensors_in_memory(reading.load(path).ir)
     # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
     model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
     nodes = list(model.graph.all_nodes())

@@ -19,7 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.errors import ExportError
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, STEP, UPDATED_SUFFIX, Arrays
+from gradfuse.models.arrays import Arrays
+from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, STEP, UPDATED_SUFFIX
 
 if TYPE_CHECKING:
     import torch
@@ -606,7 +607,7 @@ def _torch_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], described: Optimizer
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return `<parameter>.<state>` -> array, and parameter -> number of steps."""
-    from gradfuse.export import to_numpy
+    from gradfuse.models.arrays import to_numpy
 
     known = described.state_names()
     state: dict[str, Any] = {}

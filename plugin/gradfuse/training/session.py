@@ -17,9 +17,10 @@ import onnx_ir as ir
 
 from gradfuse import library
 from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, reason
-from gradfuse.errors import ArgumentError, GradfuseError, ModelError
-from gradfuse.models import reading
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
+from gradfuse.models import writing
+from gradfuse.models.arrays import Arrays
+from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep
 
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
@@ -71,7 +72,7 @@ class TrainingSession:
             self.training_step = step
         else:
             self.training_step = TrainingStep.load(step)
-            self._files = [os.fspath(step), reading.data_path(step)]
+            self._files = [os.fspath(step), writing.data_path(step)]
         self.training_step.require_consistent(_WHO)
         self._session = self._inference_session(self.training_step.model)
         self._evaluation: Any = None
@@ -257,7 +258,7 @@ class TrainingSession:
             {name: np.asarray(array, order="C") for name, array in tensors.items()},
             metadata={"format": "pt"},
         )
-        reading.write_file(path, content, self._files)
+        writing.write_file(path, content, self._files)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
@@ -281,7 +282,7 @@ class TrainingSession:
             tensors = safetensors.load_file(os.fsdecode(path))
         except Exception as error:
             # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
-            raise ModelError(f"{os.fspath(path)}: cannot read the file: {reading.one_line(error)}") from error
+            raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
         step = self.training_step
         named = set(step.state_dict_names.values())
         unnamed = {name: array for name, array in {**step.parameters, **step.buffers}.items() if name not in named}
@@ -486,7 +487,7 @@ def _array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
         return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:
         # torch has an exception for each of its kinds of tensors that numpy does not have.
-        raise ArgumentError(f"{what} cannot be an array: {reading.one_line(error)}; expected {wanted}") from error
+        raise ArgumentError(f"{what} cannot be an array: {one_line(error)}; expected {wanted}") from error
 
 
 def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

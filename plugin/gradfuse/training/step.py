@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from gradfuse.errors import ModelError
-from gradfuse.models import files, reading
+from gradfuse.errors import ModelError, one_line
+from gradfuse.models import files, reading, writing
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import to_proto, with_tensors_in_memory
 
 if TYPE_CHECKING:
     from gradfuse.passes.report import Report
@@ -30,8 +31,6 @@ LEARNING_RATE = "learning_rate"
 STEP = "step"
 DROPOUT_SEED = "dropout_seed"
 METADATA_KEY = "gradfuse.training_step"
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 _EVALUATION = ".eval"
 _TENSORS = ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants")
@@ -128,9 +127,9 @@ class TrainingStep:
         if self.evaluation_model is not None:
             # Before anything is written, as the step would lack its evaluation model.
             _require_own(path, evaluation_path, inputs, force)
-        reading.save(model, path, inputs=inputs, force=force)
+        writing.save(model, path, inputs=inputs, force=force)
         if self.evaluation_model is not None:
-            reading.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
+            writing.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -139,7 +138,7 @@ class TrainingStep:
         Raises:
             ModelError: the file cannot be read, or is an ONNX model but no saved training step.
         """
-        model = reading.with_tensors_in_memory(reading.load(path).ir)
+        model = with_tensors_in_memory(reading.load(path).ir)
         initializers = model.graph.initializers
         try:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
@@ -153,7 +152,7 @@ class TrainingStep:
             if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
                 raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
         except (KeyError, ValueError, TypeError, RecursionError) as error:
-            reason = reading.one_line(ValueError(repr(error)))
+            reason = one_line(ValueError(repr(error)))
             raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
         for field, found in values.items():
             for name, value in found.items():
@@ -166,7 +165,7 @@ class TrainingStep:
         if evaluation_file is not None:
             beside = os.path.join(os.path.dirname(path), evaluation_file)
             if os.path.exists(beside):
-                evaluation_model = reading.to_proto(reading.load(beside).ir)
+                evaluation_model = to_proto(reading.load(beside).ir)
         step = cls(
             ir.to_proto(model),
             arrays["parameters"],

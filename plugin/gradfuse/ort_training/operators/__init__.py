@@ -20,8 +20,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from gradfuse.errors import ModelError
-from gradfuse.models.reading import one_line
+from gradfuse.errors import ModelError, one_line
 
 DOMAIN = "com.microsoft"
 OLDEST_OPSET = 17
