@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradfuse import custom_ops
-from gradfuse.checking.check import check as compared
+from gradfuse.checking.check import check as check_models
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.models import reading
@@ -73,7 +73,7 @@ def fuse(
         fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
-        outcome = compared(model, result, runs=check)
+        outcome = check_models(model, result, runs=check)
         if not outcome.ok:
             raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
     return FuseResult(result, report)

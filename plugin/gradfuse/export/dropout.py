@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradfuse.export import _torch_private as private
 from gradfuse.export.translation import function_caller
 
 _WORD = 2**32
@@ -33,7 +33,7 @@ torch.library.register_fake(
 )
 
 
-class SeededDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draw the masks of every dropout that runs under it on the CPU as an exported step does.
 
     Args:

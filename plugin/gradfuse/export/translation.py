@@ -112,11 +112,12 @@ def _fake_kernels() -> torch.library.Library:
     """Register the fake kernels that PyTorch lacks for its CTC operators; they are there while the library lives."""
     import torch
 
+    from gradfuse.export import _torch_private as private
+
     def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *attributes: Any) -> Any:
         steps, items = log_probs.shape[0], log_probs.shape[1]
-        # 2 max(target_lengths) + 1. In aten.ctc_loss, which torch.export keeps, it is of no output.
-        with log_probs.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
-            states = torch.library.get_ctx().new_dynamic_size()
+        # 2 max(target_lengths) + 1. It is not the size of an output of aten.ctc_loss, which torch.export keeps.
+        states = private.unchecked_size(log_probs)
         return log_probs.new_empty((items,)), log_probs.new_empty((items, steps, states))
 
     def ctc_loss_backward(grad: Any, log_probs: Any, *others: Any) -> Any:
@@ -159,18 +160,16 @@ def function_caller(text: str) -> Callable[..., Any]:
     """
     import onnx
     import onnx_ir as ir
-    from onnxscript import evaluator
+
+    from gradfuse.export import _torch_private as private
 
     proto = onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {_LOCAL_OPSET}]>{text}')
 
     def call(*arguments: Any, **attributes: Any) -> Any:
         function = ir.serde.deserialize_function(proto)
-        # torch.onnx takes nodes and functions from its evaluator.
-        recorder: Any = evaluator.default()
-        recorder.functions[function.identifier()] = function
         outputs = len(function.outputs)
         node = ir.node(function.name, list(arguments), attributes=attributes, domain=LOCAL_DOMAIN, num_outputs=outputs)
-        recorder.nodes.append(node)
+        private.record_call(function, node)
         return node.outputs if outputs > 1 else node.outputs[0]
 
     return call
