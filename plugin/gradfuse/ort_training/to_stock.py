@@ -108,12 +108,12 @@ def to_stock(
         evaluation_model = _evaluation_model(files.eval, constants, {*values, *targets})
         _require_same_inputs(evaluation_model.graph, graph, files)
     return TrainingStep(
-        ir.to_proto(model),
-        parameters,
-        {name: values[name] for name in buffers},
-        tuple(name for name in batch if name not in targets),
-        targets,
-        report,
+        model=ir.to_proto(model),
+        parameters=parameters,
+        buffers={name: values[name] for name in buffers},
+        input_names=tuple(name for name in batch if name not in targets),
+        target_names=targets,
+        report=report,
         optimizer_state={} if optimizer is None else optimizer.initial_state(parameters),
         hyperparameters={} if optimizer is None else optimizer.hyperparameters(),
         constants=constants,
@@ -279,7 +279,7 @@ def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.O
     options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
     group = optimizers.ParameterGroup(tuple(parameters), options)
     steps = dict.fromkeys(parameters, saved.steps)
-    optimizer = optimizers.Optimizer(algorithms[0], (group,), steps, {}, max_grad_norm)
+    optimizer = optimizers.Optimizer(algorithm=algorithms[0], groups=(group,), steps=steps, max_grad_norm=max_grad_norm)
     return dataclasses.replace(optimizer, state=_state(saved, optimizer, parameters, path))
 
 

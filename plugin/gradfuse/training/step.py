@@ -147,7 +147,7 @@ class TrainingStep:
                 field: {name: np.array(_tensor(value).numpy()) for name, value in found.items()}
                 for field, found in values.items()
             }
-            batch = _names(stored["inputs"]), _names(stored["targets"])
+            input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
             state_dict_names, evaluation_file = dict(stored["state_dict"]), stored["evaluation_model"]
             if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
                 raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
@@ -167,16 +167,16 @@ class TrainingStep:
             if os.path.exists(beside):
                 evaluation_model = to_proto(reading.load(beside).ir)
         step = cls(
-            ir.to_proto(model),
-            arrays["parameters"],
-            arrays["buffers"],
-            *batch,
-            None,
-            arrays["optimizer_state"],
-            arrays["hyperparameters"],
-            arrays["constants"],
-            state_dict_names,
-            evaluation_model,
+            model=ir.to_proto(model),
+            parameters=arrays["parameters"],
+            buffers=arrays["buffers"],
+            input_names=input_names,
+            target_names=target_names,
+            optimizer_state=arrays["optimizer_state"],
+            hyperparameters=arrays["hyperparameters"],
+            constants=arrays["constants"],
+            state_dict_names=state_dict_names,
+            evaluation_model=evaluation_model,
         )
         step.require_consistent(os.fspath(path))
         return step
