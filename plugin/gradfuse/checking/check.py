@@ -97,7 +97,7 @@ def check(a: ModelLike, b: ModelLike, runs: int = 3, *, seed: int = 0) -> CheckR
 
 
 class _Pair:
-    """The sessions of the two models, in types that onnxruntime has kernels for, and those that tell the rounding."""
+    """The sessions of two models, in types that onnxruntime has kernels for, and those that tell what rounding does."""
 
     def __init__(self, first: LoadedModel, second: LoadedModel, seed: int) -> None:
         self._seed = seed

@@ -111,7 +111,7 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
             content = os.path.join(folder, "model.onnx")
             writing.save(model, content)
         try:
-            # Without the fallback, which goes on with other providers than those that were asked for.
+            # Without the fallback, which silently uses other providers than those that were asked for.
             return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime's exception classes share no public base.
@@ -119,9 +119,9 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
 
 
 def _called_out(model: ir.Model, source: str) -> onnx.ModelProto:
-    """The model as one message, with its functions, but ours, in the place of their calls where these are many.
+    """Return the model as one message, with its functions (but ours) inlined if they have many calls.
 
-    onnxruntime does so itself, in a time that grows with the square of their number.
+    onnxruntime inlines them itself, in a time that grows with the square of the number of calls.
     """
     proto = to_proto(model)
     if not proto.functions or validation.inlined_nodes(model, source)[0] <= _MOST_INLINED:
@@ -130,7 +130,7 @@ def _called_out(model: ir.Model, source: str) -> onnx.ModelProto:
     try:
         return onnx.inliner.inline_selected_functions(proto, ours, exclude=True)
     except Exception:
-        # onnx states no exception classes; onnxruntime says better what is wrong with a model.
+        # onnx documents no exceptions; onnxruntime reports better what is wrong with a model.
         return proto
 
 

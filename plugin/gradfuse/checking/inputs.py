@@ -1,7 +1,7 @@
-"""Random inputs that a model accepts: class indices in range, masks that leave something, group ends that end.
+"""Random inputs that a model accepts: class indices in range, masks that do not mask everything, ends of groups.
 
-Nothing in an ONNX model says which integers an input may hold, so their ranges are read off what the graph does with
-them: index a dimension, count as a class, compare with a row number.
+An ONNX model does not tell which integers an input may hold. Their ranges follow from what the graph does with them:
+it indexes a dimension, takes them for classes, or compares them with row numbers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class OutputReport:
-    """One output of two models: where its error was largest, in units of the bound, over all runs.
+    """One output of two models, at the element and in the run whose error was largest in units of its bound.
 
     Attributes:
         name: the output.
@@ -36,7 +36,7 @@ class CheckReport:
         ok: every comparable output agrees in every run.
         runs: how many runs with random inputs were made.
         outputs: one entry an output, in the model's order.
-        notes: what limits the check: outputs that are random, types that were replaced, threads that were left out.
+        notes: what limits the check: outputs that are random, types that were replaced, models run in one thread.
     """
 
     ok: bool

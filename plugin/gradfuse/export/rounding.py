@@ -1,7 +1,7 @@
-"""What rounding does to a computation of PyTorch: it is run again with every result of arithmetic moved a little.
+"""What rounding does to a computation of PyTorch: runs it with every result of arithmetic moved a little.
 
 A comparison, a maximum or a sort whose operands lie within rounding of each other comes out either way in runs that are
-moved by more than rounding, so that a few such runs show what may become of it. This module imports torch.
+moved by more than rounding: a few such runs show how far the results may vary. This module imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradfuse.export import _torch_private as private
 
-# What only chooses or rearranges values is left out: it does not round, and gradients look for equal values in it.
+# Without what only chooses or rearranges values: it does not round, and gradients look for equal values in it.
 _ARITHMETIC = frozenset(
     """
     add sub rsub mul div reciprocal addcmul addcdiv lerp pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p

@@ -85,9 +85,9 @@ def load(model: ModelLike) -> LoadedModel:
         return _raised(LoadedModel(_load_path(path), path, _Kind.PATH, None))
     if isinstance(model, onnx.ModelProto):
         _check_versions(model, "ModelProto")
-        # Nothing says which folder the data files are in.
+        # A proto does not tell which folder its data files are in.
         validation.check_tensors(model, "ModelProto", None)
-        # The checker takes one message within the limit.
+        # The checker refuses larger messages.
         if model.ByteSize() <= PROTOBUF_LIMIT:
             _check(model, None, "ModelProto")
         return _raised(LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None))
@@ -108,7 +108,7 @@ def load(model: ModelLike) -> LoadedModel:
 
 
 def _raised(loaded: LoadedModel) -> LoadedModel:
-    """The model with a default opset that function bodies can be written in."""
+    """Return the model with a default opset that is at least `OLDEST_OPSET`."""
     validation.check_calls(loaded.ir, loaded.source)
     opset = loaded.ir.opset_imports[""]
     if opset >= OLDEST_OPSET:
@@ -119,7 +119,7 @@ def _raised(loaded: LoadedModel) -> LoadedModel:
             proto = onnx.version_converter.convert_version(to_proto(loaded.ir), OLDEST_OPSET)
             return dataclasses.replace(loaded, ir=_from_proto(proto, loaded.source), older=loaded.ir)
         except Exception as error:
-            # What the converter's adapters raise has no common base.
+            # The converter's adapters raise exceptions without a common base.
             reason = f"onnx.version_converter cannot raise it: {one_line(error)}"
     raise ModelError(f"{loaded.source}: the default opset is {opset}; expected {_OPSETS}; {reason}")
 
@@ -149,7 +149,7 @@ def _load_path(path: str) -> ir.Model:
     proto = parse(path)
     _check_versions(proto, path)
     folder = os.path.dirname(path) or os.curdir
-    # First of all, so that nothing looks at a file outside the model's folder.
+    # Before anything else, so that nothing reads a file outside the model's folder.
     validation.check_tensors(proto, path, folder)
     text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
     _check(proto, path if text_format in (None, "protobuf") else None, path)
@@ -184,14 +184,14 @@ def parse(path: str) -> onnx.ModelProto:
 
 
 def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
-    # onnx_ir drops these without a word.
+    # onnx_ir silently drops these.
     if proto.training_info:
         raise ModelError(f"{source}: has training_info; expected a model without, as gradfuse could not keep it")
     validation.refuse_sparse(proto, source)
     try:
         model = ir.from_proto(proto)
     except Exception as error:
-        # The deserialiser states no exception classes; whatever it raises, the model is malformed.
+        # The deserializer documents no exceptions; whatever it raises, the model is malformed.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
     return _with_one_default_domain(model)
 

@@ -1,8 +1,11 @@
 """`to_stock`: the artifacts of onnxruntime-training as a training step for stock onnxruntime.
 
-The way of the artifacts: the training model loses what adds up gradients between calls, and its operators of the
-training build make place for standard ones; it is fused; the optimizer's update goes into it; values come from the
-checkpoint; and the evaluation model is what the eval model computes ahead of the loss.
+The way of the artifacts:
+
+1. Remove from the training model what adds up gradients between calls.
+2. Replace the operators of the training build by standard ones, and fuse the model.
+3. Add the optimizer's update, with values from the checkpoint.
+4. Cut the loss off the eval model, which gives the evaluation model.
 """
 
 from __future__ import annotations
@@ -158,7 +161,7 @@ class _Files:
 
         def optional(name: str) -> str | None:
             path = folder / (prefix + name)
-            # Whatever is there is read, also to say that it is no file.
+            # Whatever is there is read, if only to report that it is no file.
             return str(path) if os.path.lexists(path) else None
 
         return cls(
@@ -193,7 +196,7 @@ def _infer(model: ir.Model, values: Iterable[ir.Value | None]) -> None:
 
 
 def _add_in_order(model: ir.Model) -> None:
-    """Let onnxruntime's threads lose no addend: see `gradfuse.models.scatters`."""
+    """Replace each ScatterND of which onnxruntime's threads may lose updates: see `gradfuse.models.scatters`."""
     _infer(model, (value for node in model.graph.all_nodes() if node.op_type == "ScatterND" for value in node.inputs))
     replace_scatter_nd(model)
 

@@ -61,7 +61,7 @@ def require_path(path: Any, where: str) -> None:
 
 
 def checked_providers(providers: Any, where: str) -> list[Any]:
-    """Return execution providers of a form that onnxruntime takes: of others it says so, and goes on without them."""
+    """Return execution providers, after checking their form: onnxruntime prints a warning and ignores others."""
     if providers is None:
         return ["CPUExecutionProvider"]
 
@@ -93,7 +93,7 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:
-        # torch has an exception for each of its kinds of tensors that numpy does not have.
+        # For each kind of tensor that numpy lacks, torch raises another exception.
         raise ArgumentError(f"{what} cannot be an array: {one_line(error)}; expected {wanted}") from error
 
 

@@ -1,6 +1,6 @@
 """`TrainingSession`: training steps in stock onnxruntime, whose parameters never leave the device.
 
-Neither torch nor what exports a step is needed.
+This module needs neither torch nor the exporter.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class TrainingSession:
     """Trains a step in stock onnxruntime, 1.18 or newer.
 
     Parameters, buffers and optimizer state are bound to the session on its device. Each step reads one set of tensors
-    and writes another, and the next step takes them the other way round, so that nothing is copied between steps.
+    and writes another. The next step swaps the two, so that nothing is copied between steps.
 
     Args:
         step: a step, or the path of one that `TrainingStep.save` wrote.
         providers: onnxruntime's execution providers, as for `onnxruntime.InferenceSession`; None: the CPU.
-        session_options: an `onnxruntime.SessionOptions`, used as it is; None: the usual ones, in which gradfuse's
-            kernels are registered if there is a compiled library.
+        session_options: an `onnxruntime.SessionOptions`, used as it is; None: the default ones, with gradfuse's kernels
+            registered if there is a compiled library.
 
     Raises:
         ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
@@ -54,7 +54,7 @@ class TrainingSession:
         GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
 
     Attributes:
-        training_step: the step, with the values that training began at.
+        training_step: the step, with the values that training started from.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TrainingSession:
         feeds |= self._batch_of(targets, self.training_step.target_names, "step", "targets", known)
         require_shapes(f"{_WHO}.step", feeds, known)
         if names and not any(feeds[name].size for name in names):
-            # The mean of nothing is NaN, and would not leave running statistics again.
+            # The mean of nothing is NaN, which would stay in running statistics.
             first = feeds[names[0]]
             got = TensorType(first.dtype, first.shape)
             raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
@@ -245,8 +245,8 @@ class TrainingSession:
     def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Write a safetensors file, whole or not at all.
 
-        It holds `state_dict()` and, under the names of the model's inputs, what the optimizer needs to go on as if it
-        had not stopped: its state, the number of steps, and the learning rates.
+        It holds `state_dict()` and, under the names of the model's inputs, what resuming needs: the optimizer's state,
+        the number of steps, and the learning rates.
 
         Args:
             path: the file.
@@ -272,20 +272,19 @@ class TrainingSession:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
-        After one with the optimizer's state, training goes on as it would have gone on, bit for bit, with the same
-        model, kernels and number of threads. After one without, the optimizer begins as it was at export, and so do
-        buffers that no `state_dict()` has.
+        With the optimizer's state, resuming is bit-identical, given the same model, kernels and number of threads.
+        Without it, the optimizer starts as it was at export, and so do buffers that are not in `state_dict()`.
 
         Raises:
             ArgumentError: `path` is no path.
-            ModelError: the file cannot be read, or holds not what the step needs (as for `load_state_dict`, or only
-                a part of the optimizer's state). Nothing is changed then.
+            ModelError: the file cannot be read, or does not hold what the step needs (as for `load_state_dict`, or
+                only a part of the optimizer's state). Nothing is changed then.
             GradfuseError: safetensors is not installed.
         """
         require_path(path, f"{_WHO}.load")
         safetensors = _safetensors()
         if os.path.exists(path) and not os.path.isfile(path):
-            # A pipe would be waited for.
+            # Reading a pipe would wait for a writer.
             raise ModelError(f"{os.fspath(path)}: is no file; expected one that save wrote")
         try:
             tensors = safetensors.load_file(os.fsdecode(path))

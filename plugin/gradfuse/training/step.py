@@ -1,4 +1,4 @@
-"""A training step as data: the ONNX model, the values that training begins with, and the file that holds both.
+"""A training step as data: the ONNX model, the values that training starts from, and the file that holds both.
 
 This module needs neither torch nor onnxruntime.
 """
@@ -92,12 +92,12 @@ class TrainingStep:
 
         Args:
             path: the file to write. A step that is there is replaced, with its evaluation model and its data.
-            inputs: files that must stay as they are, as the step was made from them.
+            inputs: files that the step was made from, which must stay as they are.
             force: replace an evaluation model or a data file that does not belong to a step at `path`.
 
         Raises:
-            ModelError: a file cannot be written, or would take the place of something that is no step: a folder, a
-                pipe, a device, one of the inputs, or, without `force`, another evaluation model or data file.
+            ModelError: a file cannot be written, or would replace something that is no step: a folder, a pipe, a
+                device, one of the inputs, or, without `force`, another evaluation model or data file.
         """
         model = ir.from_proto(self.model)
         by_name = {str(value.name): value for value in model.graph.inputs}
@@ -125,7 +125,7 @@ class TrainingStep:
         )
         inputs = list(inputs)
         if self.evaluation_model is not None:
-            # Before anything is written, as the step would lack its evaluation model.
+            # Before anything is written: a step without its evaluation model would be incomplete.
             _require_own(path, evaluation_path, inputs, force)
         writing.save(model, path, inputs=inputs, force=force)
         if self.evaluation_model is not None:
@@ -221,7 +221,7 @@ def _evaluation_path(path: str | os.PathLike[str]) -> str:
 
 
 def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Iterable[str], force: bool) -> None:
-    """Refuse to write an evaluation model in the place of what does not belong to the step that is at `path` now."""
+    """Refuse to replace an evaluation model that does not belong to the step that is at `path` now."""
     wanted = "the evaluation model"
     files.require_regular(evaluation_path, wanted)
     files.require_other(evaluation_path, inputs, wanted)
@@ -233,7 +233,7 @@ def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Ite
 
 
 def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the evaluation model of the step at `path`; None where there is no step, or none with one."""
+    """Return the name of the evaluation model of the step at `path`; None if there is no step, or it has none."""
     try:
         metadata = reading.read_metadata(path)
         stored = json.loads(metadata.get(METADATA_KEY, "{}"))
