@@ -48,8 +48,7 @@ def version(tensor: Tensor) -> int:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Tell whether a hook of the user changes or observes the gradient of a parameter."""
-    hooks: Any = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks"))  # noqa: B009
-    return any(hooks)
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
