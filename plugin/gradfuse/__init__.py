@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradfuse import custom_ops, passes, testing
-    from gradfuse.checking.check import CheckReport, check
+    from gradfuse.checking.check import check
+    from gradfuse.checking.report import CheckReport
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
@@ -68,7 +69,7 @@ _SUBMODULES = frozenset({"custom_ops", "passes", "testing", "torch"})
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
-    "CheckReport": "gradfuse.checking.check",
+    "CheckReport": "gradfuse.checking.report",
     "Explanation": "gradfuse.explaining",
     "ExportError": "gradfuse.errors",
     "FuseResult": "gradfuse.fusion",

@@ -38,6 +38,13 @@ class CheckError(GradfuseError):
         self.report = report
 
 
+def one_line(error: BaseException) -> str:
+    """Return the text of another library's exception in one line, cut to what a terminal can show."""
+    reason = getattr(error, "strerror", None) or str(error)
+    text = " ".join(reason.split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}..."
+
+
 def _printable(text: str) -> str:
     """The text in one line: names that it quotes come from files, and may hold anything."""
     if text.isprintable():

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.models import model_io
+from gradfuse.models import reading
+from gradfuse.models.tensors import copy_model
 from gradfuse.passes.diagnosis import CONTRACTIONS
 from gradfuse.passes.matching import names_of
 from gradfuse.passes.pipeline import explaining_pipeline
@@ -111,8 +112,8 @@ def explain(model: Any) -> Explanation:
         ModelError: the model cannot be read.
         ArgumentError: `model` is something else.
     """
-    original = model_io.load(model).ir
-    work = model_io.copy_model(original)
+    original = reading.load(model).ir
+    work = copy_model(original)
     pipeline = explaining_pipeline()
     pipeline(work)
     report = pipeline.report

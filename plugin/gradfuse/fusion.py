@@ -9,12 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradfuse import custom_ops
-from gradfuse.checking.check import check as compared
+from gradfuse.checking.check import check as check_models
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
-from gradfuse.models import model_io
+from gradfuse.models import reading
 from gradfuse.models.inlining import inline
+<<<<<<< HEAD
 from gradfuse.passes.matching import Policy
+=======
+from gradfuse.models.tensors import copy_model
+from gradfuse.passes.diagnosis import FindExporterBugsPass
+from gradfuse.passes.matching import FusePass, Policy
+>>>>>>> h-export
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
@@ -71,27 +77,33 @@ def fuse(
         CheckError: a run of the fused model differed from the original's beyond the bounds of :func:`gradfuse.check`.
     """
     with collection_paused():
-        loaded = model_io.load(model)
+        loaded = reading.load(model)
         fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
-        outcome = compared(model, result, runs=check)
+        outcome = check_models(model, result, runs=check)
         if not outcome.ok:
             raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
     return FuseResult(result, report)
 
 
 def fuse_loaded(
-    loaded: model_io.LoadedModel,
+    loaded: reading.LoadedModel,
     only: Collection[str] | None = None,
     skip: Collection[str] | None = None,
     policy: Policy = "profitable",
     *,
     bodies: bool = True,
     progress: Progress | None = None,
+<<<<<<< HEAD
 ) -> tuple[model_io.LoadedModel, Report]:
     """:func:`fuse` on a loaded model, which may be rewritten in place."""
     # What is spread over functions, or is in a function without shapes, may show only when all functions are inlined.
+=======
+) -> tuple[reading.LoadedModel, Report]:
+    """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
+    # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
+>>>>>>> h-export
     has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
     whole = _inlined(loaded.ir) if has_functions else None
     fused, report = loaded.ir, _run(loaded.ir, policy, only, skip, progress)
@@ -138,8 +150,13 @@ def _gain(report: Report) -> tuple[int, int]:
 
 
 def _inlined(model: ir.Model) -> ir.Model | None:
+<<<<<<< HEAD
     """A copy of the model with its own functions inlined; None if they cannot be."""
     copy = model_io.copy_model(model)
+=======
+    """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
+    copy = copy_model(model)
+>>>>>>> h-export
     try:
         inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
     except ValueError:
@@ -165,7 +182,7 @@ def expand(model: Any) -> Any:
         ModelError: the model cannot be read.
         ArgumentError: a node has inputs or attributes that its operator does not accept.
     """
-    loaded = model_io.load(model)
+    loaded = reading.load(model)
     functions.attach(loaded.ir)
     results = {(node.graph, out.name): out for node in functions.aclnn_nodes(loaded.ir) for out in node.outputs}
     bodies = {key for key in loaded.ir.functions if key[0] == custom_ops.DOMAIN and key[1] in custom_ops.OPS}

@@ -1,7 +1,7 @@
-"""Random inputs that a model accepts: class indices in range, masks that leave something, group ends that end.
+"""Random inputs that a model accepts: class indices in range, masks that do not mask everything, ends of groups.
 
-Nothing in an ONNX model says which integers an input may hold, so their ranges are read off what the graph does with
-them: index a dimension, count as a class, compare with a row number.
+An ONNX model does not tell which integers an input may hold. Their ranges follow from what the graph does with them:
+it indexes a dimension, takes them for classes, or compares them with row numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import onnx_ir as ir
 from gradfuse.custom_ops import DOMAIN, OPS, Operator
 from gradfuse.custom_ops.operator import Classes, Ends
 from gradfuse.errors import ModelError
-from gradfuse.models import model_io, validation
+from gradfuse.models import validation
+from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
 
@@ -202,7 +203,7 @@ def _short(shape: tuple[int, ...]) -> str:
 
 def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Model:
     """Return a copy for analysis: sizes put in and propagated, functions but ours inlined, large tensors left out."""
-    copy = model_io.copy_model(model)
+    copy = copy_model(model)
     bindings = {
         dim.value: size
         for value in copy.graph.inputs

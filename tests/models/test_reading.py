@@ -1,9 +1,8 @@
-"""Models in and out: every kind of argument, every kind of bad file, and writes that are whole or not at all."""
+"""`reading`: every kind of argument, and every kind of bad file."""
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from onnx import helper
 
 from gradfuse import ArgumentError, ModelError, fuse
-from gradfuse.models import model_io, validation
+from gradfuse.models import reading, validation
+from gradfuse.models.tensors import every_tensor
 
 
 def edited(change: Callable[[onnx.ModelProto], Any]) -> onnx.ModelProto:
@@ -64,7 +64,7 @@ def test_bad_model_is_refused_in_one_line(case: str, kind: str, tmp_path: Path) 
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     with pytest.raises(ModelError, match=reason) as failure:
-        model_io.load(path if kind == "path" else model)
+        reading.load(path if kind == "path" else model)
     assert "\n" not in str(failure.value)
     if kind == "path":
         assert str(failure.value).startswith(f"{path}: ")
@@ -85,15 +85,15 @@ def test_file_that_is_no_model_is_refused_in_one_line(case: str, tmp_path: Path)
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=reason) as failure:
-        model_io.load(path)
+        reading.load(path)
     assert "\n" not in str(failure.value)
 
 
 def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nothing\.onnx: does not exist; expected an ONNX file"):
-        model_io.load(tmp_path / "nothing.onnx")
+        reading.load(tmp_path / "nothing.onnx")
     with pytest.raises(ModelError, match="is a folder; expected an ONNX file"):
-        model_io.load(tmp_path)
+        reading.load(tmp_path)
 
 
 def test_missing_and_short_external_data_are_refused(tmp_path: Path) -> None:
@@ -101,23 +101,16 @@ def test_missing_and_short_external_data_are_refused(tmp_path: Path) -> None:
     data = tmp_path / "weights.bin"
     os.truncate(data, 60)
     with pytest.raises(ModelError, match=r"weights\.bin has 60 bytes; expected \d+ for 'w'|for 'b'"):
-        model_io.load(path)
+        reading.load(path)
     data.unlink()
     with pytest.raises(ModelError, match=r"weights\.bin") as failure:
-        model_io.load(path)
+        reading.load(path)
     assert "\n" not in str(failure.value)
 
 
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(ArgumentError, match="model is int; expected a path"):
-        model_io.load(3)  # type: ignore[arg-type]
-
-
-def same_graph(first: onnx.ModelProto, second: onnx.ModelProto) -> bool:
-    return [n.op_type for n in first.graph.node] == [n.op_type for n in second.graph.node] and all(
-        np.array_equal(onnx.numpy_helper.to_array(a), onnx.numpy_helper.to_array(b))
-        for a, b in zip(first.graph.initializer, second.graph.initializer, strict=True)
-    )
+        reading.load(3)  # type: ignore[arg-type]
 
 
 def test_every_kind_of_model_comes_back_as_it_is(tmp_path: Path) -> None:
@@ -134,17 +127,17 @@ def test_every_kind_of_model_comes_back_as_it_is(tmp_path: Path) -> None:
         (program, torch.onnx.ONNXProgram),
     ]
     for model, kind in kinds:
-        loaded = model_io.load(model)  # type: ignore[arg-type]
+        loaded = reading.load(model)  # type: ignore[arg-type]
         restored = loaded.restore(loaded.ir)
         assert isinstance(restored, kind)
-    assert same_graph(model_io.load(path).restore(model_io.load(path).ir), proto)
+    assert small_models.same_graph(reading.load(path).restore(reading.load(path).ir), proto)
 
 
 @pytest.mark.parametrize("kind", ["proto", "ir"])
 def test_the_argument_is_never_changed(kind: str) -> None:
     proto = small_models.forward()
     model: Any = proto if kind == "proto" else ir.from_proto(proto)
-    loaded = model_io.load(model)
+    loaded = reading.load(model)
     for value in loaded.ir.graph.inputs:
         value.dtype = ir.DataType.DOUBLE
         value.name = "other"
@@ -159,7 +152,7 @@ def test_the_argument_is_never_changed(kind: str) -> None:
 
 def test_the_long_name_of_the_default_domain_is_understood() -> None:
     model = edited(lambda m: setattr(m.opset_import[0], "domain", "ai.onnx"))
-    assert model_io.load(model).ir.opset_imports == {"": 20}
+    assert reading.load(model).ir.opset_imports == {"": 20}
 
 
 def test_operators_of_a_later_opset_are_let_through(tmp_path: Path) -> None:
@@ -174,112 +167,15 @@ def test_operators_of_a_later_opset_are_let_through(tmp_path: Path) -> None:
 def test_text_formats_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.textproto"
     onnx.save(small_models.forward(), path)
-    assert len(model_io.load(path).ir.graph) == 3
+    assert len(reading.load(path).ir.graph) == 3
 
 
 def test_external_data_is_not_read_by_loading_and_embedded_by_restoring(tmp_path: Path) -> None:
     path = small_models.save_with_external_data(small_models.forward(), tmp_path / "model.onnx")
-    loaded = model_io.load(path)
+    loaded = reading.load(path)
     tensor = loaded.ir.graph.initializers["w"].const_value
     assert isinstance(tensor, ir.ExternalTensor) and tensor.raw is None
-    assert same_graph(loaded.restore(loaded.ir), small_models.forward())
-
-
-def test_external_data_stays_external_and_whole_when_saved_elsewhere(tmp_path: Path) -> None:
-    source = small_models.save_with_external_data(small_models.forward(500), tmp_path / "model.onnx")
-    target = tmp_path / "out" / "copy.onnx"
-    target.parent.mkdir()
-    model_io.save(model_io.load(source).ir, target)
-    assert sorted(os.listdir(target.parent)) == ["copy.onnx", "copy.onnx.data"]
-    source.unlink()
-    (tmp_path / "weights.bin").unlink()
-    assert same_graph(onnx.load(target), small_models.forward(500))
-
-
-def test_saving_in_place_keeps_the_data_files(tmp_path: Path) -> None:
-    path = small_models.save_with_external_data(small_models.forward(), tmp_path / "model.onnx")
-    before = os.stat(tmp_path / "weights.bin")
-    model_io.save(model_io.load(path).ir, path, keep_references=True)
-    assert os.stat(tmp_path / "weights.bin").st_mtime_ns == before.st_mtime_ns
-    assert sorted(os.listdir(tmp_path)) == ["model.onnx", "weights.bin"]
-    assert same_graph(onnx.load(path), small_models.forward())
-
-
-def test_external_tensors_of_attributes_move_along(tmp_path: Path) -> None:
-    model = small_models.forward()
-    weights = model.graph.initializer.pop(1)
-    assert weights.name == "w"
-    model.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["w"], value=weights))
-    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="c.bin", convert_attribute=True)
-    loaded = model_io.load(tmp_path / "model.onnx")
-    (tmp_path / "out").mkdir()
-    model_io.save(loaded.ir, tmp_path / "out" / "copy.onnx")
-    onnx.checker.check_model(tmp_path / "out" / "copy.onnx")
-    assert np.array_equal(
-        onnx.numpy_helper.to_array(onnx.load(tmp_path / "out" / "copy.onnx").graph.node[0].attribute[0].t),
-        onnx.numpy_helper.to_array(weights),
-    )
-
-
-@pytest.mark.parametrize("external", [False, True])
-@pytest.mark.parametrize("fails", ["os.replace", "onnx_ir.save"])
-def test_failed_write_leaves_what_was_there(
-    external: bool, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "source.onnx"
-    if external:
-        small_models.save_with_external_data(small_models.forward(500), source)
-    else:
-        onnx.save(small_models.forward(), source)
-    target = tmp_path / "out" / "model.onnx"
-    target.parent.mkdir()
-    small_models.save_with_external_data(small_models.forward(7), target, "model.onnx.data")
-    before = {name: (target.parent / name).read_bytes() for name in os.listdir(target.parent)}
-    loaded = model_io.load(source).ir
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    real_replace = os.replace
-    if fails == "os.replace":
-        # The model is renamed last; renames that undo must still work.
-        monkeypatch.setattr(os, "replace", lambda a, b: fail() if str(b).endswith("model.onnx") else real_replace(a, b))
-    else:
-        monkeypatch.setattr(ir, "save", fail)
-    with pytest.raises(ModelError, match=r"model\.onnx: cannot write the model: No space left on device"):
-        model_io.save(loaded, target)
-    monkeypatch.undo()
-    assert {name: (target.parent / name).read_bytes() for name in os.listdir(target.parent)} == before
-    assert sorted(before) == ["model.onnx", "model.onnx.data"]
-
-
-def test_a_folder_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"cannot write the model: No such file or directory$"):
-        model_io.save(model_io.load(small_models.forward()).ir, tmp_path / "nowhere" / "model.onnx")
-
-
-def test_saving_follows_links_and_keeps_the_mode(tmp_path: Path) -> None:
-    real, link = tmp_path / "real.onnx", tmp_path / "link.onnx"
-    onnx.save(small_models.cross_entropy(), real)
-    real.chmod(0o640)
-    link.symlink_to(real)
-    model_io.save(model_io.load(small_models.forward()).ir, link)
-    assert link.is_symlink() and same_graph(onnx.load(real), small_models.forward())
-    assert stat.S_IMODE(real.stat().st_mode) == 0o640
-
-
-def test_a_model_beyond_one_message_is_saved_beside_its_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_io, "PROTOBUF_LIMIT", 2**27 + 4000)
-    model = model_io.load(small_models.forward(500)).ir
-    assert not model_io.fits_one_message(model)
-    model_io.save(model, tmp_path / "model.onnx")
-    assert (tmp_path / "model.onnx.data").stat().st_size == 4 * 500 * 4
-    assert same_graph(onnx.load(tmp_path / "model.onnx"), small_models.forward(500))
-    loaded = model_io.load(tmp_path / "model.onnx")
-    restored = loaded.restore(loaded.ir)
-    assert any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in restored.graph.initializer)
+    assert small_models.same_graph(loaded.restore(loaded.ir), small_models.forward())
 
 
 def external_tensor(entries: dict[str, str], dims: tuple[int, ...] = (4, 5)) -> onnx.TensorProto:
@@ -367,7 +263,7 @@ def test_bad_external_data_is_refused_in_one_line(case: str, place: str, folder:
     path = folder / "in.onnx"
     path.write_bytes(with_tensor(tensor, place).SerializeToString())
     with pytest.raises(ModelError, match=reason) as failure:
-        model_io.load(path)
+        reading.load(path)
     assert "\n" not in str(failure.value) and str(failure.value).startswith(f"{path}: ")
 
 
@@ -377,8 +273,8 @@ def test_external_data_in_the_folder_is_taken(location: str, place: str, folder:
     path = folder / "in.onnx"
     tensor = external_tensor({"location": location, "offset": "0", "length": "80"})
     path.write_bytes(with_tensor(tensor, place).SerializeToString())
-    loaded = model_io.load(path)
-    (found,) = {id(t): t for t in model_io.tensors(loaded.ir)}.values() if "branch" not in place else [None]
+    loaded = reading.load(path)
+    (found,) = {id(t): t for t in every_tensor(loaded.ir)}.values() if "branch" not in place else [None]
     if found is not None:
         np.testing.assert_array_equal(found.numpy().ravel(), np.arange(20, dtype=np.float32))
 
@@ -388,7 +284,7 @@ def test_functions_of_the_default_domain_are_refused() -> None:
     model.functions[0].domain = model.graph.node[0].domain = ""
     model.graph.node[0].op_type = model.functions[0].name = "Twice"
     with pytest.raises(ModelError, match="Twice"):
-        model_io.load(model)
+        reading.load(model)
 
 
 WRONG_SIZES: dict[str, onnx.TensorProto] = {
@@ -407,7 +303,7 @@ WRONG_SIZES: dict[str, onnx.TensorProto] = {
 @pytest.mark.parametrize("case", WRONG_SIZES)
 def test_tensors_of_the_wrong_size_are_refused_in_one_line(case: str, place: str) -> None:
     with pytest.raises(ModelError, match=r"^ModelProto: .*expected") as failure:
-        model_io.load(with_tensor(WRONG_SIZES[case], place))
+        reading.load(with_tensor(WRONG_SIZES[case], place))
     assert "\n" not in str(failure.value)
 
 

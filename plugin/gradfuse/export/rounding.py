@@ -1,7 +1,7 @@
-"""What rounding does to a computation of PyTorch: it is run again with every result of arithmetic moved a little.
+"""What rounding does to a computation of PyTorch: runs it with every result of arithmetic moved a little.
 
 A comparison, a maximum or a sort whose operands lie within rounding of each other comes out either way in runs that are
-moved by more than rounding, so that a few such runs show what may become of it. This module imports torch.
+moved by more than rounding: a few such runs show how far the results may vary. This module imports torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-# What only chooses or rearranges values is left out: it does not round, and gradients look for equal values in it.
+from gradfuse.export import _torch_private as private
+
+# Without what only chooses or rearranges values: it does not round, and gradients look for equal values in it.
 _ARITHMETIC = frozenset(
     """
     add sub rsub mul div reciprocal addcmul addcdiv lerp pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p
@@ -31,7 +31,7 @@ _ARITHMETIC = frozenset(
 _BACKWARD = "_backward"
 
 
-class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Move the results of arithmetic that runs under it, by random relative amounts.
 
     Whole numbers stay as they are: arithmetic on them does not round.
@@ -62,7 +62,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if self._moving or func._schema.is_mutable or not (name in _ARITHMETIC or name.endswith(_BACKWARD)):
+        name = private.operator_name(func).removeprefix("aten::")
+        if self._moving or private.is_mutable(func) or not (name in _ARITHMETIC or name.endswith(_BACKWARD)):
             return result
-        return _pytree.tree_map_only(Tensor, self.moved, result)
+        return private.map_tensors(self.moved, result)
