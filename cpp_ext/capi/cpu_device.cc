@@ -16,7 +16,7 @@
 #include "capi/error.h"
 #include "capi/handle_table.h"
 #include "capi/shared_mutex.h"
-#include "runtime/thread_pool.h"
+#include "capi/thread_pool.h"
 
 namespace gradfuse::capi {
 namespace {

@@ -4,9 +4,9 @@
 #include <string>
 
 #include "capi/error.h"
+#include "capi/thread_pool.h"
 #include "gradfuse/strided_copy.h"
 #include "kernels/dispatch.h"
-#include "runtime/thread_pool.h"
 
 namespace gradfuse::capi {
 namespace {

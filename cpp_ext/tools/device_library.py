@@ -97,7 +97,7 @@ def _files(pattern: str) -> list[Path]:
 def _capi() -> list[Path]:
     """The C API on the CPU, but for what its kernels share with others."""
     api = [path for path in _files("capi/*.cc") if not path.name.startswith("cuda_")]
-    return [*api, *_files("runtime/*.cc"), *_files("kernels/cpu/*.cc")]
+    return [*api, *_files("kernels/cpu/*.cc")]
 
 
 def _command(variant: str, arch: str) -> list[str]:
