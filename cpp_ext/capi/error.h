@@ -1,8 +1,7 @@
 #pragma once
 
-#include <exception>
+#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "acl/acl.h"
 #include "gradfuse/status.h"
@@ -10,22 +9,21 @@
 namespace gradfuse::capi {
 
 // What a function of the C API gives back, and why.
-class Error : public std::exception {
+class Error : public std::runtime_error {
  public:
-  Error(int code, std::string message) : code_(code), message_(std::move(message)) {}
+  Error(int code, const std::string& message) : std::runtime_error(message), code_(code) {}
   int code() const { return code_; }
-  const char* what() const noexcept override { return message_.c_str(); }
 
  private:
   int code_;
-  std::string message_;
 };
 
 // Throws an Error where `status` is one.
 void ThrowIfError(const Status& status);
 
 // Throws an Error of `code` where `pointer` is null.
-inline void ExpectPointer(const void* pointer, const char* name, const char* wanted, int code) {
+template <class Object>
+void ExpectPointer(const Object* pointer, const char* name, const char* wanted, int code) {
   if (pointer == nullptr) throw Error(code, std::string(name) + " is a null pointer; expected " + wanted);
 }
 

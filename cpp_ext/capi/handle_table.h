@@ -40,6 +40,7 @@ class HandleTable {
     Slot& slot = slots_[index];
     slot.object.emplace(std::move(object));
     free_ = slot.next_free;
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): a handle is no address, and nothing is at it
     return reinterpret_cast<void*>(uintptr_t{slot.generation} << 32 | uintptr_t{index} << kIndexShift | kTag);
   }
 

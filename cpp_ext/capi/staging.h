@@ -12,8 +12,10 @@ namespace gradfuse::capi {
 
 // An argument of the C function that is a tensor of the op's signature: lengths are arrays of the host.
 struct Operand {
+  // NOLINTBEGIN(*-explicit-constructor): a C function lists its arguments as they are
   Operand(const aclTensor* tensor) : handle(tensor) {}
   Operand(const aclIntArray* array) : handle(array), is_array(true) {}
+  // NOLINTEND(*-explicit-constructor)
 
   const void* handle;
   bool is_array = false;
@@ -29,11 +31,22 @@ struct Argument {
 // Looks an operand up; throws an Error where it stands for nothing. To be called with the shared mutex held.
 void ReadOperand(const char* name, const Operand& operand, Argument& argument);
 
-// A tensor of an op and the view that it stands for, of other strides or of memory that the op also reads.
-struct Staged {
-  Tensor* tensor;  // dense; its data lies in the workspace
-  Tensor view;
-  int64_t offset = 0;  // in the workspace
+// An input of an op that is no dense tensor. It is copied to the workspace before the op runs.
+struct StagedInput {
+  Tensor* tensor = nullptr;  // of the op: the copy
+  Tensor view;               // of the caller
+  MutableTensor copy;        // dense
+  int64_t offset = 0;        // of the copy in the workspace
+};
+
+// An output of an op whose view is no dense tensor, or lies in memory that the op also reads. The op writes to the
+// workspace, and what it wrote is copied when it has run.
+struct StagedOutput {
+  MutableTensor* tensor = nullptr;  // of the op: dense, in the workspace
+  MutableTensor view;               // of the caller
+  int64_t offset = 0;               // of the tensor in the workspace
+
+  Tensor result() const { return {tensor->data, *tensor}; }
 };
 
 // What a plan has beside the op's arguments, and how it is made: independent of the op.
@@ -44,8 +57,8 @@ class Staging {
 
   // Points `tensor` at the output *argument, which is to be `expected`. `inputs` are the arguments ahead of the
   // outputs, which begin at `outputs`.
-  void Output(const Argument* inputs, const Argument* outputs, const Argument* argument, const Tensor& expected,
-              Tensor& tensor);
+  void Output(const Argument* inputs, const Argument* outputs, const Argument* argument, const TensorLayout& expected,
+              MutableTensor& tensor);
 
   // Lets checks read the values of inputs in memory of the host as long as the copies live that it gives: of those
   // that are not dense.
@@ -60,17 +73,17 @@ class Staging {
   // Begins a run: points what is staged into the workspace. Gives the part for the op itself.
   char* Place(char* workspace);
 
-  const std::vector<Staged>& inputs() const { return inputs_; }
-  const std::vector<Staged>& outputs() const { return outputs_; }
+  const std::vector<StagedInput>& inputs() const { return inputs_; }
+  const std::vector<StagedOutput>& outputs() const { return outputs_; }
 
  private:
   struct Checked {
-    Tensor* tensor;
+    Tensor* tensor = nullptr;
     Tensor view;
   };
 
-  std::vector<Staged> inputs_;
-  std::vector<Staged> outputs_;
+  std::vector<StagedInput> inputs_;
+  std::vector<StagedOutput> outputs_;
   std::vector<Checked> checked_;
   std::vector<IntArray> arrays_;
   int64_t op_offset_ = 0;

@@ -27,7 +27,7 @@ decltype(auto) WithShortFloatType(DType dtype, const Body& body) {
 }
 
 constexpr int64_t CeilDiv(int64_t numerator, int64_t denominator) {
-  return numerator / denominator + (numerator % denominator != 0);
+  return numerator / denominator + (numerator % denominator != 0 ? 1 : 0);
 }
 
 }  // namespace gradfuse
