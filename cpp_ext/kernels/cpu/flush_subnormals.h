@@ -1,9 +1,9 @@
 #pragma once
 
-#if defined(__SSE2__)
+#include <cstdint>
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#include <cstdint>
 
 namespace gradfuse::cpu {
 
@@ -11,7 +11,7 @@ namespace gradfuse::cpu {
 // own setting is back. Probabilities that small cannot change a rounded result, but cost a hundredfold each.
 class FlushSubnormals {
  public:
-#if defined(__SSE2__)
+#if defined(__x86_64__)
   FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
   ~FlushSubnormals() { _mm_setcsr(saved_); }
 
@@ -29,9 +29,6 @@ class FlushSubnormals {
  private:
   static constexpr uint64_t kFlushToZero = uint64_t{1} << 24;
   uint64_t saved_;
-#else
-  FlushSubnormals() = default;
-  ~FlushSubnormals() {}
 #endif
 
  public:

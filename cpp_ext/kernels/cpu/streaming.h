@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#if defined(__SSE2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -21,7 +21,7 @@ class StreamFence {
  public:
   explicit StreamFence(bool streams) : streams_(streams) {}
   ~StreamFence() {
-#if defined(__SSE2__)
+#if defined(__x86_64__)
     if (streams_) _mm_sfence();
 #endif
   }

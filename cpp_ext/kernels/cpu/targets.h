@@ -12,7 +12,7 @@ inline constexpr const char* kTargetNames[] = {"scalar", "avx2", "avx512", "avx5
 #elif defined(__aarch64__)
 inline constexpr const char* kTargetNames[] = {"scalar", "neon"};
 #else
-inline constexpr const char* kTargetNames[] = {"scalar"};
+#error "gradfuse is for x86-64 and AArch64"
 #endif
 
 // The namespaces of those that this build has, in the same order: without Highway, the first alone.
