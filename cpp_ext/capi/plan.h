@@ -18,10 +18,10 @@
 #include "gradfuse/signature.h"
 #include "gradfuse/strided_copy.h"
 
-// The first phase of any op: what makes an executor out of C arguments.
+// The first phase of any op: it makes an executor from C arguments.
 namespace gradfuse::capi {
 
-// Throws an Error where an operand that the op needs is null.
+// Throws an Error if an operand that the op needs is null.
 class NullCheck {
  public:
   explicit NullCheck(const Operand* first) : next_(first) {}
@@ -41,8 +41,8 @@ class NullCheck {
   const Operand* next_;
 };
 
-// Gives the arguments what the operands stand for; throws an Error for one that stands for nothing. To be used with the
-// shared mutex held.
+// Looks up the operands and fills the arguments; throws an Error for an unknown operand. Use it with the shared mutex
+// held.
 class OperandReader {
  public:
   OperandReader(const Operand* first, Argument* first_argument) : next_(first), next_argument_(first_argument) {}
@@ -153,8 +153,8 @@ class Plan final : public Executor {
   Staging staging_;
 };
 
-// The first phase of the op with arguments Args: of the C function `function`. `operands` are its inputs and outputs in
-// the order of the op's signature.
+// The first phase of the op with arguments Args, for the C function `function`. `operands` are its inputs and outputs
+// in the order of the op's signature.
 template <class Args, size_t kOperands, class SetAttributes>
 aclnnStatus Prepare(const char* function, const Operand (&operands)[kOperands], const SetAttributes& set_attributes,
                     uint64_t* workspace_bytes, aclOpExecutor** handle) noexcept {

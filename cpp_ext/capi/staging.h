@@ -21,14 +21,15 @@ struct Operand {
   bool is_array = false;
 };
 
-// What an operand stands for: a copy, so that another thread may destroy the operand meanwhile. Empty for a null one.
+// What an operand refers to: a copy, so that another thread may destroy the operand meanwhile. Empty for a null
+// operand.
 struct Argument {
   const char* name = nullptr;
   std::optional<GivenTensor> tensor;
   IntArray array;
 };
 
-// Looks an operand up; throws an Error where it stands for nothing. To be called with the shared mutex held.
+// Looks an operand up; throws an Error if it is unknown. Call it with the shared mutex held.
 void ReadOperand(const char* name, const Operand& operand, Argument& argument);
 
 // An input of an op that is no dense tensor. It is copied to the workspace before the op runs.
@@ -60,17 +61,17 @@ class Staging {
   void Output(const Argument* inputs, const Argument* outputs, const Argument* argument, const TensorLayout& expected,
               MutableTensor& tensor);
 
-  // Lets checks read the values of inputs in memory of the host as long as the copies live that it gives: of those
-  // that are not dense.
+  // Lets checks read the values of inputs in host memory. Inputs that are not dense are read from the copies that it
+  // returns, as long as these live.
   std::vector<std::unique_ptr<char[]>> ReadValues();
 
-  // Lays out the workspace, of which the op itself takes `op_bytes`, and gives its size.
+  // Lays out the workspace, of which the op itself takes `op_bytes`, and returns its size.
   uint64_t LayOut(int64_t op_bytes);
 
   // Whether values are checked that may change until the op runs.
   bool reads_values() const { return !checked_.empty(); }
 
-  // Begins a run: points what is staged into the workspace. Gives the part for the op itself.
+  // Begins a run: points what is staged into the workspace. Returns the part for the op itself.
   char* Place(char* workspace);
 
   const std::vector<StagedInput>& inputs() const { return inputs_; }

@@ -5,7 +5,8 @@
 
 namespace gradfuse {
 
-// Gives what body gives for a value of the element type that `dtype` names: one of the floating-point types.
+// Calls body with a value of the element type that `dtype` names, one of the floating-point types, and returns its
+// result.
 template <class Body>
 decltype(auto) WithFloatType(DType dtype, const Body& body) {
   switch (dtype) {

@@ -11,7 +11,7 @@
 #include "gradfuse/signature.h"
 #include "ort/api.h"
 
-// What makes a custom op of ONNX Runtime out of the arguments of any op.
+// Makes a custom op of ONNX Runtime from the arguments of any op.
 namespace gradfuse::ort {
 
 // The sizes of a tensor's dimensions.

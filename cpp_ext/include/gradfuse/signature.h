@@ -19,14 +19,14 @@ class TypeSet {
     for (DType type : types) types_[size_++] = type;
   }
 
-  // The same types for an input whose values the host reads wherever the others are: they decide an output's shape.
+  // The same types for an input that is in host memory whatever the device is: its values decide an output's shape.
   constexpr TypeSet ReadByHost() const {
     TypeSet set = *this;
     set.read_by_host_ = true;
     return set;
   }
 
-  // The same types for an input whose values a check reads, where the host can.
+  // The same types for an input whose values are checked if the host can read them.
   constexpr TypeSet Checked() const {
     TypeSet set = *this;
     set.checked_ = true;

@@ -7,9 +7,9 @@
 
 namespace gradfuse {
 
-// Copies the elements of a tensor to another of its type and shape, of rank 8 or less. Strides of both may be any that
-// are not negative; the memory of one does not overlap that of the other. Elements of `to` that lie at one place get
-// the value of one of them.
+// Copies the elements of a tensor to another of the same type and shape, of rank 8 or less. Strides must not be
+// negative, and the tensors must not overlap. Where several elements of `to` share a place, it gets the value of one of
+// them.
 namespace cpu {
 void StridedCopy(const Tensor& from, const MutableTensor& to, const ParallelFor& parallel);
 }

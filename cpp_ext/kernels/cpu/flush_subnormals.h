@@ -7,8 +7,9 @@
 
 namespace gradfuse::cpu {
 
-// While it lives, this thread's arithmetic takes subnormal floats as zero and gives zero for them; then the thread's
-// own setting is back. Probabilities that small cannot change a rounded result, but cost a hundredfold each.
+// While an object lives, arithmetic on its thread treats subnormal floats as zero, as operands and as results; the
+// destructor restores the thread's own setting. Probabilities that small do not change a rounded result, but each costs
+// a hundred times as much.
 class FlushSubnormals {
  public:
 #if defined(__x86_64__)

@@ -13,8 +13,8 @@ namespace gradfuse::ort {
 // Throws gpu::Error.
 void* OwnStream(int gpu);
 
-// The allocator of a GPU's memory, for all sessions. A tensor's memory is given back in the order of the stream that it
-// was asked for on, since that is where its last use is.
+// The allocator of a GPU's memory, for all sessions. A tensor's memory is freed in the order of the stream that it was
+// allocated on, since that is where its last use is.
 class GpuMemory : public OrtAllocator {
  public:
   // `info` describes the memory.
