@@ -96,7 +96,7 @@ void Staging::Output(const Argument* inputs, const Argument* outputs, const Argu
   bool is_staged = !view.IsDense();
   for (const Argument* other = inputs; other != argument; ++other) {
     if (!other->tensor) continue;
-    const MutableTensor& other_view = other->tensor->view;
+    const MutableTensor& other_view = other->tensor.value().view;
     if (!Overlap(range, Range(other_view))) continue;
     // Views with strides may lie between each other's elements.
     if (other >= outputs && view.IsDense() && other_view.IsDense()) {
