@@ -18,7 +18,7 @@ class Describer {
   void Attribute(const char* name, int64_t value) { AddAttribute(name, std::to_string(value)); }
   void Attribute(const char* name, float value) { AddAttribute(name, std::to_string(value)); }
   void Attribute(const char* name, const std::string& value) { AddAttribute(name, Quoted(value)); }
-  void Output(const char* name, const Tensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
+  void Output(const char* name, const MutableTensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
 
   std::string Object(const char* name, const TypeSet& types) const {
     return "{\"name\": " + Quoted(name) + ", \"types\": " + List(types) + ", \"inputs\": [" + inputs_ +

@@ -97,7 +97,7 @@ def _files(pattern: str) -> list[Path]:
 def _capi() -> list[Path]:
     """The C API on the CPU, but for what its kernels share with others."""
     api = [path for path in _files("capi/*.cc") if not path.name.startswith("cuda_")]
-    return [*api, *_files("runtime/*.cc"), *_files("kernels/cpu/*.cc")]
+    return [*api, *_files("kernels/cpu/*.cc")]
 
 
 def _command(variant: str, arch: str) -> list[str]:
@@ -107,7 +107,7 @@ def _command(variant: str, arch: str) -> list[str]:
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
         options.append("-DGRADFUSE_HAVE_CUDA")
         if variant == "cuda-ort":
-            options += ["-isystem", str(_onnxruntime_headers())]
+            options += _adapter_options()
         return [_compiler("nvcc", "NVCC"), *options, *includes]
     options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
     if variant != "thread-sanitized":
@@ -117,8 +117,15 @@ def _command(variant: str, arch: str) -> list[str]:
         if variant == "simt-sanitized":
             options.append("-DGRADFUSE_HAVE_CUDA")
     if variant == "simt-ort":
-        includes += ["-isystem", str(_onnxruntime_headers())]
+        options += _adapter_options()
     return [_compiler("c++", "CXX"), *options, *includes]
+
+
+def _adapter_options() -> list[str]:
+    """What only the adapter to onnxruntime needs: its headers, and the version that the Python package has."""
+    package = (CPP_EXT.parent / "plugin" / "gradfuse" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = (".*")$', package, re.MULTILINE)
+    return ["-isystem", str(_onnxruntime_headers()), f"-DGRADFUSE_VERSION={version}"]
 
 
 def _compiler(name: str, variable: str) -> str:

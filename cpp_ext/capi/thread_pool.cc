@@ -1,4 +1,4 @@
-#include "runtime/thread_pool.h"
+#include "capi/thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>
