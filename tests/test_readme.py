@@ -29,7 +29,9 @@ def test_the_example_exports_fuses_and_trains(tmp_path: Path) -> None:
 
 
 def test_the_numbers_are_measured() -> None:
-    rows = re.findall(r"^\| ([^|]+?)(?:, batch (\d+)[^|]*)? \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) \|$", README, re.M)
+    rows = re.findall(
+        r"^\| ([^|]+?)(?:, batch (\d+)[^|]*)? \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) \|$", README, re.M
+    )
     assert len(rows) == 3
     measured = (ROOT / "benchmarks" / "results" / "step.md").read_text(encoding="utf-8")
     for _, batch, plain, fused, gain in rows:
