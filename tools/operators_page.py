@@ -6,6 +6,7 @@ Usage: python tools/operators_page.py
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 from gradfuse import custom_ops
@@ -30,7 +31,8 @@ def _section(operator: Operator) -> str:
     table = "\n".join(f"| {kind} | `{name}` | {type_} | {_line(doc)} |" for kind, name, type_, doc in rows)
     types = "; ".join(f"{name}: {', '.join(map(_short, names))}" for name, names in operator.constraints.items())
     head = "| | name | type | |\n|---|---|---|---|"
-    return f"### {operator.name}\n\n{_line(operator.doc)}\n\n{head}\n{table}\n\nTypes: {types}.\n"
+    doc = textwrap.fill(_line(operator.doc), 120, break_on_hyphens=False)
+    return f"### {operator.name}\n\n{doc}\n\n{head}\n{table}\n\nTypes: {types}.\n"
 
 
 def _short(type_string: str) -> str:
