@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import click
+import draw_fusion
 import onnx
+import operators_page
 import pytest
 
 import gradfuse
@@ -15,10 +16,6 @@ from gradfuse import cli, custom_ops
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import draw_fusion  # noqa: E402
-import operators_page  # noqa: E402
 
 
 def text(name: str) -> str:
