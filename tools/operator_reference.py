@@ -1,6 +1,6 @@
 """Write the inputs, outputs, attributes and types of every operator into docs/operators.md.
 
-Usage: python tools/operators_page.py
+Usage: python tools/operator_reference.py
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import Operator
 
 PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
-_GENERATED = re.compile(r"(?<=<!-- generated -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_GENERATED = re.compile(r"(?<=<!-- operators: reference -->\n).*?(?=<!-- operators: end -->)", re.DOTALL)
+
+
+def reference() -> str:
+    """A section for each operator."""
+    return "\n\n".join(_section(operator) for operator in custom_ops.OPS.values())
 
 
 def updated(page: str) -> str:
     """The page with the present operators between its markers."""
-    text = "\n".join(_section(operator) for operator in custom_ops.OPS.values())
-    return _GENERATED.sub(lambda _: f"\n{text}\n", page)
+    return _GENERATED.sub(lambda _: f"{reference()}\n", page)
 
 
 def _section(operator: Operator) -> str:
@@ -32,7 +36,7 @@ def _section(operator: Operator) -> str:
     types = "; ".join(f"{name}: {', '.join(map(_short, names))}" for name, names in operator.constraints.items())
     head = "| | name | type | |\n|---|---|---|---|"
     doc = textwrap.fill(_line(operator.doc), 120, break_on_hyphens=False)
-    return f"### {operator.name}\n\n{doc}\n\n{head}\n{table}\n\nTypes: {types}.\n"
+    return f"### {operator.name}\n\n{doc}\n\n{head}\n{table}\n\nTypes: {types}."
 
 
 def _short(type_string: str) -> str:
