@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo samples test test-slow test-aarch64 test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
-    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format wheel clean
+    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -39,6 +39,7 @@ help:
 	@echo "make gpu-bench   measure them, against PyTorch where there is one with CUDA"
 	@echo "make lint    check style and types of Python, and format and style of C++"
 	@echo "make format  format Python and C++"
+	@echo "make docs    build the documentation's site into build/docs"
 	@echo "make wheel   build a wheel into dist/"
 	@echo "make clean   remove everything that was built or installed"
 
@@ -153,6 +154,10 @@ format: $(DEPENDENCIES)
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FORMATTED)
+
+# Without the variable the theme announces its successor on every run.
+docs: $(DEPENDENCIES)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .

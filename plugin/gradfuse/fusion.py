@@ -14,13 +14,8 @@ from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.models import reading
 from gradfuse.models.inlining import inline
-<<<<<<< HEAD
-from gradfuse.passes.matching import Policy
-=======
 from gradfuse.models.tensors import copy_model
-from gradfuse.passes.diagnosis import FindExporterBugsPass
-from gradfuse.passes.matching import FusePass, Policy
->>>>>>> h-export
+from gradfuse.passes.matching import Policy
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
@@ -95,15 +90,9 @@ def fuse_loaded(
     *,
     bodies: bool = True,
     progress: Progress | None = None,
-<<<<<<< HEAD
-) -> tuple[model_io.LoadedModel, Report]:
-    """:func:`fuse` on a loaded model, which may be rewritten in place."""
-    # What is spread over functions, or is in a function without shapes, may show only when all functions are inlined.
-=======
 ) -> tuple[reading.LoadedModel, Report]:
     """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
     # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
->>>>>>> h-export
     has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
     whole = _inlined(loaded.ir) if has_functions else None
     fused, report = loaded.ir, _run(loaded.ir, policy, only, skip, progress)
@@ -150,13 +139,8 @@ def _gain(report: Report) -> tuple[int, int]:
 
 
 def _inlined(model: ir.Model) -> ir.Model | None:
-<<<<<<< HEAD
-    """A copy of the model with its own functions inlined; None if they cannot be."""
-    copy = model_io.copy_model(model)
-=======
     """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
     copy = copy_model(model)
->>>>>>> h-export
     try:
         inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
     except ValueError:
