@@ -53,6 +53,7 @@ class Stream {
     worker_.join();
   }
 
+  // NOLINTNEXTLINE(readability-non-const-parameter): the executor writes to the workspace
   void Push(std::unique_ptr<Executor> executor, char* workspace) {
     {
       const std::lock_guard lock(mutex_);
