@@ -85,7 +85,7 @@ def _repository_file(path: str, config: MkDocsConfig) -> File:
     if path.endswith(_PICTURES):
         return File.generated(config, _address(path), abs_src_path=str(source))
     if source.is_dir():
-        listed = "\n".join(f"- `{name}`" for name in sorted(os.listdir(source)))
+        listed = "\n".join(f"- `{name}`" for name in sorted(os.listdir(source)) if name != "__pycache__")
         content = f"{_NO_SEARCH}# {path}\n\n{listed}\n"
     elif path.endswith(".md"):
         content = source.read_text(encoding="utf-8")
