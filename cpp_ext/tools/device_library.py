@@ -108,7 +108,7 @@ def _command(variant: str, arch: str) -> list[str]:
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
         options.append("-DGRADFUSE_HAVE_CUDA")
         if variant == "cuda-ort":
-            options += ["-isystem", str(_onnxruntime_headers())]
+            options += ["-isystem", str(onnxruntime_headers())]
         return [_compiler("nvcc", "NVCC"), *options, *includes]
     options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
     if variant != "thread-sanitized":
@@ -118,7 +118,7 @@ def _command(variant: str, arch: str) -> list[str]:
         if variant == "simt-sanitized":
             options.append("-DGRADFUSE_HAVE_CUDA")
     if variant == "simt-ort":
-        includes += ["-isystem", str(_onnxruntime_headers())]
+        includes += ["-isystem", str(onnxruntime_headers())]
     return [_compiler("c++", "CXX"), *options, *includes]
 
 
@@ -129,7 +129,7 @@ def _compiler(name: str, variable: str) -> str:
     return path
 
 
-def _onnxruntime_headers() -> Path:
+def onnxruntime_headers() -> Path:
     """Where CMake found the headers of onnxruntime, or what the variable GRADFUSE_ORT_INCLUDE_DIR says."""
     given = os.environ.get("GRADFUSE_ORT_INCLUDE_DIR")
     if given:
