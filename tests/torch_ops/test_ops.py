@@ -274,8 +274,8 @@ def test_autocast_computes_the_loss_in_float32_as_pytorch_does(dtype: torch.dtyp
         assert aclnn.mse_loss_backward(*[log_probs] * 3).dtype == dtype
 
 
-def every_operator(scores: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-    """All operators on scores (T, N, C), labels (N, S) and the labels' lengths (N)."""
+def operators_together(scores: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Operators among others, and on each other's results: scores (T, N, C), labels (N, S) and their lengths (N)."""
     steps, items, classes = scores.shape
     one = scores.new_ones(())
     log_probs = scores.log_softmax(2)
@@ -311,9 +311,9 @@ def test_compiled_once_for_all_sizes() -> None:
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    compiled = torch.compile(every_operator, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(operators_together, fullgraph=True, dynamic=True, backend=backend)
     for size in SIZES:
-        for output, expected in zip(compiled(*batch(*size)), every_operator(*batch(*size)), strict=True):
+        for output, expected in zip(compiled(*batch(*size)), operators_together(*batch(*size)), strict=True):
             assert torch.equal(output, expected)
     assert len(graphs) == 1
 
@@ -321,20 +321,58 @@ def test_compiled_once_for_all_sizes() -> None:
 def test_compiled_with_graph_breaks() -> None:
     """Without fullgraph, torch.compile leaves ctc_loss to Python; it must not trace into our calls of C."""
     torch._dynamo.reset()
-    compiled = torch.compile(every_operator, backend="eager")
-    for output, expected in zip(compiled(*batch(5, 3, 4)), every_operator(*batch(5, 3, 4)), strict=True):
+    compiled = torch.compile(operators_together, backend="eager")
+    for output, expected in zip(compiled(*batch(5, 3, 4)), operators_together(*batch(5, 3, 4)), strict=True):
         assert torch.equal(output, expected)
 
 
 def test_exported() -> None:
     class Module(torch.nn.Module):
-        forward = staticmethod(every_operator)
+        forward = staticmethod(operators_together)
 
     steps, items, classes = torch.export.Dim("T"), torch.export.Dim("N"), torch.export.Dim("C")
     shapes = ({0: steps, 1: items, 2: classes}, {0: items}, {0: items})
     program = torch.export.export(Module(), batch(5, 3, 4), dynamic_shapes=shapes)
-    found = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("aclnn.")}
-    assert found == {f"aclnn.{operator.stem}.default" for operator in OPS.values()}
     for size in SIZES:
-        for output, expected in zip(program.module()(*batch(*size)), every_operator(*batch(*size)), strict=True):
+        for output, expected in zip(program.module()(*batch(*size)), operators_together(*batch(*size)), strict=True):
+            assert torch.equal(output, expected)
+
+
+@each_operator
+def test_each_is_compiled_for_all_sizes(operator: Operator) -> None:
+    """Without a graph break, and not again for every size."""
+    samples = [SAMPLES[operator.name].sized(size, torch.float32) for size in (6, 8, 11)]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def call(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+        return as_tuple(op_of(operator.name)(*inputs, **samples[0].attributes))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for sample in samples:
+        for output, expected in zip(compiled(*sample.inputs), call(*sample.inputs), strict=True):
+            assert torch.equal(output, expected)
+    assert len(graphs) < len(samples)
+
+
+@each_operator
+def test_each_is_exported_for_all_sizes(operator: Operator) -> None:
+    samples = [SAMPLES[operator.name].sized(size, torch.float32) for size in (6, 8, 11)]
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+            return as_tuple(op_of(operator.name)(*inputs, **samples[0].attributes))
+
+    def dims_of(value: Tensor | None) -> Any:
+        return None if value is None else dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO)
+
+    arguments = tuple(samples[0].inputs)
+    program = torch.export.export(Module(), arguments, dynamic_shapes=(tuple(map(dims_of, arguments)),))
+    assert f"aclnn.{operator.stem}.default" in {str(node.target) for node in program.graph.nodes}
+    for sample in samples:
+        for output, expected in zip(program.module()(*sample.inputs), Module()(*sample.inputs), strict=True):
             assert torch.equal(output, expected)

@@ -101,9 +101,7 @@ def run(variant: str, only: str | None) -> int:
     total = 0
     for gpu in gpus:
         counts = [0, 0]
-        for case in cases(large=False):
-            if only not in (None, case.op):
-                continue
+        for case in cases(large=False, only=only):
             try:
                 problem = check(case, gpu)
             except Exception as error:

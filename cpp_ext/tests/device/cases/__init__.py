@@ -10,10 +10,12 @@ import numpy as np
 from case import Case
 
 
-def cases(*, large: bool, seed: int = 0) -> Iterator[Case]:
-    """Every op in every type; `large` adds sizes that fill a GPU."""
+def cases(*, large: bool, only: str | None = None, seed: int = 0) -> Iterator[Case]:
+    """Every op, or only one, in every type; `large` adds sizes that fill a GPU."""
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         module = importlib.import_module(f"{__name__}.{path.stem}")
+        if only not in (None, module.OP):
+            continue
         random = np.random.default_rng(seed)
         for dtype in module.DTYPES:
             yield from module.cases(random, dtype, large)
