@@ -194,6 +194,8 @@ OPERATOR = Operator(
         "q_i = g_i (1 - ls) w[y_i] and s_i = g_i ls / C; reduction mean divides both by the sum of w[y_i] over the "
         "rows that are not ignored. Ignored rows are 0; a target outside [0, C) is an error at run time."
     ),
+    summary="cross entropy with respect to the logits: class weights, ignored rows, label smoothing",
+    counterpart="autograd of `F.cross_entropy`",
     inputs=(
         Input("grad_loss", "T", "Gradient of the loss: () or (1) for mean and sum, (N) for none."),
         Input("log_prob", "T", "Log-softmax of the logits, (N, C), C > 0."),

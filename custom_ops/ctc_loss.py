@@ -331,6 +331,8 @@ OPERATOR = Operator(
         "the gradient reads. log_alpha is -inf past the steps and states of an item. Lengths or labels out of range "
         "are an error at run time."
     ),
+    summary="(the forward that `CtcLossBackward` needs)",
+    counterpart="`aten::_ctc_loss`",
     inputs=SEQUENCE_INPUTS,
     outputs=(
         Output("neg_log_likelihood", "Negative log-likelihood of each item, (N)."),

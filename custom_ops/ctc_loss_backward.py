@@ -174,6 +174,8 @@ OPERATOR = Operator(
         "whose neg_log_likelihood is +inf gets NaN, with zero_infinity 0. A class of log-probability -inf gets 0. Of "
         "log_alpha only the steps and states of each item are read."
     ),
+    summary="connectionist temporal classification",
+    counterpart="`aten::_ctc_loss_backward`",
     inputs=(
         Input("grad_out", "T", "Gradient of each item's loss, (N)."),
         *SEQUENCE_INPUTS,

@@ -134,6 +134,8 @@ OPERATOR = Operator(
         "ends do not decrease and the last is R, anything else is an error at run time. Without, grad_y (G, C, H) is "
         "summed over C."
     ),
+    summary="a bias added to groups of rows",
+    counterpart="segment sums",
     inputs=(
         Input("grad_y", "T", "Gradient of the sum: (R, H) with group_idx, else (G, C, H)."),
         Input(

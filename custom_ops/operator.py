@@ -202,6 +202,8 @@ class Operator:
         name: the ONNX operator type.
         stem: the name that its files carry all over the project.
         doc: what it computes.
+        summary: what it computes the gradient of, for tables of operators.
+        counterpart: what computes the same in PyTorch, for tables of operators.
         inputs, outputs, attributes: in the order of the schema.
         constraints: type variable -> ONNX type strings it may stand for; ``T`` is the type of the outputs.
         infer: gives the outputs' types and shapes, raises :class:`gradfuse.ArgumentError` for what contradicts.
@@ -219,6 +221,8 @@ class Operator:
     name: str
     stem: str
     doc: str
+    summary: str
+    counterpart: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     attributes: tuple[Attribute, ...]

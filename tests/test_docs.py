@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import draw_fusion
 import onnx
-import operator_reference
+import operator_tables
 import pytest
 
 import gradfuse
@@ -79,7 +79,7 @@ def test_the_table_of_warnings_is_complete() -> None:
 def test_the_pages_of_operators_are_complete() -> None:
     page = text("operators.md")
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)) == set(custom_ops.OPS)
-    assert operator_reference.updated(page) == page, "run python tools/operator_reference.py"
+    assert operator_tables.updated(page) == page, "run python tools/operator_tables.py"
 
 
 def test_every_command_and_option_is_listed() -> None:

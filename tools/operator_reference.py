@@ -1,29 +1,16 @@
-"""Write the inputs, outputs, attributes and types of every operator into docs/operators.md.
-
-Usage: python tools/operator_reference.py
-"""
+"""A section for each operator of docs/operators.md: its inputs, attributes, outputs and types."""
 
 from __future__ import annotations
 
-import re
 import textwrap
-from pathlib import Path
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import Operator
-
-PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
-_GENERATED = re.compile(r"(?<=<!-- operators: reference -->\n).*?(?=<!-- operators: end -->)", re.DOTALL)
 
 
 def reference() -> str:
     """A section for each operator."""
     return "\n\n".join(_section(operator) for operator in custom_ops.OPS.values())
-
-
-def updated(page: str) -> str:
-    """The page with the present operators between its markers."""
-    return _GENERATED.sub(lambda _: f"{reference()}\n", page)
 
 
 def _section(operator: Operator) -> str:
@@ -46,6 +33,3 @@ def _short(type_string: str) -> str:
 def _line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
-
-if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

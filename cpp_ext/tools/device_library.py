@@ -73,9 +73,10 @@ def _sources(variant: str) -> list[Path]:
         return [*checks, *_capi()]
     kernels = [*checks, *_files("kernels/cuda/*.cu")]
     adapter = _files("ort/**/*.cc")
+    device_api = [tests / "device/device_api.cc", CPP_EXT / "ort/describe.cc"]
     if variant == "cuda":
         api = [*_capi(), *_files("capi/cuda_*.cc")]
-        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc", *api]
+        return [*kernels, *device_api, tests / "device/cuda_memory.cc", *api]
     if variant == "cuda-ort":
         return [*kernels, *_files("kernels/cpu/*.cc"), *adapter]
     kernels = [path for path in kernels if path.name != "fault.cu"]
@@ -84,7 +85,7 @@ def _sources(variant: str) -> list[Path]:
         machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
         settings = [CPP_EXT / "kernels/cpu" / name for name in ("targets.cc", "streaming.cc")]
         return [*kernels, *machine, *settings, *adapter]
-    kernels += [tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+    kernels += [tests / "simt/simt.cc", *device_api, tests / "device/simt_memory.cc"]
     if variant == "simt":
         return kernels
     return [*kernels, *_capi(), CPP_EXT / "capi/cuda_faults.cc", tests / "simt/capi_device.cc"]
@@ -125,7 +126,7 @@ def _adapter_options() -> list[str]:
     """What only the adapter to onnxruntime needs: its headers, and the version that the Python package has."""
     package = (CPP_EXT.parent / "plugin" / "gradfuse" / "__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = (".*")$', package, re.MULTILINE)
-    return ["-isystem", str(_onnxruntime_headers()), f"-DGRADFUSE_VERSION={version}"]
+    return ["-isystem", str(onnxruntime_headers()), f"-DGRADFUSE_VERSION={version}"]
 
 
 def _compiler(name: str, variable: str) -> str:
@@ -135,7 +136,7 @@ def _compiler(name: str, variable: str) -> str:
     return path
 
 
-def _onnxruntime_headers() -> Path:
+def onnxruntime_headers() -> Path:
     """Where CMake found the headers of onnxruntime, or what the variable GRADFUSE_ORT_INCLUDE_DIR says."""
     given = os.environ.get("GRADFUSE_ORT_INCLUDE_DIR")
     if given:
