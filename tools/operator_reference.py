@@ -32,4 +32,3 @@ def _short(type_string: str) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-

@@ -12,6 +12,7 @@ import onnx
 import onnx.version_converter
 import onnx_ir as ir
 
+from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError, ModelError, one_line
 from gradfuse.models import validation
 from gradfuse.models.tensors import PROTOBUF_LIMIT, copy_model, every_tensor, serialized, to_proto
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _IrModel = ir.Model
 
-OLDEST_OPSET = 15
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
 _CONVERTIBLE_OPSET = 7  # older versions still broadcast by attributes
 _OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"

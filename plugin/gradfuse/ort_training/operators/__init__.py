@@ -23,7 +23,7 @@ from gradfuse.ort_training.operators import activations, arithmetic, losses, nor
 from gradfuse.ort_training.operators.building import Operators, Unsupported, Value
 
 DOMAIN = "com.microsoft"
-OLDEST_OPSET = 17
+REPLACEMENT_OPSET = 17
 """The oldest default-domain opset that the replacements are valid in."""
 
 Replacement: TypeAlias = Callable[..., "Value | Sequence[Value]"]
@@ -67,7 +67,7 @@ def replace(graph: ir.Graph, source: str) -> None:
     """Put standard operators in the place of onnxruntime's in a graph.
 
     Args:
-        graph: is changed in place. The version of its default domain is at least `OLDEST_OPSET`.
+        graph: is changed in place. The version of its default domain is at least `REPLACEMENT_OPSET`.
         source: what to call the model in messages.
 
     Raises:
