@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, Positions, number
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.layouts import Form, fresh
+from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import Opaque, attribute
 from gradfuse.passes.reading.pieces import concatenated, sliced
 from gradfuse.passes.reading.registry import reads
@@ -152,7 +152,7 @@ def scattered(forms: KnownForms, data: Form, index: Form, updates: Form, axis: i
     start = sum(len(g) for g in groups[:axis])
     if len(inner) != len(summed):
         raise Opaque("layouts do not align")
-    bound = dict(zip(fresh(len(summed)), summed, strict=True))
+    bound = dict(zip(algebra.fresh(len(summed)), summed, strict=True))
     names = {v: algebra.var(w) for v, w in zip(inner, bound, strict=True)}
     width = len(data.groups[axis])
     names |= {w: algebra.var(w - len(inner) + width) for w in range(start + len(inner), len(joined.sizes))}
@@ -215,7 +215,7 @@ def scattered_by_rows(forms: KnownForms, data: Form, index: Form, updates: Form)
     groups, polys = forms.broadcast([updates, *picks])
     width = sum(len(g) for g in groups[:lead])
     sizes = [s for g in groups for s in g]
-    bound = dict(zip(fresh(width), sizes, strict=False))
+    bound = dict(zip(algebra.fresh(width), sizes, strict=False))
     names = {v: algebra.var(w) for v, w in enumerate(bound)}
     names |= {width + k: algebra.var(depth + k) for k in range(len(sizes) - width)}
     moved = [algebra.substitute(p, names) for p in polys]

@@ -10,7 +10,6 @@ from gradfuse.passes.reading.nodes import Opaque
 
 Group = tuple[Poly, ...]
 """The sizes of the index variables that make up one dimension, outermost first; none for a dimension of size 1."""
-_FRESH = -3_000_000
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,6 @@ def dims_in(algebra: Algebra, sizes: Iterable[Poly]) -> frozenset[str]:
     """The names of the dimensions that sizes are functions of."""
     atoms = (algebra.atoms[a] for size in sizes for m in size.terms for a, _ in m)
     return frozenset(str(atom.args[0]) for atom in atoms if atom.kind == "dim")
-
-
-def fresh(count: int) -> range:
-    """Variables that no form has, to sum over: the same ones for each sum."""
-    return range(_FRESH, _FRESH - count, -1)
 
 
 class Layouts:

@@ -22,7 +22,7 @@ from gradfuse.passes.reading.indexing import (
     with_batch_indices,
 )
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.layouts import Form, fresh, groups_of_sizes
+from gradfuse.passes.reading.layouts import Form, groups_of_sizes
 from gradfuse.passes.reading.nodes import Opaque, attribute, given
 from gradfuse.passes.reading.pieces import concatenated, sliced, windowed
 from gradfuse.passes.reading.products import multiplied
@@ -153,7 +153,7 @@ def _gather_grad(forms: KnownForms, node: ir.Node) -> Form:
     if groups != lead.groups:
         raise Opaque("layouts do not align")
     width = len(lead.sizes)
-    bound = dict(zip(fresh(width), lead.sizes, strict=True))
+    bound = dict(zip(algebra.fresh(width), lead.sizes, strict=True))
     apart = {k: algebra.var(w) for k, w in enumerate(bound)}
     names = {v + k: p for k, p in apart.items()} | {
         w: algebra.var(w - width + 1) for w in range(v + width, len(grad.sizes))

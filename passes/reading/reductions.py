@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.layouts import Form, fresh
+from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import Opaque, attribute, given, is_float
 from gradfuse.passes.reading.registry import reads
 
@@ -152,7 +152,7 @@ def _cumsum(forms: KnownForms, node: ir.Node) -> Form:
         if variables or strict:
             raise Opaque("a sum along a composed dimension")
         return x
-    sizes, v, (w,) = dict(enumerate(x.sizes)), variables[0], fresh(1)
+    sizes, v, (w,) = dict(enumerate(x.sizes)), variables[0], algebra.fresh(1)
     ahead = algebra.var(w) - algebra.var(v) if attribute(node, "reverse", 0) else algebra.var(v) - algebra.var(w)
     counts = algebra.less_than_zero(-ahead) if strict else UNIT - algebra.less_than_zero(ahead)
     term = algebra.mul(counts, algebra.substitute(x.poly, {v: algebra.var(w)}))
