@@ -118,7 +118,8 @@ READY = "import sys, os; sys.stdout.buffer.write({ready!r}); sys.stdout.flush();
 BROKEN = {
     "ends at its start with exit code 3: no onnx": "import sys; print('no onnx', file=sys.stderr); sys.exit(3)",
     "ends with exit code 1": READY + "sys.stdin.buffer.read(9); sys.exit(1)",
-    "gives an answer that makes no sense": READY + "sys.stdin.buffer.read(9); print('hello ' * 99, flush=True); sys.stdin.buffer.read()",
+    "gives an answer that makes no sense": READY
+    + "sys.stdin.buffer.read(9); print('hello ' * 99, flush=True); sys.stdin.buffer.read()",
     "does not start in 2 s": "import time; time.sleep(100)",
 }
 
