@@ -62,7 +62,7 @@ def test_malformed_models_are_refused_in_one_line(name: str, command: str, run: 
     assert code == 2 and output == "" and errors.count("\n") == 1
     assert errors.startswith(f"gradfuse: {name}.onnx: ") and REFUSED[name] in errors
     assert os.listdir() == [f"{name}.onnx"]
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("name", ["dimname", "dimname_empty"])
@@ -130,7 +130,7 @@ def test_long_chains_take_no_long_time(command: str, summed: bool, run: Run) -> 
     onnx.save(chain(6000, summed), "in.onnx")
     start = time.process_time()
     assert run(command.replace("MODEL", "in.onnx"))[0] == 0
-    assert time.process_time() - start < 60
+    assert time.process_time() - start < 20
 
 
 def test_the_time_of_fused_nodes_is_linear_in_their_number_when_they_are_expanded(run: Run) -> None:
@@ -143,7 +143,7 @@ def test_the_time_of_fused_nodes_is_linear_in_their_number_when_they_are_expande
     onnx.save(model, "in.onnx")
     start = time.process_time()
     assert run("expand in.onnx out.onnx")[0] == 0
-    assert time.process_time() - start < 60
+    assert time.process_time() - start < 20
     onnx.checker.check_model("out.onnx")
 
 

@@ -155,6 +155,13 @@ def test_an_interpreter_that_is_not_there_is_no_fault_of_the_model(monkeypatch: 
 
 
 @pytest.mark.usefixtures("_no_worker")
+def test_a_frozen_application_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert _size(inference.infer(_relu(3))) == 3
+
+
+@pytest.mark.usefixtures("_no_worker")
 def test_what_the_interpreter_prints_at_its_start_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('welcome')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
