@@ -58,11 +58,11 @@ void ReadOperand(const char* name, const Operand& operand, Argument& argument) {
   if (operand.handle == nullptr) return;
   if (operand.is_array) {
     const IntArray* const array = IntArrayTable::Shared().Find(operand.handle);
-    if (array == nullptr) ThrowRefusal(name, "none of aclCreateIntArray, or destroyed before", "one that is there");
+    if (array == nullptr) ThrowRefusal(name, "unknown or already destroyed", "one of aclCreateIntArray");
     argument.array = *array;
   } else {
     const GivenTensor* const tensor = TensorTable::Shared().Find(operand.handle);
-    if (tensor == nullptr) ThrowRefusal(name, "none of aclCreateTensor, or destroyed before", "one that is there");
+    if (tensor == nullptr) ThrowRefusal(name, "unknown or already destroyed", "one of aclCreateTensor");
     argument.tensor = *tensor;
   }
 }

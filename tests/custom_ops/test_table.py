@@ -1,3 +1,5 @@
+"""The table of operators is complete: every file that an operator needs is there."""
+
 from __future__ import annotations
 
 import re
