@@ -1,0 +1,147 @@
+"""Reductions over axes, and running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
+from gradfuse.differentiation.tensors import Tensor
+
+no_gradient("ArgMax", "ArgMin", "Shape", "Size", "NonZero", "Unique", "ConstantOfShape", "Range")
+
+
+class _Reduction:
+    """A reduction: its input, its output and the output's gradient with the reduced axes kept as 1."""
+
+    def __init__(self, call: Call) -> None:
+        x, dy = call.x[0], call.dy[0]
+        assert x is not None and dy is not None
+        self.call, self.x = call, x
+        self.axes = self._axes()
+        self.y, self.dy = self._kept(call.y[0]), self._kept(dy)
+
+    def _axes(self) -> list[int] | Tensor | None:
+        """The axes: a list, a tensor where they are computed, or None: all."""
+        given = self.call.attribute("axes")
+        axes = self.call.input(1)
+        if axes is not None:
+            found = self.call.constant(1)
+            if found is None:
+                return axes
+            given = [int(axis) for axis in found]
+        if given:
+            rank = self.call.rank(self.x)
+            return sorted(axis % rank for axis in given)
+        return [] if self.call.attribute("noop_with_empty_axes", 0) else None
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        if self.call.attribute("keepdims", 1) or self.axes == []:
+            return tensor
+        if self.axes is None:
+            return tensor  # of shape (), which broadcasts
+        if isinstance(self.axes, list):
+            return tensor.unsqueeze(*self.axes)
+        return tensor.op("Unsqueeze", self.axes)
+
+    def expanded(self, tensor: Tensor) -> Tensor:
+        return tensor.expand(self.x.shape())
+
+    def count(self) -> Tensor:
+        """The number of elements that go into one result, in the input's type."""
+        return (self.x.op("Size").cast(self.x.dtype)) / self.y.op("Size").cast(self.x.dtype)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.sum(self.axes)
+
+
+@gradient("ReduceSum")
+def reduce_sum(call: Call) -> Iterator[Gradient]:
+    r = _Reduction(call)
+    yield r.expanded(r.dy)
+
+
+@gradient("ReduceMean")
+def reduce_mean(call: Call) -> Iterator[Gradient]:
+    r = _Reduction(call)
+    dims = call.dims(r.x)
+    sizes = None if not isinstance(r.axes, list) and r.axes is not None else r.axes
+    reduced = [dims[axis] for axis in (range(len(dims)) if sizes is None else sizes)]
+    if isinstance(r.axes, Tensor) or not all(isinstance(size, int) for size in reduced):
+        yield r.expanded(r.dy / r.count())
+    else:
+        yield r.expanded(r.dy * (1 / max(int(np.prod([int(size or 0) for size in reduced])), 1)))
+
+
+@gradient("ReduceMax", "ReduceMin")
+def reduce_extreme(call: Call) -> Iterator[Gradient]:
+    """Elements that are equal share the gradient, as in torch.amax."""
+    r = _Reduction(call)
+    hits = r.x.equals(r.y).cast(r.x.dtype)
+    yield r.dy / r.sum(hits) * hits
+
+
+@gradient("ReduceProd")
+def reduce_prod(call: Call) -> Iterator[Gradient]:
+    """The product of the others: by division where no element is 0, else to the one zero of its result only."""
+    r = _Reduction(call)
+    zero = r.x.equals(0)
+    others = zero.where(r.x.ones(), r.x)
+    reduced: Tensor = others.op("ReduceProd", keepdims=1, **_axes_argument(r))
+    zeros = r.sum(zero.cast(r.x.dtype))
+    plain = reduced / others
+    yield r.dy * zeros.equals(0).where(plain, reduced.masked(zero.op("And", zeros.equals(1))))
+
+
+def _axes_argument(r: _Reduction) -> dict[str, list[int]]:
+    if isinstance(r.axes, Tensor):
+        raise r.call.error("its axes are computed; expected constant ones")
+    if r.call.tape.opset >= 18 and r.axes is not None:
+        raise r.call.error("opset 18 and later are not supported for some of its axes; expected all axes")
+    return {} if r.axes is None else {"axes": r.axes}
+
+
+@gradient("ReduceL1")
+def reduce_l1(call: Call) -> Iterator[Gradient]:
+    r = _Reduction(call)
+    yield r.dy * r.x.sign()
+
+
+@gradient("ReduceL2")
+def reduce_l2(call: Call) -> Iterator[Gradient]:
+    """0 at 0, as in torch.norm."""
+    r = _Reduction(call)
+    yield (r.dy * r.x / r.y).masked(r.y > 0)
+
+
+@gradient("ReduceLogSum")
+def reduce_log_sum(call: Call) -> Iterator[Gradient]:
+    r = _Reduction(call)
+    yield r.expanded(r.dy / r.y.exp())
+
+
+@gradient("ReduceLogSumExp")
+def reduce_log_sum_exp(call: Call) -> Iterator[Gradient]:
+    r = _Reduction(call)
+    yield r.dy * (r.x - r.y).exp()
+
+
+@gradient("ReduceSumSquare")
+def reduce_sum_square(call: Call) -> Iterator[Gradient]:
+    r = _Reduction(call)
+    yield r.dy * r.x * 2
+
+
+@gradient("CumSum")
+def cum_sum(call: Call) -> Iterator[Gradient]:
+    dy, axis = call.dy[0], call.x[1]
+    assert dy is not None
+    reverse = 1 - call.attribute("reverse", 0)
+    yield dy.op("CumSum", axis, exclusive=call.attribute("exclusive", 0), reverse=reverse)
+
+
+@gradient("Det")
+def det(call: Call) -> Iterator[Gradient]:
+    raise call.error("the derivative of a determinant needs an inverse, which ONNX does not have")
+    yield None

@@ -1,0 +1,48 @@
+"""Central differences of ONNX models in float64, by onnx's own evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from fuzzing import in_float64
+from onnx.reference import ReferenceEvaluator
+
+Array = npt.NDArray[Any]
+Feeds = Mapping[str, Array]
+
+
+class Differences:
+    """The derivative of the sum of a model's float outputs, each multiplied by a seed.
+
+    Args:
+        model: the model, in float32 or float64; it is computed in float64.
+        seeds: output -> what it is multiplied by.
+    """
+
+    def __init__(self, model: onnx.ModelProto, seeds: Feeds) -> None:
+        wide, noise = in_float64(model)
+        self._noise = {name: np.ones(()) for name in noise}
+        self._session = ReferenceEvaluator(wide)
+        self._names = [output.name for output in model.graph.output]
+        self._seeds = seeds
+
+    def value(self, feeds: Feeds) -> float:
+        wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
+        outputs = dict(zip(self._names, self._session.run(None, wide | self._noise), strict=True))
+        return float(sum((outputs[name] * seed).sum() for name, seed in self._seeds.items()))
+
+    def along(self, feeds: Feeds, name: str, direction: Array, step: float = 1e-6) -> float:
+        """Return the derivative of an input along a direction, by central differences."""
+        x = feeds[name].astype(np.float64)
+        ahead, behind = ({**feeds, name: x + sign * step * direction} for sign in (1, -1))
+        return (self.value(ahead) - self.value(behind)) / (2 * step)
+
+
+def directions(shape: Sequence[int], count: int, rng: np.random.Generator) -> list[Array]:
+    """Return random directions of length 1: each sees an error in any element."""
+    found = [rng.standard_normal(shape) for _ in range(count)]
+    return [np.asarray(d / max(float(np.sqrt((d * d).sum())), 1e-30)) for d in found]
