@@ -11,8 +11,10 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradfuse import custom_ops, passes, testing
+    from gradfuse import custom_ops, losses, optimizers, passes, testing
     from gradfuse.checking.check import CheckReport, check
+    from gradfuse.differentiation.differentiate import differentiate
+    from gradfuse.differentiation.training import build_training_step
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
@@ -45,8 +47,10 @@ __all__ = [
     "TrainingSession",
     "TrainingStep",
     "__version__",
+    "build_training_step",
     "check",
     "custom_ops",
+    "differentiate",
     "expand",
     "explain",
     "export_training_step",
@@ -57,14 +61,16 @@ __all__ = [
     "get_include",
     "get_library_path",
     "info",
+    "losses",
     "onnx_translation_table",
+    "optimizers",
     "passes",
     "register",
     "testing",
     "to_stock",
 ]
 
-_SUBMODULES = frozenset({"custom_ops", "passes", "testing", "torch"})
+_SUBMODULES = frozenset({"custom_ops", "losses", "optimizers", "passes", "testing", "torch"})
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
@@ -76,7 +82,9 @@ _MODULE_OF = {
     "ModelError": "gradfuse.errors",
     "TrainingSession": "gradfuse.training.session",
     "TrainingStep": "gradfuse.training.step",
+    "build_training_step": "gradfuse.differentiation.training",
     "check": "gradfuse.checking.check",
+    "differentiate": "gradfuse.differentiation.differentiate",
     "expand": "gradfuse.fusion",
     "explain": "gradfuse.explaining",
     "export_training_step": "gradfuse.export",

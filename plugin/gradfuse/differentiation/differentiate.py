@@ -78,7 +78,7 @@ def prepared(model: ir.Model) -> ir.Model:
     for value in model.graph.initializers.values():
         if value.const_value is not None:
             value.dtype = value.const_value.dtype
-            value.shape = ir.Shape(value.const_value.shape)
+            value.shape = ir.Shape(value.const_value.shape.numpy())
     untyped = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None or v.shape is None]
     if untyped:
         shapes.infer(model, untyped)
@@ -116,7 +116,12 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
         body = schema.get_context_dependent_function(proto.SerializeToString(), [t.SerializeToString() for t in types])
         if not body:
             return None
-        return ir.serde.deserialize_function(onnx.FunctionProto.FromString(body))
+        function = onnx.FunctionProto.FromString(body)
+        # Outputs that this use of the operator leaves out may have no node in it.
+        given = {*function.input, *(name for inner in function.node for name in inner.output)}
+        while function.output and function.output[-1] not in given:
+            function.output.pop()
+        return ir.serde.deserialize_function(function)
     if schema.has_function:
         return ir.serde.deserialize_function(schema.function_body)
     return None

@@ -277,16 +277,15 @@ def clip(call: Call) -> Iterator[Gradient]:
     """As torch.clamp: 1 at the bounds themselves, too. Bounds get the gradient where the input lies beyond them."""
     x, dy = _x(call), _dy(call)
     low, high = call.input(1), call.input(2)
-    # Attributes in opset 6 only; the bounds of later opsets are inputs.
     below = None if low is None else x < low
-    above = None if high is None else x > high
+    raised = x if low is None else x.op("Max", low)
+    above = None if high is None else raised > high
     outside = [condition for condition in (below, above) if condition is not None]
     if not outside:
         yield dy
         return
     out = outside[0] if len(outside) == 1 else outside[0].op("Or", outside[1])
-    zero = call.tape.constant(0.0, dy.dtype)
-    yield lambda: out.where(zero, dy)
+    yield lambda: out.where(call.tape.constant(0.0, dy.dtype), dy)
 
     def by_low() -> Tensor | None:
         if below is None:

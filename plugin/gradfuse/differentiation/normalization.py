@@ -31,6 +31,8 @@ def _through_centring(scaled: Tensor, normalized: Tensor, inverse: Tensor, axes:
 def batch_normalization(call: Call) -> Iterator[Gradient]:
     """Statistics that are inputs are constants; in training mode those of the batch depend on the input."""
     x, scale, dy = call.x[0], call.x[1], call.dy[0]
+    if any(other is not None for other in call.dy[1:]):
+        raise call.error("the result depends on its running statistics; expected on its first output only")
     assert x is not None and scale is not None and dy is not None
     rank, epsilon = call.rank(x), call.attribute("epsilon", 1e-5)
     others = [axis for axis in range(rank) if axis != 1]
@@ -63,20 +65,36 @@ def instance_normalization(call: Call) -> Iterator[Gradient]:
     yield lambda: dy.sum(others, keepdims=False)
 
 
-@gradient("LayerNormalization", limits="its mean and deviation are no outputs that the result depends on")
+@gradient("LayerNormalization")
 def layer_normalization(call: Call) -> Iterator[Gradient]:
-    x, scale, dy = call.x[0], call.x[1], call.dy[0]
+    x, scale = call.x[0], call.x[1]
     assert x is not None and scale is not None
-    if dy is None or any(other is not None for other in call.dy[1:]):
-        raise call.error("the result depends on its mean or deviation; expected on its first output only")
     rank = call.rank(x)
     axes = list(range(call.attribute("axis", -1) % rank, rank))
     normalized, inverse = _centred(x, axes, call.attribute("epsilon", 1e-5))
-    yield lambda: _through_centring(dy * scale, normalized, inverse, axes)
-    yield lambda: call.summed_to(dy * normalized, scale, call.y[0])
+    dy, by_mean, by_inverse = [*call.dy, None, None][:3]
+
+    def by_x() -> Tensor:
+        terms = []
+        if dy is not None:
+            terms.append(_through_centring(dy * scale, normalized, inverse, axes))
+        if by_mean is not None:
+            terms.append(x.ones() * (by_mean.cast(x.dtype) / _count(x, axes)))
+        if by_inverse is not None:
+            terms.append(-by_inverse.cast(x.dtype) * inverse * inverse * normalized / _count(x, axes))
+        return call.tape.total(terms)
+
+    yield by_x
+    yield lambda: None if dy is None else call.summed_to(dy * normalized, scale, call.y[0])
     bias = call.input(2)
     if bias is not None:
-        yield lambda: call.summed_to(dy, bias, call.y[0])
+        yield lambda: None if dy is None else call.summed_to(dy, bias, call.y[0])
+
+
+def _count(x: Tensor, axes: list[int]) -> Tensor:
+    """How many elements there are along axes, in the type of `x`."""
+    sizes = x.shape().op("Gather", x.tape.ints(*axes), axis=0)
+    return sizes.op("ReduceProd", keepdims=0).cast(x.dtype)
 
 
 @gradient("LpNormalization")

@@ -31,6 +31,7 @@ FAMILIES = (
     "pooling",
     "normalization",
     "losses",
+    "contrib",
 )
 
 _DOMAINS = {"ai.onnx": ""}
