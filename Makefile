@@ -9,13 +9,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 CXX_SOURCES := CMakeLists.txt $(shell find cpp_ext -type f -not -path '*/__pycache__/*' 2>/dev/null)
+CXX_HEADERS := $(filter %.h,$(CXX_SOURCES))
 CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] benchmarks/*.c)
+# What is compiled with the headers of CUDA is left out.
+CXX_TIDIED := $(filter-out cpp_ext/capi/cuda_device.cc cpp_ext/ort/provider/cuda_gpu.cc cpp_ext/tests/%,$(filter %.cc,$(CXX_SOURCES)))
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo samples test test-slow test-aarch64 test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
-    bench-step bench-streaming bench-training gpu-test gpu-bench lint format wheel clean
+    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -34,8 +37,9 @@ help:
 	@echo "make bench-training   measure TrainingSession beside steps that pass numpy arrays"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"
 	@echo "make gpu-bench   measure them, against PyTorch where there is one with CUDA"
-	@echo "make lint    check style and types of Python, and the format of C++"
+	@echo "make lint    check style and types of Python, and format and style of C++"
 	@echo "make format  format Python and C++"
+	@echo "make docs    build the documentation's site into build/docs"
 	@echo "make wheel   build a wheel into dist/"
 	@echo "make clean   remove everything that was built or installed"
 
@@ -129,11 +133,31 @@ lint: $(DEPENDENCIES)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FORMATTED)
+	$(MAKE) --no-print-directory --keep-going --jobs=$$(nproc) tidy
+
+# How clang-tidy compiles comes from CMake, with the scalar loops: those of Highway take it minutes a file. A source is
+# looked at again when it has changed, or a header has.
+TIDY := build/tidy
+tidy: $(CXX_TIDIED:%.cc=$(TIDY)/%.tidied)
+
+$(TIDY)/compile_commands.json: CMakeLists.txt | $(DEPENDENCIES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $(TIDY) --log-level=WARNING \
+	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DGRADFUSE_SIMD=OFF
+	@touch $@
+
+$(TIDY)/%.tidied: %.cc $(CXX_HEADERS) .clang-tidy $(TIDY)/compile_commands.json
+	@mkdir -p $(@D)
+	$(BIN)/clang-tidy -p $(TIDY) --quiet --extra-arg='-DGRADFUSE_VERSION=""' $<
+	@touch $@
 
 format: $(DEPENDENCIES)
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FORMATTED)
+
+# Without the variable the theme announces its successor on every run.
+docs: $(DEPENDENCIES)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .

@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpp_ext" / "tests"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpp_ext" / "tools"))
 
 import device_library
+from case import Case
+from cases import cases
 from device import Buffer, Call, Device, DeviceError, Operand, Values
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+WIDTHS = {**SIZES, "float64": 8}
 CACHE = 256 << 20  # bytes; more than any GPU's
 
 
@@ -62,7 +65,7 @@ class Work:
     dtype: str
     bytes: int
     prepare: Callable[[], Call]
-    peer: Callable[[Any, str], Callable[[], Any]]  # of torch and a device
+    peer: Callable[[Any, str], Callable[[], Any]] | None  # of torch and a device
 
 
 def main() -> int:
@@ -138,7 +141,7 @@ def _measure(device: Device, work: Work, torch: Any, repeats: int, simt: bool) -
     medians = {name: statistics.median(values[repeats:]) for name, values in times.items()}
     row = Row(work.op, work.size, work.dtype, work.bytes, max(medians["op"], 1e-6), max(medians["copy"], 1e-6))
     calls.clear()
-    if torch is not None:
+    if torch is not None and work.peer is not None:
         start = work.peer(torch, "cpu" if simt else "cuda")
         row.peers["torch"] = _time_torch(torch, start, repeats, simt)
         if not simt:
@@ -166,6 +169,41 @@ def _time_torch(torch: Any, start: Callable[[], Any], repeats: int, simt: bool) 
 
 
 def _works(device: Device, *, tiny: bool) -> Iterator[Work]:
+    """The sizes that are given here for an op, and for those without one the largest case of its tests."""
+    measured = set()
+    for work in _chosen_works(device, tiny=tiny):
+        measured.add(work.op)
+        yield work
+    others = device.signatures.keys() - measured
+    largest: dict[tuple[str, str], Case] = {}
+    for case in cases(large=not tiny) if others else ():
+        known = largest.get((case.op, case.dtype))
+        if case.op in others and case.fault == 0 and (known is None or _bytes(known) < _bytes(case)):
+            largest[case.op, case.dtype] = case
+    for case in largest.values():
+        yield _of_case(device, case)
+
+
+def _bytes(case: Case) -> int:
+    read = sum(values.bits.nbytes for values in case.inputs if values is not None)
+    return read + sum(exact.size * WIDTHS[case.dtype] for exact in case.expected)
+
+
+def _of_case(device: Device, case: Case) -> Work:
+    def prepare() -> Call:
+        inputs: list[Operand | None] = []
+        for described, values in zip_longest(device.signatures[case.op]["inputs"], case.inputs):
+            if values is not None and described["read_by_host"]:
+                inputs.append(Operand(values.bits, values.dtype, values.bits.shape))
+            else:
+                inputs.append(None if values is None else device.upload(values))
+        outputs = [device.empty(exact.shape, case.dtype) for exact in case.expected]
+        return device.prepare(case.op, [*inputs, *outputs], **case.attributes)
+
+    return Work(case.op, case.name[:28], case.dtype, _bytes(case), prepare, None)
+
+
+def _chosen_works(device: Device, *, tiny: bool) -> Iterator[Work]:
     for dtype in SIZES:
         for rows, classes in [(9, 33)] if tiny else [(8192, 128256), (8192, 50257), (4096, 151643), (256, 32000)]:
             yield _cross_entropy(device, dtype, rows, classes)

@@ -46,6 +46,7 @@ from works import Inputs, Work, fused_model, plain_model, works
 
 import gradfuse
 from cpp_ext import capi
+from gradfuse.custom_ops import OPS
 from gradfuse.testing import assert_gradients_close
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,16 +209,17 @@ def _ort_value(tensor: Tensor) -> Any:
 def by_c_api(work: Work, inputs: Inputs, outputs: dict[str, Tensor]) -> Call:
     """Both phases of the C API without a stream, on tensors that it has been told of before."""
     operator = work.operator.split()[0]
+    described = OPS[operator].inputs
     library = capi.library()
     arguments: list[Any] = []
-    for index, tensor in enumerate(inputs.values()):
-        if index in capi.LENGTHS.get(operator, ()):
+    for parameter, tensor in zip(described, inputs.values(), strict=False):
+        if capi.is_array(parameter):
             array = library.aclCreateIntArray(capi.int64s(tensor.tolist()), ctypes.c_uint64(len(tensor)))
             arguments.append(ctypes.c_void_p(array))
         else:
             arguments.append(capi.create_tensor(tensor))
-    arguments += [None] * (capi.INPUTS[operator] - len(arguments))
-    for name, (kind, default) in capi.ATTRIBUTES[operator].items():
+    arguments += [None] * (len(described) - len(arguments))
+    for name, (kind, default) in capi.attributes_of(operator).items():
         value = work.attributes.get(name, default)
         arguments.append(kind(value.encode() if isinstance(value, str) else value))
     arguments += [capi.create_tensor(tensor) for tensor in outputs.values()]

@@ -31,7 +31,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 import gradfuse
-from gradfuse.passes.matching import Policy, rewriting
+from gradfuse.passes.matching import Policy, cost
 from gradfuse.passes.report import Fusion, Report
 from gradfuse.testing import assert_gradients_close
 
@@ -348,16 +348,16 @@ def of_case(case: Case, operator: str, sizes: list[str]) -> Iterator[Row]:
 def assumptions() -> list[dict[str, int]]:
     """For several assumed sizes of symbolic dimensions: how many matches of the dynamic graphs the policy takes."""
     chosen = {str(c): c for op in OPERATORS for p in PRODUCERS for c in candidates(op, p)["dynamic"]}
-    standard, found = rewriting.ASSUMED_DIM, []
+    standard, found = cost.ASSUMED_DIM, []
     try:
         for assumed in (8, standard, 512, 4096):
-            rewriting.ASSUMED_DIM = assumed
+            cost.ASSUMED_DIM = assumed
             reports = {name: gradfuse.fuse(ir.load(c.path), bodies=False).report for name, c in chosen.items()}
             taken = {(name, f.op, f.replaced) for name, report in reports.items() for f in report.fusions}
             refused = sum(m.reason.startswith("not profitable") for r in reports.values() for m in r.near_misses)
             found.append({"assumed": assumed, "graphs": len(chosen), "taken": len(taken), "refused": refused})
     finally:
-        rewriting.ASSUMED_DIM = standard
+        cost.ASSUMED_DIM = standard
     return found
 
 

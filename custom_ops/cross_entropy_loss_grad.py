@@ -9,6 +9,7 @@ from gradfuse.custom_ops.operator import (
     FLOAT_TYPES,
     Attribute,
     Call,
+    Classes,
     Input,
     Operator,
     Output,
@@ -193,10 +194,12 @@ OPERATOR = Operator(
         "q_i = g_i (1 - ls) w[y_i] and s_i = g_i ls / C; reduction mean divides both by the sum of w[y_i] over the "
         "rows that are not ignored. Ignored rows are 0; a target outside [0, C) is an error at run time."
     ),
+    summary="cross entropy with respect to the logits: class weights, ignored rows, label smoothing",
+    counterpart="autograd of `F.cross_entropy`",
     inputs=(
         Input("grad_loss", "T", "Gradient of the loss: () or (1) for mean and sum, (N) for none."),
         Input("log_prob", "T", "Log-softmax of the logits, (N, C), C > 0."),
-        Input("target", "I", "Class of each row, (N)."),
+        Input("target", "I", "Class of each row, (N).", holds=Classes("log_prob", 1, ignored="ignore_index")),
         Input("weight", "W", "Weight of each class, (C). Absent: all ones.", optional=True),
         Input("grad_zloss", "T", "Not supported: must be absent.", optional=True),
         Input("lse_for_zloss", "T", "Not supported: must be absent.", optional=True),
@@ -221,4 +224,5 @@ OPERATOR = Operator(
         outputs=_torch_outputs,
     ),
     samples=[{"reduction": reduction, "label_smoothing": s} for reduction in _REDUCTIONS for s in (0.0, 0.5)],
+    spreads_nan=True,
 )

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from onnx import TensorProto
 
-from gradfuse.custom_ops.operator import Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant, show
+from gradfuse.custom_ops.operator import (
+    Alignment,
+    Attribute,
+    Call,
+    Classes,
+    Dim,
+    Input,
+    Operator,
+    Output,
+    Tensor,
+    TorchOp,
+    Variant,
+    show,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +33,16 @@ TARGET_TYPES = ("tensor(int64)", "tensor(int32)", "tensor(bool)", "tensor(float)
 
 SEQUENCE_INPUTS = (
     Input("log_probs", "T", "Log-probabilities, (T, N, C)."),
-    Input("targets", "I", "Labels: (N, S) with S at least the longest, or 1-D, those of all items joined."),
+    Input(
+        "targets",
+        "I",
+        "Labels: (N, S) with S at least the longest, or 1-D, those of all items joined.",
+        holds=Classes("log_probs", 2, never="blank"),
+    ),
     Input("input_lengths", "L", "Steps of each item, (N), each in [0, T]."),
     Input("target_lengths", "L", "Labels of each item, (N)."),
 )
+ALIGNMENT = Alignment("log_probs", "targets", "input_lengths", "target_lengths")
 ATTRIBUTES = (
     Attribute("blank", 0, "Class of the blank label, in [0, C)."),
     Attribute("zero_infinity", 0, "Whether the gradient of an item without any alignment is 0 instead of NaN."),
@@ -312,6 +331,8 @@ OPERATOR = Operator(
         "the gradient reads. log_alpha is -inf past the steps and states of an item. Lengths or labels out of range "
         "are an error at run time."
     ),
+    summary="(the forward that `CtcLossBackward` needs)",
+    counterpart="`aten::_ctc_loss`",
     inputs=SEQUENCE_INPUTS,
     outputs=(
         Output("neg_log_likelihood", "Negative log-likelihood of each item, (N)."),
@@ -333,4 +354,5 @@ OPERATOR = Operator(
         backward=_torch_backward,
     ),
     aten=("_ctc_loss.Tensor",),
+    alignment=ALIGNMENT,
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from onnx import TensorProto
 
 from gradfuse.custom_ops.ctc_loss import (
+    ALIGNMENT,
     ALPHA,
     ATTRIBUTES,
     CONSTRAINTS,
@@ -173,6 +174,8 @@ OPERATOR = Operator(
         "whose neg_log_likelihood is +inf gets NaN, with zero_infinity 0. A class of log-probability -inf gets 0. Of "
         "log_alpha only the steps and states of each item are read."
     ),
+    summary="connectionist temporal classification",
+    counterpart="`aten::_ctc_loss_backward`",
     inputs=(
         Input("grad_out", "T", "Gradient of each item's loss, (N)."),
         *SEQUENCE_INPUTS,
@@ -194,4 +197,5 @@ OPERATOR = Operator(
     ),
     oldest_opset=16,  # ScatterElements with a reduction
     aten=("_ctc_loss_backward.Tensor",),
+    alignment=ALIGNMENT,
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Ends, Input, Operator, Output, Tensor, TorchOp, Variant
 
 if TYPE_CHECKING:
     import torch
 
-_MAX_GROUPS = 2048
+MAX_GROUPS = 2048
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -19,8 +19,8 @@ def _infer(call: Call) -> list[Tensor]:
         return [Tensor(OPERATOR.dtype(call), (groups, columns))]
     _, columns = call.shape("grad_y", "R", "H")
     (groups,) = call.shape("group_idx", "G")
-    if isinstance(groups, int) and groups > _MAX_GROUPS:
-        raise call.error("group_idx", f"of {groups} groups", f"at most {_MAX_GROUPS}")
+    if isinstance(groups, int) and groups > MAX_GROUPS:
+        raise call.error("group_idx", f"of {groups} groups", f"at most {MAX_GROUPS}")
     return [Tensor(OPERATOR.dtype(call), (groups, columns))]
 
 
@@ -134,9 +134,17 @@ OPERATOR = Operator(
         "ends do not decrease and the last is R, anything else is an error at run time. Without, grad_y (G, C, H) is "
         "summed over C."
     ),
+    summary="a bias added to groups of rows",
+    counterpart="segment sums",
     inputs=(
         Input("grad_y", "T", "Gradient of the sum: (R, H) with group_idx, else (G, C, H)."),
-        Input("group_idx", "I", "End of each group of rows, (G), at most 2048 of them.", optional=True),
+        Input(
+            "group_idx",
+            "I",
+            "End of each group of rows, (G), at most 2048 of them.",
+            optional=True,
+            holds=Ends("grad_y", 0),
+        ),
     ),
     outputs=(Output("grad_bias", "Gradient w.r.t. the bias, (G, H)."),),
     attributes=(),

@@ -102,6 +102,8 @@ OPERATOR = Operator(
         "2 (self - target) grad_output, for reduction mean divided by the number of elements of self. "
         "All three inputs broadcast together; nothing is summed back to the shape of self."
     ),
+    summary="mean squared error",
+    counterpart="`aten::mse_loss_backward`",
     inputs=(
         Input("grad_output", "T", "Gradient of the loss, rank 0 to 8."),
         Input("self", "T", "Input of the loss, rank 0 to 8."),

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 DOMAIN = "aclnn"
 VERSION = 1
 OLDEST_OPSET = 15
+"""The oldest version of the default domain that function bodies are written in, and so that models may have."""
+NOTHING_IGNORED = -(1 << 63)
+"""The value of an attribute such as ``ignore_index`` where no row is ignored: no class has this number."""
 
 Value: TypeAlias = int | float | str
 """The value of an attribute."""
@@ -99,13 +102,58 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Classes:
+    """The integers of an input are classes: each is at least 0 and below the size of a dimension, or is refused.
+
+    Attributes:
+        tensor, axis: the input and its dimension with an element for each class.
+        ignored: the attribute with a number that may stand in the place of a class: there the row does not count.
+        never: the attribute with a class that the integers are not.
+    """
+
+    tensor: str
+    axis: int
+    ignored: str = ""
+    never: str = ""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The integers of an input are the ends of groups: they do not decrease, and the last is the size of a dimension.
+
+    Attributes:
+        tensor, axis: the input and its dimension that is divided into groups.
+    """
+
+    tensor: str
+    axis: int
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The inputs of an operator that aligns labels with steps: an item with more labels than fit has no alignment.
+
+    Attributes:
+        scores: (steps, items, classes).
+        labels: (items, longest), or those of all items joined.
+        steps, lengths: how many steps and how many labels each item has.
+    """
+
+    scores: str
+    labels: str
+    steps: str
+    lengths: str
+
+
+@dataclass(frozen=True)
 class Input:
-    """An input: its name, its type variable and its documentation."""
+    """An input: its name, its type variable, its documentation, and what its integers are where not any will do."""
 
     name: str
     type: str
     doc: str
     optional: bool = False
+    holds: Classes | Ends | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +202,8 @@ class Operator:
         name: the ONNX operator type.
         stem: the name that its files carry all over the project.
         doc: what it computes.
+        summary: what it computes the gradient of, for tables of operators.
+        counterpart: what computes the same in PyTorch, for tables of operators.
         inputs, outputs, attributes: in the order of the schema.
         constraints: type variable -> ONNX type strings it may stand for; ``T`` is the type of the outputs.
         infer: gives the outputs' types and shapes, raises :class:`gradfuse.ArgumentError` for what contradicts.
@@ -164,11 +214,15 @@ class Operator:
         oldest_opset: the oldest version of the default domain that has what the body needs.
         samples: attributes of nodes that between them have every text of the body.
         aten: PyTorch's operators that take these inputs and attributes, in this order, and give these outputs.
+        spreads_nan: whether a result depends on a whole row, so that one NaN may make all results of the row NaN.
+        alignment: the inputs that are aligned with each other; None where there are none.
     """
 
     name: str
     stem: str
     doc: str
+    summary: str
+    counterpart: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     attributes: tuple[Attribute, ...]
@@ -180,6 +234,8 @@ class Operator:
     oldest_opset: int = OLDEST_OPSET
     samples: Sequence[Mapping[str, Value]] = ({},)
     aten: tuple[str, ...] = ()
+    spreads_nan: bool = False
+    alignment: Alignment | None = None
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -96,6 +96,8 @@ OPERATOR = Operator(
         "Gradient of a scaled and masked softmax over the last dimension: 0 where mask is True, else "
         "scale y (grad_output - r) with r the sum of grad_output y over the last dimension, masked positions included."
     ),
+    summary="softmax attention scores, with mask and scale",
+    counterpart="`aten::_softmax_backward_data`, `masked_fill`",
     inputs=(
         Input("grad_output", "T", "Gradient of the softmax output, (B, H, S1, S2)."),
         Input("y", "T", "Softmax output, the shape of grad_output."),
@@ -116,4 +118,5 @@ OPERATOR = Operator(
         ),
         outputs=_torch_outputs,
     ),
+    spreads_nan=True,
 )

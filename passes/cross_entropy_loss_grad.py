@@ -10,12 +10,30 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse import custom_ops
+from gradfuse.custom_ops.operator import NOTHING_IGNORED
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Poly, TooComplex, number
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.matching import (
+    TOLERANCE,
+    VIEWS,
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    find_mask,
+    materialise,
+    names_of,
+    require_same,
+    softmaxes,
+)
 from gradfuse.passes.reading import Form
+from gradfuse.passes.report import NearMiss
 
-NO_INDEX = -(1 << 63)
-"""ignore_index where the graph ignores nothing: no target has this value."""
+_NO_ONE_HOT = (
+    "the backward of a log-softmax, but nothing shows that what comes into it is a one-hot of class indices, which the "
+    "operator takes: probability targets, a one-hot that is an input, or another loss"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,14 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     operator = "CrossEntropyLossGrad"
     refuses_no_class = True
+    training_operators = (
+        "SoftmaxCrossEntropyLossGrad",
+        "SoftmaxCrossEntropyLossInternalGrad",
+        "SparseSoftmaxCrossEntropyGrad",
+        "SoftmaxCrossEntropyGrad",
+        "LogSoftmaxGrad",
+        "LogSoftmaxGrad_13",
+    )
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = _readable(site.algebra, site.forms.form(root))
@@ -63,6 +89,28 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
     def possible(self, site: Site, form: Form) -> bool:
         return any(True for _ in _candidates(site, _readable(site.algebra, form)))
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Other losses on a log-softmax: p T + R with T = -sum(R), but R is not a [j = target] + b."""
+        algebra = site.algebra
+        for node in site.graph:
+            if node.domain == custom_ops.DOMAIN or (node.op_type in VIEWS and node.domain == ""):
+                continue
+            for value in node.outputs:
+                form = site.forms.get(value) if value in site.position and value.dtype in TOLERANCE else None
+                if form is None or len(form.poly) < 2:
+                    continue
+                for p, j in softmaxes(algebra, form.poly, range(len(form.sizes))):
+                    (powers,) = (dict(m) for m in p.terms)
+                    with_p = {m: c for m, c in form.poly.terms.items() if powers.items() <= dict(m).items()}
+                    rest = Poly({m: c for m, c in form.poly.terms.items() if m not in with_p})
+                    total = algebra.divide_monomial(Poly(with_p), next(iter(p.terms)))
+                    if not rest or not total or j in algebra.free(total) or _has_one_hot(algebra, rest, j):
+                        continue
+                    sizes = dict(enumerate(form.sizes))
+                    if not (total + algebra.sum(rest, {j: sizes[j]}, sizes)):
+                        yield NearMiss(names_of([node])[0], self.operator, _NO_ONE_HOT)
+                        break
 
     def _read_and_bound(
         self,
@@ -92,7 +140,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
         assert root.dtype is not None
-        if loss.ignore_index == NO_INDEX and not loss.masks and algebra.tested_below_zero(loss.target):
+        if loss.ignore_index == NOTHING_IGNORED and not loss.masks and algebra.tested_below_zero(loss.target):
             raise Mismatch("the graph tests its target for a number that is no class; here it is not ignored")
         sizes = dict(enumerate(form.sizes))
         rows = [v for v in sizes if v != loss.classes]
@@ -144,13 +192,13 @@ class FuseCrossEntropyLossGradPass(FusePass):
         layout = [by_row] if by_row else []
         before = len(builder.nodes)
         try:
-            return site.materialise(builder, gradient, by_row, sizes, root.dtype, layout)
+            return materialise(builder, gradient, by_row, sizes, root.dtype, layout)
         except Mismatch:
             builder.discard(before)
             counted = site.algebra.mul(gradient, _counts(site.algebra, loss))
             if not by_row or counted == gradient:
                 raise
-            return site.materialise(builder, counted, by_row, sizes, root.dtype, layout)
+            return materialise(builder, counted, by_row, sizes, root.dtype, layout)
 
     def _masked_target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
@@ -164,7 +212,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         ignored = builder.constant(np.asarray(loss.ignore_index), ir.DataType.INT64)
         for mask in loss.masks:
             free = site.algebra.free(mask)
-            found = site.find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
+            found = find_mask(builder, mask, sorted(free), sizes, [[v] if v in free else [] for v in rows])
             target = builder.op("Where", [found, ignored, target], ir.DataType.INT64, extents)
         return builder.reshape(target, [site.algebra.product(extents)])
 
@@ -244,12 +292,9 @@ class FuseCrossEntropyLossGradPass(FusePass):
 
 def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
     """Each softmax p along j with R of P = p T + R."""
-    for p, j in site.softmaxes(form.poly, range(len(form.sizes))):
+    for p, j in softmaxes(site.algebra, form.poly, range(len(form.sizes))):
         if (rest := _rest(site.algebra, form, p, j)) is not None:
             yield p, j, rest
-
-
-_ROW = -5_000_000  # the bound variable of a sum that is looked into
 
 
 def _readable(algebra: Algebra, form: Form) -> Form:
@@ -279,9 +324,10 @@ def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
     """A sum over rows with a condition that only the row of the element fulfils; None for other sums."""
     sizes = form.sizes
     rows = [v for v, size in enumerate(sizes) if size == atom.args[0][0]]
-    summand = algebra.opened(atom, [_ROW])
+    (row,) = algebra.fresh(1)
+    summand = algebra.opened(atom, [row])
     for condition in _atoms(algebra, summand):
-        if _ROW not in condition.free or condition.kind not in ("eq", "inside"):
+        if row not in condition.free or condition.kind not in ("eq", "inside"):
             continue
         for v in rows:
             for j, classes in enumerate(sizes):
@@ -290,10 +336,10 @@ def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
                 index = condition.args[0] if condition.kind == "inside" else algebra.solve(condition, j)
                 if index is None or (condition.kind == "inside" and condition.args[1] != classes):
                     continue
-                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(_ROW))
-                if algebra.free(target) != {_ROW} or algebra.has_variable_factor(target):
+                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(row))
+                if algebra.free(target) != {row} or algebra.has_variable_factor(target):
                     continue
-                here = {_ROW: algebra.var(v)}
+                here = {row: algebra.var(v)}
                 hit = UNIT
                 if condition.kind == "eq":
                     hit = algebra.equal_zero(algebra.var(j) - algebra.substitute(target, here))
@@ -337,6 +383,11 @@ def _rest(algebra: Algebra, form: Form, p: Poly, j: int) -> Poly | None:
 def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
     for a in sorted({a for monomial in poly.terms for a, _ in monomial}):
         yield algebra.atoms[a]
+
+
+def _has_one_hot(algebra: Algebra, poly: Poly, j: int) -> bool:
+    """Whether a term is there for one j only, so that the rule has its say."""
+    return any(atom.kind == "eq" and algebra.solve(atom, j) is not None for atom in _atoms(algebra, poly))
 
 
 def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:
@@ -385,7 +436,7 @@ def _read(
 ) -> _Loss:
     hit, target = _hit(algebra, form, r, j)
     on, off = _parts(algebra, hit, target, j, r)
-    ignore_index = NO_INDEX
+    ignore_index = NOTHING_IGNORED
     if ignored is not None:
         ignore_index, atom = ignored
         on, off = algebra.given(on, atom, False), algebra.given(off, atom, False)
@@ -439,7 +490,7 @@ def _counts(algebra: Algebra, loss: _Loss) -> Poly:
     if loss.ending is not None:
         row, end = loss.ending
         present = algebra.mul(present, algebra.less_than_zero(algebra.var(row) - end))
-    if loss.ignore_index == NO_INDEX:
+    if loss.ignore_index == NOTHING_IGNORED:
         return present
     return algebra.mul(present, UNIT - algebra.equal_zero(loss.target - number(loss.ignore_index)))
 

@@ -11,11 +11,12 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
-from gradfuse.passes.reading import Form, Order, ort_training
+from gradfuse.passes.matching import TOLERANCE, VIEWS, Builder, FusePass, Mismatch, Rewrite, Site, names_of
+from gradfuse.passes.reading import Form, Order, attribute, ort_training
+from gradfuse.passes.report import NearMiss
 
-MAX_GROUPS = 2048
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
 _MOST_SUMMED = 4  # dimensions that a sum of the algebra may have
 _COMBINES = {
@@ -61,10 +62,6 @@ class FuseGroupedBiasAddGradPass(FusePass):
     operator = "GroupedBiasAddGrad"
     linear = False  # It would be; but the sums are read relative to a tensor that has the factor already.
 
-    _site: Site | None = None
-    # Roots come from the end of the graph, so that what is ahead of them has not been replaced.
-    _behind: dict[ir.Value, _Behind]
-
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
@@ -72,7 +69,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
             return None  # It was tried as what it goes on as.
         miss: Mismatch | None = None
-        for source in self._sources_of(site, root):
+        for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
@@ -86,10 +83,9 @@ class FuseGroupedBiasAddGradPass(FusePass):
             raise miss
         return None
 
-    def _sources_of(self, site: Site, root: ir.Value) -> list[ir.Value]:
-        if site is not self._site:
-            self._site, self._behind = site, {}
-        return _sources(site, root, self._behind)
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        yield from _rows_by_index(site)
+        yield from _rows_by_masks(site)
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
@@ -122,8 +118,9 @@ class FuseGroupedBiasAddGradPass(FusePass):
         for c, after_c in itertools.combinations(range(1, rank), 2):
             summed = list(range(c, after_c))
             left = [v for v in range(rank) if v not in summed]
-            names = {v: algebra.var(k) for k, v in enumerate(left)} | {v: algebra.var(-4_000_000 - v) for v in summed}
-            bound = {-4_000_000 - v: own.sizes[v] for v in summed}
+            apart = dict(zip(summed, algebra.fresh(len(summed)), strict=True))
+            names = {v: algebra.var(k) for k, v in enumerate(left)} | {v: algebra.var(w) for v, w in apart.items()}
+            bound = {w: own.sizes[v] for v, w in apart.items()}
             if len(bound) > _MOST_SUMMED:
                 continue
             expected = algebra.sum(algebra.substitute(own.poly, names), bound)
@@ -151,7 +148,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         outer = algebra.atoms[monomial[0][0]]
         if outer.kind != "sum" or len(outer.args[0]) != 1:
             return None
-        row = -4_000_000
+        row, g = algebra.fresh(2)
         index = None
         for m in algebra.opened(outer, [row]).terms:
             for a, _ in m:
@@ -166,7 +163,6 @@ class FuseGroupedBiasAddGradPass(FusePass):
         groups = form.sizes[0]
         if (groups - count).constant not in (0.0, 1.0):
             raise Mismatch("there are more or fewer groups than ends")
-        g = -5_000_000
         below = algebra.less_than_zero(algebra.var(row) - algebra.substitute(ends, {0: algebra.var(g)}))
         hit = algebra.equal_zero(algebra.var(0) - count + algebra.sum(below, {g: count}))
         if not form.poly.close_to(_summed(algebra, own, hit, row), 1e-9):
@@ -182,7 +178,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         algebra = site.algebra
         if len(form.poly) > 3 or not _same_columns(form, own):
             return None
-        row, groups = -4_000_000, form.sizes[0]
+        (row,), groups = algebra.fresh(1), form.sizes[0]
         sums = {atom for m in form.poly.terms for a, _ in m if _is_row_sum(atom := algebra.atoms[a])}
         inside = {a for atom in sums for m in algebra.opened(atom, [row]).terms for a, _ in m}
         ends = [algebra.var(row) - algebra.atoms[a].args[0] for a in sorted(inside) if algebra.atoms[a].kind == "lt"]
@@ -203,7 +199,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
         """Rows by an index that never decreases, however it came about: the number of rows up to a group is its end."""
         if not _same_columns(form, own):
             return None
-        algebra, order, row, (rows, groups) = site.algebra, Order(site.forms), -4_000_000, (own.sizes[0], form.sizes[0])
+        algebra, order, rows, groups = site.algebra, Order(site.forms), own.sizes[0], form.sizes[0]
+        (row,) = algebra.fresh(1)
         for index in _indices(site, order, root, grad, rows):
             known, taken, picked = site.forms.relative(root, grad, index)
             hit = algebra.equal_zero(algebra.var(0) - algebra.substitute(picked.poly, {0: algebra.var(row)}))
@@ -380,7 +377,7 @@ def _block(algebra: Algebra, own: Form, start: int, count: int) -> Poly:
     """The sum of `count` rows from `start` on."""
     if count == 1:
         return algebra.substitute(own.poly, {0: number(start)})
-    row = -4_000_000
+    (row,) = algebra.fresh(1)
     return algebra.sum(algebra.substitute(own.poly, {0: algebra.var(row) + number(start)}), {row: number(count)})
 
 
@@ -446,8 +443,8 @@ class _Behind:
     end: Literal["", "other", "product"] = ""
 
 
-def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> list[ir.Value]:
-    """Tensors whose sums the root may be made of; `behind` has what is known of values ahead of it."""
+def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
+    """Tensors whose sums the root may be made of."""
     top = root.producer()
     if top is not None and top.op_type in _PRODUCTS and not top.domain:
         return [] if _is_opaque(site, root) else _factors(site, top)
@@ -458,7 +455,7 @@ def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> lis
     todo, seen = [root], {root}
     while todo and len(seen) <= 4 * MAX_GROUPS and (summed or len(sources) <= 1):
         value = todo.pop()
-        known = _what_is_behind(site, value, behind)
+        known = _what_is_behind(site, value)
         if known.end == "product":
             return []
         if len(known.sources) > 1 and summed:
@@ -479,8 +476,12 @@ def _sources(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> lis
     return [*(v for v in (picked, updates) if v is not None), *(sources if clear else ())]
 
 
-def _what_is_behind(site: Site, root: ir.Value, behind: dict[ir.Value, _Behind]) -> _Behind:
-    """What a value carries; it is kept, so that each value is looked at once."""
+def _what_is_behind(site: Site, root: ir.Value) -> _Behind:
+    """What a value carries. It is kept, so that each value is looked at once.
+
+    Roots come from the end of the graph, so what is kept about values ahead of them stays true.
+    """
+    behind: dict[ir.Value, _Behind] = site.notes("what sums carry")
     todo = [root]
     while todo:
         value = todo[-1]
@@ -561,3 +562,94 @@ def _behind_views(value: ir.Value) -> ir.Value:
             break
         value = source
     return value
+
+
+def _rows_by_index(site: Site) -> Iterator[NearMiss]:
+    """Rows that are added up at an index: of a Gather, an embedding, or a product with a one-hot."""
+    for node in site.graph:
+        read = _scatter(site, node) or _one_hot_product(site, node)
+        if read is None:
+            continue
+        groups, index = read
+        constant = site.forms.constant(index) if index is not None else None
+        reasons = []
+        if isinstance(groups, int) and groups > MAX_GROUPS:
+            reasons.append(f"{groups} groups, more than {MAX_GROUPS}")
+        if constant is None:
+            reasons.append(UNSORTED)
+        elif not reasons:
+            reasons.append("its group indices are a constant, and only ends of groups are read")
+        yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, "; ".join(reasons))
+
+
+def _scatter(site: Site, node: ir.Node) -> tuple[object, ir.Value | None] | None:
+    """The number of groups and the index of a node that adds rows at an index of the first dimension."""
+    inputs, out = node.inputs, node.outputs[0] if node.outputs else None
+    if out is None or out.dtype not in TOLERANCE or len(inputs) < 3:
+        return None
+    kind = (node.domain, node.op_type)
+    index = inputs[2] if kind == (ort_training.DOMAIN, "GatherElementsGrad") else inputs[1]
+    form, whole = None if index is None else site.forms.get(index), site.forms.get(out)
+    if form is None or whole is None or len(whole.groups) < 2:
+        return None
+    if kind in ((ort_training.DOMAIN, "GatherGrad"), (ort_training.DOMAIN, "GatherElementsGrad")):
+        rows = attribute(node, "axis", 0) == 0
+    elif kind == ("", "ScatterND"):
+        rows = attribute(node, "reduction", "none") == "add" and bool(form.groups) and not form.groups[-1]
+    elif kind == ("", "ScatterElements"):
+        adds = attribute(node, "reduction", "none") == "add" and attribute(node, "axis", 0) == 0
+        rows = adds and site.algebra.free(form.poly) <= set(form.variables(0))
+    else:
+        return None
+    if not rows or not (form.sizes or site.algebra.tensors(form.poly)):
+        return None
+    return site.forms.extent(whole.groups[0]).integer, index
+
+
+def _one_hot_product(site: Site, node: ir.Node) -> tuple[object, ir.Value | None] | None:
+    """As :func:`_scatter`, for a product that contracts the rows of a one-hot of an index."""
+    if node.domain or node.op_type not in ("MatMul", "Gemm") or len(node.inputs) < 2:
+        return None
+    out = node.outputs[0]
+    for k, (value, flag) in enumerate(zip(node.inputs[:2], ("transA", "transB"), strict=True)):
+        form = None if value is None else site.forms.get(value)
+        if form is None or len(form.groups) < 2 or len(form.poly) != 1 or out.dtype not in TOLERANCE:
+            continue
+        last = len(form.groups) - 1
+        contracted = (last if k == 0 else last - 1) if not attribute(node, flag, 0) else (last - 1 if k == 0 else last)
+        kept = last - 1 if contracted == last else last
+        rows, group = list(form.variables(contracted)), list(form.variables(kept))
+        ((monomial, _),) = form.poly.terms.items()
+        if len(monomial) != 1 or len(rows) != 1 or len(group) != 1:
+            continue
+        atom = site.algebra.atoms[monomial[0][0]]
+        index = site.algebra.solve(atom, group[0]) if atom.kind == "eq" else None
+        if index is not None and site.algebra.tensors(index) and rows[0] in site.algebra.free(index):
+            return form.sizes[group[0]].integer, None
+    return None
+
+
+def _rows_by_masks(site: Site) -> Iterator[NearMiss]:
+    """[j = g] sum of the rows where the index is g, for each group g: a loop over the groups with masks."""
+    algebra = site.algebra
+    for node in site.graph:
+        value = node.outputs[0] if len(node.outputs) == 1 else None
+        if value is None or value not in site.position or value.dtype not in TOLERANCE or node.op_type in VIEWS:
+            continue
+        form = site.forms.get(value)
+        if form is None or len(form.sizes) < 2 or len(form.poly) < 2:
+            continue
+        groups = set()
+        for monomial in form.poly.terms:
+            atoms = [algebra.atoms[a] for a, _ in monomial]
+            placed = [g.integer for a in atoms if a.kind == "eq" and (g := algebra.solve(a, 0)) is not None]
+            masked = any(
+                algebra.atoms[a].kind == "eq" and algebra.tensors(algebra.atoms[a].args[0])
+                for s in atoms
+                if s.kind == "sum"
+                for a, _ in s.args[1]
+            )
+            groups.add(placed[0] if len(placed) == 1 and masked else None)
+        if None not in groups and len(groups) > 1:
+            reason = f"a loop over {len(groups)} groups, each masked out of all rows; {UNSORTED}"
+            yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, reason)

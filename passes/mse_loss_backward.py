@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, bypassed, materialise, require_same
 from gradfuse.passes.reading import Form, is_float
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
@@ -45,7 +45,7 @@ class FuseMseLossBackwardPass(FusePass):
         return len(form.poly) > 1
 
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
-        for node in () if rewrite.by_body else site.bypassed(rewrite):
+        for node in () if rewrite.by_body else bypassed(site, rewrite):
             if node.op_type != "Where" or node.domain or not is_float(node.outputs[0]) or node.inputs[0] is None:
                 continue
             condition = site.forms.get(node.inputs[0])
@@ -90,7 +90,7 @@ class FuseMseLossBackwardPass(FusePass):
         used = sorted(algebra.free(gradient))
         sizes = dict(enumerate(form.sizes))
         layout = [[v for v in form.variables(a) if v in used] for a in range(len(form.groups))] if used else []
-        grad = site.materialise(builder, gradient, used, sizes, root.dtype, layout)
+        grad = materialise(builder, gradient, used, sizes, root.dtype, layout)
         fused = builder.fused(self.operator, [grad, *operands], extents, reduction=reduction)
         return builder.rewrite("squared-error-backward", [fused], fused)
 
@@ -121,7 +121,7 @@ def _differences(
     wanted = site.algebra.tensors(form.poly)
     for node in site.differences(form.poly):
         value = node.outputs[0]
-        if site.position.get(value, site.position[root]) >= site.position[root]:
+        if not site.is_ahead(value, root):
             continue
         own = site.forms.get(value)
         if own is None or len(own.poly) != len(form.poly) or not site.algebra.tensors(own.poly) <= wanted:

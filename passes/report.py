@@ -1,4 +1,4 @@
-"""What a run of the pipeline did, as data; `str()` is the table that the command line shows."""
+"""What a run of the pipeline did, as data. `str()` gives the table that the command line shows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fusion:
-    """One fused node. `replaced` names the nodes that it made superfluous.
+    """One fused node.
 
-    The rest is a prediction for one run in stock onnxruntime (docs/cost-model.md), with
-    `ASSUMED_DIM` of gradfuse.passes.matching for each symbolic dimension: `bytes_before` and `bytes_after` are the
-    memory traffic of the replaced nodes and of what stands in their place, `speedup` is the ratio of their times.
+    The costs are predictions for one run in stock onnxruntime (docs/cost-model.md). Each symbolic dimension is taken to
+    be `gradfuse.passes.matching.cost.ASSUMED_DIM`.
+
+    Attributes:
+        op: the operator.
+        node: the name of the fused node.
+        rule: the rule that matched.
+        replaced: the nodes that it made superfluous.
+        bytes_before: the memory traffic of these nodes.
+        bytes_after: the memory traffic of the nodes in their place.
+        speedup: the ratio of their times.
     """
 
     op: str
@@ -32,11 +40,16 @@ class Fusion:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A node whose value has the form of a fused op, and the reason why it was left alone.
+    """A node whose value has the form of a fused op, but was left alone.
 
-    `bug` says that a rule took it, and that a run with numbers refuted the rule. `match` names the rule whose match is
-    right, and was left alone for its cost only. `nodes` are those that the op would have replaced and `bytes_saved` the
-    traffic saved by that, where the match came that far.
+    Attributes:
+        node: the name of the node.
+        rule: the operator.
+        reason: why the node was left alone.
+        bug: whether a rule took it, and a run with numbers refuted the rule.
+        match: the rule that matched, if the cost alone speaks against it.
+        nodes: the nodes that the op would have replaced, if the match came that far.
+        bytes_saved: the traffic that this would have saved, if the match came that far.
     """
 
     node: str
@@ -50,8 +63,13 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class ExporterBug:
-    """A known bug of the exporter that the graph carries, or of onnxruntime that it meets: its name, the node that
-    shows it, and what to do about it."""
+    """A known bug of the exporter that shows in the graph, or of onnxruntime that the graph runs into.
+
+    Attributes:
+        bug: the name of the bug.
+        node: the node that shows it.
+        text: what is wrong, and what to do about it.
+    """
 
     bug: str
     node: str
@@ -63,8 +81,15 @@ class ExporterBug:
 
 @dataclass
 class Report:
-    """The fusions and near misses of a model, how many nodes of each operator it had `before` and has `after`, and the
-    exporter bugs that it carries as `warnings`."""
+    """What was done to a model.
+
+    Attributes:
+        fusions: the fused nodes.
+        near_misses: the nodes that came close.
+        before: how many nodes of each operator the model had.
+        after: how many it has.
+        warnings: the exporter bugs that it carries.
+    """
 
     fusions: list[Fusion] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)

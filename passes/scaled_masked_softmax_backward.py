@@ -9,7 +9,17 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import ONE, UNIT, ZERO, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.matching import (
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    divides,
+    find_mask,
+    require_same,
+    softmaxes,
+)
 from gradfuse.passes.reading import Form
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -24,6 +34,7 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
     """
 
     operator = "ScaledMaskedSoftmaxBackward"
+    training_operators = ("SoftmaxGrad", "SoftmaxGrad_13")
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)
@@ -65,7 +76,7 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         if keep.constant is None:
             # The op lets a mask be repeated over B and H; its last two dimensions are whole.
             own = [group if masked & set(group) else [] for group in layout[:2]]
-            inputs.append(site.find_mask(builder, UNIT - keep, sorted(masked), sizes, [*own, *layout[2:]]))
+            inputs.append(find_mask(builder, UNIT - keep, sorted(masked), sizes, [*own, *layout[2:]]))
         if not _SMALLEST <= abs(scale) <= _LARGEST:
             raise Mismatch(f"its scale {scale:.6g} is no float32")
         extents = [algebra.product(sizes[v] for v in group) for group in layout]
@@ -84,7 +95,7 @@ def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly, Poly]
 
 def _rows(site: Site, form: Form) -> list[tuple[Poly, int]]:
     """Candidates for y: softmaxes that the form divides by, and tensors that stand inside and outside of a row sum."""
-    rows = list(site.softmaxes(form.poly, range(len(form.sizes))))
+    rows = list(softmaxes(site.algebra, form.poly, range(len(form.sizes))))
     algebra = site.algebra
     for monomial in form.poly.terms:
         for a, e in monomial:
@@ -124,14 +135,14 @@ def _picked(site: Site, poly: Poly, y: Poly, j: int) -> Poly | None:
     (ym,) = y.terms
     found = ZERO
     for monomial, coefficient in poly.terms.items():
-        if site.divides(ym, monomial):
+        if divides(ym, monomial):
             continue
         for a, _ in monomial:
             atom = algebra.atoms[a]
             place = algebra.solve(atom, j) if atom.kind == "eq" else None
             there = ZERO if place is None else algebra.substitute(y, {j: place})
             factor = next(iter(there.terms), ONE)
-            if len(there) == 1 and site.divides(factor, monomial):
+            if len(there) == 1 and divides(factor, monomial):
                 found = found + algebra.divide_monomial(Poly({monomial: coefficient}), factor)
                 break
         else:
@@ -146,13 +157,13 @@ def _cofactors_of_sums(site: Site, poly: Poly, y: Poly, j: int) -> tuple[Poly, P
     along = [(a, e) for a, e in ym if j in algebra.atoms[a].free]
     summed: dict[int, Poly] = {}
     for monomial, c in poly.terms.items():
-        if not site.divides(ym, monomial):
+        if not divides(ym, monomial):
             return None
         for a, e in monomial:
             atom = algebra.atoms[a]
             if atom.kind != "sum" or e != 1 or len(atom.args[0]) != 1 or j in atom.free:
                 continue
-            if all(site.divides(tuple(along), inside) for inside in algebra.opened(atom, [j]).terms):
+            if all(divides(tuple(along), inside) for inside in algebra.opened(atom, [j]).terms):
                 rest = algebra.divide_monomial(Poly({monomial: -c}), ((a, 1),))
                 summed[a] = summed.get(a, ZERO) + rest
                 break

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
-import pickle
-import select
-import signal
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
+import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
-_SECONDS = 120
-_Inferred = tuple[int | None, list[int | str | None] | None]
+from gradfuse.errors import WorkerError
+from gradfuse.models import inference
 
+# Larger initializers are data, which no shape depends on.
+_LARGEST_INITIALIZER_BYTES = 1000
 # What onnx knows nothing of: operators of onnxruntime whose first output has the type and shape of one of their inputs.
 _LIKE_INPUT = {
     **dict.fromkeys(("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "BiasSoftmax", "Scale", "ScaledSum"), 0),
@@ -39,47 +32,64 @@ _STANDARD = {
 
 
 def infer(model: ir.Model, values: Sequence[ir.Value]) -> None:
-    """Give the values of a model the types and shapes that onnx infers, as far as it does.
+    """Give values of a model the types and shapes that onnx infers; without any, they stay as they are.
 
-    onnx's inference aborts the process on some models whose shapes contradict each other, so it runs in a child process
-    where the system can fork one; if the child fails, the values stay as they are.
+    Raises:
+        WorkerError: the process that infers fails for a reason that is not the model.
     """
-    if not hasattr(os, "fork") or sys.platform == "darwin":
-        _infer_here(model)
+    try:
+        inferred = inference.infer(_prepared(model))
+        known = None if inferred is None else ir.from_proto(inferred)
+    except WorkerError:
+        raise
+    except Exception:  # To clone, serialise and read a malformed model may raise anything.
         return
-    for value, (dtype, shape) in zip(values, _in_child(model, values), strict=False):
-        if dtype is not None:
-            value.dtype = ir.DataType(dtype)
-        if shape is not None:
-            value.shape = ir.Shape(shape)
+    if known is None:
+        return
+    wanted = set(values)
+    for graph, known_graph in zip(model.graphs(), known.graphs(), strict=False):
+        found = ir.convenience.create_value_mapping(known_graph)
+        for name, value in ir.convenience.create_value_mapping(graph).items():
+            if value in wanted and name in found:
+                _take(value, found[name])
 
 
-def _infer_here(model: ir.Model) -> None:
-    with _stand_ins(model):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+def _take(value: ir.Value, inferred: ir.Value) -> None:
+    if inferred.dtype is not None:
+        value.dtype = inferred.dtype
+    if inferred.shape is not None:
+        value.shape = ir.Shape([d if isinstance(d, int) else d.value for d in inferred.shape])
 
 
-@contextmanager
-def _stand_ins(model: ir.Model) -> Iterator[None]:
-    """For the time of the inference, standard operators of the same types and shapes stand for onnxruntime's own."""
-    replaced: list[tuple[ir.Node, str, str, Sequence[ir.Value | None], Mapping[str, ir.Attr]]] = []
-    for graph in (model.graph, *(f.graph for f in model.functions.values())):
+def _prepared(model: ir.Model) -> onnx.ModelProto:
+    """A copy of the model for onnx: standard operators stand for onnxruntime's, and large initializers are inputs.
+
+    The model itself stays as it is, to the order in which the uses of a value are listed.
+    """
+    copy = model.clone()
+    for graph in (copy.graph, *(f.graph for f in copy.functions.values())):
         for node in graph.all_nodes():
             stand_in = _stand_in(node)
             if stand_in is not None:
-                replaced.append((node, node.domain, node.op_type, tuple(node.inputs), dict(node.attributes)))
-                _become(node, "", *stand_in)
-    try:
-        yield
-    finally:
-        for node, domain, op_type, inputs, attributes in replaced:
-            _become(node, domain, op_type, inputs, attributes)
+                _become(node, *stand_in)
+    _take_large_initializers_out(copy.graph)
+    return ir.to_proto(copy)
 
 
-def _become(
-    node: ir.Node, domain: str, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
-) -> None:
-    node.domain, node.op_type = domain, op_type
+def _take_large_initializers_out(graph: ir.Graph) -> None:
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is not None:
+            value.shape = ir.Shape(tensor.shape.numpy()) if value.shape is None else value.shape
+            value.dtype = tensor.dtype if value.dtype is None else value.dtype
+        if not value.is_graph_input():
+            graph.inputs.append(value)
+        if tensor is None or tensor.nbytes > _LARGEST_INITIALIZER_BYTES:
+            del graph.initializers[name]
+
+
+def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
+    node.domain, node.op_type = "", op_type
     node.resize_inputs(len(inputs))
     for k, value in enumerate(inputs):
         node.replace_input_with(k, value)
@@ -119,56 +129,3 @@ def _rank(value: ir.Value | None) -> int | None:
         return len(value.shape)
     perm = node.attributes.get("perm") if node is not None and node.op_type == "Transpose" else None
     return None if perm is None else len(perm.as_ints())
-
-
-def _in_child(model: ir.Model, values: Sequence[ir.Value]) -> list[_Inferred]:
-    receive, send = os.pipe()
-    collects = gc.isenabled()
-    # The child has none of the threads: to collect what waits for them, as sessions of onnxruntime do, would never end.
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            # The inference needs none of the threads' locks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _answer(model, values, send)
-    finally:
-        if collects:
-            gc.enable()
-    os.close(send)
-    answer = bytearray()
-    with os.fdopen(receive, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], _SECONDS)[0]:
-            part = pipe.read(1 << 20)
-            if not part:
-                break
-            answer += part
-        else:
-            os.kill(child, signal.SIGKILL)
-            answer.clear()
-    _, status = os.waitpid(child, 0)
-    found: list[_Inferred] = pickle.loads(bytes(answer)) if status == 0 and answer else []
-    return found
-
-
-def _answer(model: ir.Model, values: Sequence[ir.Value], send: int) -> None:
-    """What the child does: infer, write the result, and leave without any clean-up of the parent's."""
-    code = 1
-    try:
-        # What onnx says while it fails is of no use to anyone.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        logging.disable()
-        _infer_here(model)
-        with os.fdopen(send, "wb") as pipe:
-            pickle.dump([_described(value) for value in values], pipe)
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _described(value: ir.Value) -> _Inferred:
-    dtype = None if value.dtype is None else int(value.dtype)
-    if value.shape is None:
-        return dtype, None
-    return dtype, [d if isinstance(d, int) else None if d.value is None else str(d.value) for d in value.shape]

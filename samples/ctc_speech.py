@@ -1,11 +1,11 @@
 """Train a small speech recogniser with the CTC loss in stock onnxruntime.
 
-Run it with `python samples/ctc_speech.py`; it needs `pip install "gradfuse[samples]"`. The speech is synthesised: the
-library of espeak-ng, which the package espeakng-loader ships, says rows of three to six English digits in many voices,
-speeds and pitches, and noise is added. The recogniser, a convolution and a GRU that reads both ways, hears log mel
-energies and learns the digits of a row without being told when each is said. The sample
+Run it with `python samples/ctc_speech.py`; it needs `pip install "gradfuse[samples]"`. espeak-ng, which the package
+espeakng-loader ships, synthesises the speech: rows of three to six English digits in many voices, speeds and pitches,
+with added noise. The recogniser, a convolution and a GRU that reads both ways, hears log mel energies and learns the
+digits of a row without being told when each is said. The sample
 
-1. exports the training step with AdamW in it: no exporter but gradfuse's takes a CTC loss; it becomes the operators
+1. exports the training step with AdamW in it; the CTC loss, which no other exporter takes, becomes the operators
    CtcLoss and CtcLossBackward,
 2. trains in onnxruntime,
 3. decodes rows of digits by voices that were not in the training, and counts the wrong labels.

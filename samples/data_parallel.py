@@ -4,18 +4,18 @@ Run it with
 
     torchrun --standalone --nproc-per-node 2 samples/data_parallel.py
 
-on more machines with torchrun's options for these, and for one process with `python samples/data_parallel.py`. The data
-are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships. Of each batch every rank
+on several machines with torchrun's options for these, or in one process with `python samples/data_parallel.py`. The
+data are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships. For each batch every rank
 
 1. takes its share, and runs the exported step (loss and gradients, no optimizer) in onnxruntime, which reads the
    parameters of the torch module and writes the gradients where torch has them: nothing is copied,
-2. adds up the gradients of all ranks with `torch.distributed.all_reduce`, as one flat tensor for each type,
+2. sums the gradients of all ranks with `torch.distributed.all_reduce`, as one flat tensor for each type,
 3. makes the same update as all others with `torch.optim`.
 
 So the losses and parameters are those of one process with the whole batch, whatever the number of ranks. On the CPU the
-ranks speak through gloo; with `--device cuda`, for which onnxruntime has to be onnxruntime-gpu, through NCCL, each rank
-on the GPU of its number; that is not yet tried. Buffers that a step changes (batch normalisation's) would have to be
-averaged likewise, or taken from one rank; the module here has none, and neither frozen nor tied parameters.
+ranks communicate by gloo. With `--device cuda` they use NCCL, each rank on the GPU of its number; this needs
+onnxruntime-gpu and is not yet tried. Buffers that a step changes (batch normalisation's) would have to be averaged
+likewise, or taken from one rank. The module here has none, and neither frozen nor tied parameters.
 
 The exit status is 1 below the wanted accuracy.
 """

@@ -1,13 +1,13 @@
 """Train a step that gradfuse fused on an NVIDIA GPU, in plain onnxruntime: no onnxruntime-gpu is needed.
 
-First export one, for example with `python samples/digits.py --save models`, then
+First export one, for example with `python samples/digits.py --save models`, then run
 
     python samples/gpu.py models/digits_rowattention_fused.onnx
 
 It needs a build of gradfuse with CUDA kernels (docs/cuda.md), and onnxruntime 1.24 or newer. The sample
 
 1. registers gradfuse's execution provider, and chooses a GPU,
-2. makes a session and prints which nodes run where: the fused ones on the GPU, all others on the CPU,
+2. creates a session and prints which nodes run where: the fused ones on the GPU, all others on the CPU,
 3. trains on the handwritten digits that scikit-learn ships, and compares the first gradients with the CPU kernels'.
 
 The exit status is 2 where there is no GPU to run on, and 1 if the gradients differ.

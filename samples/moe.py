@@ -1,8 +1,8 @@
 """Train a mixture of experts, whose bias gradients gradfuse fuses, in stock onnxruntime.
 
 Run it with `python samples/moe.py`. The data are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships.
-The layer sends each token to its best expert: tokens are sorted by expert, so that those of one expert are a group of
-rows, and each group is added a bias of its own. The gradient of that bias, a sum over each group, is the operator
+The layer sends each token to its best expert. Tokens are sorted by expert, so those of one expert are a group of rows,
+and a bias of its own is added to each group. The gradient of that bias, a sum over each group, is the operator
 GroupedBiasAddGrad. The sample
 
 1. exports the training step with AdamW in it, and prints what was fused,

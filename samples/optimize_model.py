@@ -1,13 +1,13 @@
 """Optimize a training graph of any producer: gradfuse's passes among those of onnx_ir and onnxscript.
 
-Run it with `python samples/optimize_model.py IN.onnx OUT.onnx`, for example on a file of tests/corpus. It is for those
-who have a pipeline of their own, as tools like Olive are made of; otherwise `gradfuse fuse` does it in one command, for
-default opsets before 15 as well. The sample
+Run it with `python samples/optimize_model.py IN.onnx OUT.onnx`, for example on a file of tests/corpus. It is for people
+who have a pipeline of their own, as tools like Olive do. Everybody else uses `gradfuse fuse`, which is one command and
+also takes default opsets before 15. The sample
 
 1. inlines functions, folds constants and merges equal nodes, with the passes of onnx_ir and onnxscript,
 2. runs `gradfuse.passes.default_pipeline` as one pass among them, and attaches the function bodies of the operators
-   that it put in, with which the model runs everywhere,
-3. removes what nobody uses any more,
+   that it inserted, with which the model runs everywhere,
+3. removes what is no longer used,
 4. compares the result with the original on random inputs, and saves it.
 
 The exit status is 1 if the outputs differ; then nothing is saved.
@@ -25,7 +25,7 @@ from onnxscript import optimizer
 
 import gradfuse
 from gradfuse.custom_ops import functions
-from gradfuse.passes import FusePass, default_pipeline
+from gradfuse.passes import default_pipeline
 
 
 class FoldConstantsPass(ir.passes.InPlacePass):
@@ -72,9 +72,8 @@ def main(source: pathlib.Path, target: pathlib.Path, policy: str, runs: int) -> 
     fusing = default_pipeline("all" if policy == "all" else "profitable")
     model = optimize(model, fusing)
     click.echo(f"{before} nodes before, {sum(1 for _ in model.graph.all_nodes())} after")
-    for step in fusing.passes:
-        for fusion in step.fusions if isinstance(step, FusePass) else ():
-            click.echo(f"  {fusion.op} replaces {len(fusion.replaced)} nodes [{fusion.rule}]")
+    for fusion in fusing.report.fusions:
+        click.echo(f"  {fusion.op} replaces {len(fusion.replaced)} nodes [{fusion.rule}]")
     report = gradfuse.check(str(source), model, runs=runs)
     if not report.ok:
         click.echo(f"not saved: {report}")

@@ -6,7 +6,7 @@ ships as `pydoc_data.topics`, so nothing is downloaded. The sample
 1. exports the whole training step from PyTorch: loss, gradients (the attention's and the cross entropy's fused),
    clipping and the update of AdamW,
 2. trains in onnxruntime with a learning rate that rises and falls,
-3. measures the perplexity of text that was left out, before and after, and lets the model go on with a text, both by
+3. measures the perplexity of text that was left out, before and after, and lets the model continue a text, both by
    `TrainingSession.evaluate`.
 
 The exit status is 1 if the perplexity is above the wanted one.

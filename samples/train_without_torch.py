@@ -9,7 +9,7 @@ ships. Then, anywhere else with `pip install "gradfuse[train]"`,
 
     python samples/train_without_torch.py train folder
 
-trains for some epochs, and writes `folder/checkpoint.safetensors` after each. Called again, it goes on from there, to
+trains for some epochs, and writes `folder/checkpoint.safetensors` after each. Run it again, and it resumes there, with
 the same numbers as without the break: parameters, state of the optimizer and learning rate are in the checkpoint, and
 the order of the digits depends on the epoch's number only. torch reads the trained parameters from the same file,
 under the names of the module.

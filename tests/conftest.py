@@ -28,12 +28,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infer shapes in this process, as where the system has no fork: to fork a process of this size is slow.
+def inference_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infer shapes in this process, which saves the way to another one.
 
     For models of which it is known that onnx's inference does not abort on them.
     """
-    monkeypatch.delattr(os, "fork")
+    from gradfuse.models import inference, inference_worker
+
+    monkeypatch.setattr(inference, "ask", inference_worker.infer)
 
 
 @pytest.fixture(scope="session", autouse=True)

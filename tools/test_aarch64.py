@@ -33,7 +33,7 @@ PINNED = (
     "hypothesis",
     "pytest",
 )
-TESTS = ("simd", *(operator.stem for operator in OPS.values()))
+TESTS = ("simd", "kernels", *(operator.stem for operator in OPS.values()))
 # Not in the emulation: the kernels of CUDA, and what starts another Python.
 LEFT_OUT = "not simt and not variable"
 # A compiler for programs that start in the emulator; the address sanitizer does not.

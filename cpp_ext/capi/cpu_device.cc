@@ -1,22 +1,24 @@
 #include <unistd.h>
 
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "capi/device.h"
 #include "capi/error.h"
 #include "capi/handle_table.h"
 #include "capi/shared_mutex.h"
-#include "runtime/thread_pool.h"
+#include "capi/thread_pool.h"
 
 namespace gradfuse::capi {
 namespace {
@@ -38,6 +40,9 @@ class Stream {
  public:
   Stream() : worker_([this] { Work(); }) {}
 
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
   // Finishes what is queued.
   ~Stream() {
     {
@@ -48,6 +53,7 @@ class Stream {
     worker_.join();
   }
 
+  // NOLINTNEXTLINE(readability-non-const-parameter): the executor writes to the workspace
   void Push(std::unique_ptr<Executor> executor, char* workspace) {
     {
       const std::lock_guard lock(mutex_);
@@ -59,10 +65,8 @@ class Stream {
   void Synchronize() {
     std::unique_lock lock(mutex_);
     idle_.wait(lock, [this] { return queue_.empty() && !busy_; });
-    if (!error_) return;
-    const Error error = *error_;
-    error_.reset();
-    throw error;
+    const std::optional<Error> error = std::exchange(error_, std::nullopt);
+    if (error) throw Error(*error);
   }
 
   // A fork leaves the worker behind.
@@ -107,32 +111,31 @@ class Stream {
 class Memory {
  public:
   void* Allocate(size_t bytes) {
-    constexpr size_t kAlignment = 256;
-    void* memory = nullptr;
-    if (posix_memalign(&memory, kAlignment, bytes) != 0) throw std::bad_alloc();
+    std::unique_ptr<void, void (*)(void*)> memory(::operator new(bytes, kAlignment), Delete);
     const std::lock_guard lock(SharedMutex());
-    blocks_[static_cast<char*>(memory)] = bytes;
-    return memory;
+    blocks_[static_cast<const char*>(memory.get())] = bytes;
+    return memory.release();
   }
 
   void Free(void* memory) {
     {
       const std::lock_guard lock(SharedMutex());
-      if (blocks_.erase(static_cast<char*>(memory)) == 0) {
+      if (blocks_.erase(static_cast<const char*>(memory)) == 0) {
         throw Error(ACL_ERROR_INVALID_PARAM, "devPtr is no memory of aclrtMalloc, or freed before");
       }
     }
-    std::free(memory);
+    Delete(memory);
   }
 
   void ExpectRoom(const char* name, const void* memory, size_t bytes) const {
     const auto* begin = static_cast<const char*>(memory);
     const std::lock_guard lock(SharedMutex());
-    auto block = blocks_.upper_bound(const_cast<char*>(begin));
-    if (block == blocks_.begin() || begin >= (--block)->first + block->second) {
+    const auto after = blocks_.upper_bound(begin);
+    const char* const end = after == blocks_.begin() ? nullptr : EndOf(*std::prev(after));
+    if (end == nullptr || begin >= end) {
       throw Error(ACL_ERROR_INVALID_PARAM, std::string(name) + " is no memory of the device, as kind says it is");
     }
-    const auto room = static_cast<size_t>(block->first + block->second - begin);
+    const auto room = static_cast<size_t>(end - begin);
     if (bytes > room) {
       throw Error(ACL_ERROR_INVALID_PARAM, "count is " + std::to_string(bytes) + "; expected at most the " +
                                                std::to_string(room) + " bytes that " + name + " has");
@@ -140,7 +143,13 @@ class Memory {
   }
 
  private:
-  std::map<char*, size_t> blocks_;
+  using Blocks = std::map<const char*, size_t>;
+
+  static constexpr std::align_val_t kAlignment{256};
+  static void Delete(void* memory) { ::operator delete(memory, kAlignment); }
+  static const char* EndOf(const Blocks::value_type& block) { return block.first + block.second; }
+
+  Blocks blocks_;
 };
 
 class Cpu final : public Device {

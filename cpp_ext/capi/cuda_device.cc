@@ -1,5 +1,6 @@
 #include <cuda_runtime_api.h>
 
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -64,9 +65,10 @@ class Cuda final : public Device {
   aclrtStream CreateStream() override {
     cudaStream_t stream = nullptr;
     Expect(cudaStreamCreate(&stream));
+    std::unique_ptr<CUstream_st, decltype(&cudaStreamDestroy)> owner(stream, cudaStreamDestroy);
     const std::lock_guard lock(SharedMutex());
     streams_.insert(stream);
-    return stream;
+    return owner.release();
   }
   void DestroyStream(aclrtStream stream) override {
     {

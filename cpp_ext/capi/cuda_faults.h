@@ -10,14 +10,14 @@
 
 namespace gradfuse::capi {
 
-// What the runs on the streams of a CUDA device found in their inputs that an op does not take: known when the device
-// gets there, told when the host waits for the stream.
+// Values in inputs that an op does not take. The device finds them when it gets there; the host reports them when it
+// waits for the stream.
 class CudaFaults {
  public:
   // The cell for Queue::fault of a run.
   int32_t* CellOf(const void* stream, const Executor& executor);
 
-  // Throws an Error for the first cell of a stream with something in it, and empties them all.
+  // Throws an Error for the first fault found on a stream, and clears all of them.
   void ThrowAny(const void* stream);
 
   void Forget(const void* stream);

@@ -12,7 +12,7 @@ Device& Choose() {
   const char* variable = std::getenv("GRADFUSE_DEVICE");
   const std::string name = variable == nullptr ? "" : variable;
   if (name == "cpu") return CpuDevice();
-  if (name != "" && name != "cuda") {
+  if (!name.empty() && name != "cuda") {
     throw Error(ACL_ERROR_INVALID_PARAM, "GRADFUSE_DEVICE is '" + name + "'; expected 'cpu' or 'cuda'");
   }
 #ifdef GRADFUSE_HAVE_CUDA

@@ -14,11 +14,11 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // The one that the environment variable GRADFUSE_DEVICE names, "cpu" or "cuda"; else CUDA where the library has it
-  // and finds a GPU, else the CPU. The same as long as the process lives.
+  // The device that the environment variable GRADFUSE_DEVICE names, "cpu" or "cuda". By default it is CUDA if the
+  // library has it and finds a GPU, else the CPU. It never changes during the life of a process.
   static Device& Current();
 
-  // Whether the host reads the device's memory, so that values can be checked when a run is planned.
+  // Whether the host can read the device's memory, so that values can be checked when a run is planned.
   virtual bool is_host() const = 0;
 
   virtual void Set(int32_t id) = 0;
@@ -31,7 +31,7 @@ class Device {
   virtual aclrtStream CreateStream() = 0;
   virtual void DestroyStream(aclrtStream stream) = 0;
   virtual void Synchronize(aclrtStream stream) = 0;
-  // Throws an Error where runs cannot be put on a stream.
+  // Throws an Error if runs cannot be put on the stream.
   virtual void ExpectStream(aclrtStream stream) = 0;
   // Puts a run on a stream.
   virtual void Execute(std::unique_ptr<Executor> executor, char* workspace, aclrtStream stream) = 0;

@@ -1,38 +1,36 @@
 #pragma once
 
-#include <exception>
+#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "acl/acl.h"
 #include "gradfuse/status.h"
 
 namespace gradfuse::capi {
 
-// What a function of the C API gives back, and why.
-class Error : public std::exception {
+// The code that a function of the C API returns, and why.
+class Error : public std::runtime_error {
  public:
-  Error(int code, std::string message) : code_(code), message_(std::move(message)) {}
+  Error(int code, const std::string& message) : std::runtime_error(message), code_(code) {}
   int code() const { return code_; }
-  const char* what() const noexcept override { return message_.c_str(); }
 
  private:
   int code_;
-  std::string message_;
 };
 
-// Throws an Error where `status` is one.
+// Throws an Error if `status` is not ok.
 void ThrowIfError(const Status& status);
 
-// Throws an Error of `code` where `pointer` is null.
-inline void ExpectPointer(const void* pointer, const char* name, const char* wanted, int code) {
+// Throws an Error of `code` if `pointer` is null.
+template <class Object>
+void ExpectPointer(const Object* pointer, const char* name, const char* wanted, int code) {
   if (pointer == nullptr) throw Error(code, std::string(name) + " is a null pointer; expected " + wanted);
 }
 
-// Keeps `<function>: <what the exception that is being handled says>` for aclGetRecentErrMsg, and gives its code.
+// Stores `<function>: <message of the exception being handled>` for aclGetRecentErrMsg, and returns its code.
 int HandleException(const char* function) noexcept;
 
-// The code that the functions of operators have for what another gives as `code`.
+// Translates a code to one that the functions of operators return.
 constexpr aclnnStatus ToOpCode(int code) {
   switch (code) {
     case ACLNN_ERR_PARAM_NULLPTR:

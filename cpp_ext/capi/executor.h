@@ -12,8 +12,8 @@ namespace gradfuse::capi {
 // The name of the input at a place of an op's signature, counted from 1.
 using InputNameFunction = const char* (*)(int32_t place);
 
-// One run of an op: all that the first phase has checked and planned. Where a tensor is no dense one, a dense copy of
-// it lies in the workspace while the op runs.
+// One run of an op: everything that the first phase checked and planned. A tensor that is not dense has a dense copy in
+// the workspace while the op runs.
 class Executor {
  public:
   Executor(const char* op, InputNameFunction name_of_input) : op_(op), input_name_(name_of_input) {}
@@ -23,14 +23,14 @@ class Executor {
 
   const char* op() const { return op_; }
   InputNameFunction input_name() const { return input_name_; }
-  // What the caller is to give: room enough wherever it begins.
+  // What the caller must provide: enough room wherever it begins.
   uint64_t workspace_bytes() const { return workspace_bytes_; }
 
-  // Both throw an Error where they fail. What an input holds is checked once more on the CPU, as it may have changed
-  // since it was planned.
+  // Both throw an Error if they fail. On the CPU the values of inputs are checked again, as they may have changed since
+  // planning.
   virtual void RunOnCpu(char* workspace, const ParallelFor& parallel) = 0;
 #ifdef GRADFUSE_HAVE_CUDA
-  // Returns when all is on the stream. `queue` has no workspace yet.
+  // Returns once all work is on the stream. `queue` has no workspace yet.
   virtual void StartOnCuda(char* workspace, Queue queue) = 0;
 #endif
 
@@ -43,14 +43,14 @@ class Executor {
   uint64_t workspace_bytes_ = 0;
 };
 
-// The second phase of the op that is called `op`: of the C function `function`.
+// The second phase of the op named `op`, for the C function `function`.
 aclnnStatus Execute(const char* function, const char* op, void* workspace, uint64_t workspace_bytes,
                     aclOpExecutor* handle, aclrtStream stream) noexcept;
 
-// Makes the executor of the op's first phase one that Execute knows.
+// Registers the executor that a first phase made, so that Execute finds it.
 aclOpExecutor* AddExecutor(std::unique_ptr<Executor> executor);
 
-// Gives up all that were never run.
+// Drops all executors that were never run.
 void DropExecutors();
 
 }  // namespace gradfuse::capi

@@ -14,16 +14,16 @@ namespace gradfuse::capi {
 
 enum class HandleKind : uintptr_t { kTensor, kIntArray, kExecutor, kStream };
 
-// Objects that C callers know by handles. A handle is no address and is never used a second time, so that one whose
-// object is gone, or of another kind, is known for what it is without a look at freed memory. Handles are odd, as no
-// pointer to an aligned object is.
+// Objects that C callers refer to by handles. A handle is not an address and is never reused, so that a stale handle,
+// or one of another kind, is recognised without a look at freed memory. Handles are odd; pointers to aligned objects
+// never are.
 //
 // From the lowest bit on, a handle is: a one, two bits for its kind, 29 for the slot of the object, and 32 for the
 // number of objects that the slot has had.
 template <class Object, HandleKind kKind>
 class HandleTable {
  public:
-  // The table of this process. Lives forever, as threads may outlive what else there is.
+  // The table of this process. Lives forever, since threads may outlive static objects.
   static HandleTable& Shared() {
     static HandleTable& table = *new HandleTable;
     return table;
@@ -40,6 +40,7 @@ class HandleTable {
     Slot& slot = slots_[index];
     slot.object.emplace(std::move(object));
     free_ = slot.next_free;
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): a handle is no address, and nothing is at it
     return reinterpret_cast<void*>(uintptr_t{slot.generation} << 32 | uintptr_t{index} << kIndexShift | kTag);
   }
 
@@ -52,8 +53,8 @@ class HandleTable {
     return slot.object && slot.generation == bits >> 32 ? &*slot.object : nullptr;
   }
 
-  // Takes the object of a handle out of the table, after `accepts`, which may throw, has seen it; nothing where there
-  // is none.
+  // Removes and returns the object of a handle, after `accepts`, which may throw, has seen it. Returns nothing if there
+  // is no such object.
   template <class Accepts>
   std::optional<Object> Take(const void* handle, const Accepts& accepts) {
     const std::lock_guard lock(SharedMutex());

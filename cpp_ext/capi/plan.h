@@ -18,10 +18,10 @@
 #include "gradfuse/signature.h"
 #include "gradfuse/strided_copy.h"
 
-// The first phase of any op: what makes an executor out of C arguments.
+// The first phase of any op: it makes an executor from C arguments.
 namespace gradfuse::capi {
 
-// Throws an Error where an operand that the op needs is null.
+// Throws an Error if an operand that the op needs is null.
 class NullCheck {
  public:
   explicit NullCheck(const Operand* first) : next_(first) {}
@@ -30,7 +30,7 @@ class NullCheck {
   void Input(const char*, const std::optional<Tensor>&, const TypeSet&) { ++next_; }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char* name, const Tensor&, const TypeSet&) { Expect(name); }
+  void Output(const char* name, const MutableTensor&, const TypeSet&) { Expect(name); }
 
  private:
   void Expect(const char* name) {
@@ -41,8 +41,8 @@ class NullCheck {
   const Operand* next_;
 };
 
-// Gives the arguments what the operands stand for; throws an Error for one that stands for nothing. To be used with the
-// shared mutex held.
+// Looks up the operands and fills the arguments; throws an Error for an unknown operand. Use it with the shared mutex
+// held.
 class OperandReader {
  public:
   OperandReader(const Operand* first, Argument* first_argument) : next_(first), next_argument_(first_argument) {}
@@ -53,7 +53,7 @@ class OperandReader {
   }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char* name, const Tensor&, const TypeSet&) { Read(name); }
+  void Output(const char* name, const MutableTensor&, const TypeSet&) { Read(name); }
 
  private:
   void Read(const char* name) { ReadOperand(name, *next_++, *next_argument_++); }
@@ -90,18 +90,22 @@ class Plan final : public Executor {
 
   void RunOnCpu(char* workspace, const ParallelFor& parallel) override {
     staging_.Place(workspace);
-    for (const Staged& input : staging_.inputs()) cpu::StridedCopy(input.view, *input.tensor, parallel);
+    for (const StagedInput& input : staging_.inputs()) cpu::StridedCopy(input.view, input.copy, parallel);
     if (staging_.reads_values()) ThrowIfError(Check(args_));
     cpu::Run(args_, parallel);
-    for (const Staged& output : staging_.outputs()) cpu::StridedCopy(*output.tensor, output.view, parallel);
+    for (const StagedOutput& output : staging_.outputs()) {
+      cpu::StridedCopy(output.result(), output.view, parallel);
+    }
   }
 
 #ifdef GRADFUSE_HAVE_CUDA
   void StartOnCuda(char* workspace, Queue queue) override {
     queue.workspace = staging_.Place(workspace);
-    for (const Staged& input : staging_.inputs()) ThrowIfError(cuda::StridedCopy(input.view, *input.tensor, queue));
+    for (const StagedInput& input : staging_.inputs()) ThrowIfError(cuda::StridedCopy(input.view, input.copy, queue));
     ThrowIfError(cuda::Run(args_, queue));
-    for (const Staged& output : staging_.outputs()) ThrowIfError(cuda::StridedCopy(*output.tensor, output.view, queue));
+    for (const StagedOutput& output : staging_.outputs()) {
+      ThrowIfError(cuda::StridedCopy(output.result(), output.view, queue));
+    }
   }
 #endif
 
@@ -120,10 +124,10 @@ class Plan final : public Executor {
     }
     template <class Value>
     void Attribute(const char*, const Value&) {}
-    void Output(const char*, const Tensor&, const TypeSet&) {}
+    void Output(const char*, const MutableTensor&, const TypeSet&) {}
 
     Staging& staging;
-    const Argument* next;
+    const Argument* next = nullptr;
     std::optional<DType> t = std::nullopt;
   };
 
@@ -132,25 +136,25 @@ class Plan final : public Executor {
     void Input(const char*, const Value&, const TypeSet&) {}
     template <class Value>
     void Attribute(const char*, const Value&) {}
-    void Output(const char*, Tensor& tensor, const TypeSet& types) {
-      const DType dtype = types.is_t() ? *t : types[0];
-      staging.Output(inputs, outputs, next++, Tensor(nullptr, dtype, *shape++), tensor);
+    void Output(const char*, MutableTensor& tensor, const TypeSet& types) {
+      const DType dtype = types.is_t() ? t.value() : types[0];
+      staging.Output(inputs, outputs, next++, TensorLayout(dtype, *shape++), tensor);
     }
 
     Staging& staging;
-    const Argument* inputs;
-    const Argument* outputs;
-    const Argument* next;
-    const Shape* shape;
-    std::optional<DType> t;
+    const Argument* inputs = nullptr;
+    const Argument* outputs = nullptr;
+    const Argument* next = nullptr;
+    const Shape* shape = nullptr;
+    std::optional<DType> t = std::nullopt;
   };
 
   Args args_;
   Staging staging_;
 };
 
-// The first phase of the op with arguments Args: of the C function `function`. `operands` are its inputs and outputs in
-// the order of the op's signature.
+// The first phase of the op with arguments Args, for the C function `function`. `operands` are its inputs and outputs
+// in the order of the op's signature.
 template <class Args, size_t kOperands, class SetAttributes>
 aclnnStatus Prepare(const char* function, const Operand (&operands)[kOperands], const SetAttributes& set_attributes,
                     uint64_t* workspace_bytes, aclOpExecutor** handle) noexcept {

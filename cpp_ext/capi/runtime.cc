@@ -13,7 +13,8 @@ namespace {
 
 std::atomic<bool> initialized{false};
 
-void ExpectArgument(const void* pointer, const char* name) {
+template <class Object>
+void ExpectArgument(const Object* pointer, const char* name) {
   ExpectPointer(pointer, name, "an address", ACL_ERROR_INVALID_PARAM);
 }
 

@@ -4,8 +4,8 @@
 
 namespace gradfuse::capi {
 
-// Guards all that threads share: for moments only, so that one is enough. A child of fork gets all of it as it is
-// between two calls.
+// Guards everything that threads share. It is held for moments only, so one mutex is enough. A child of fork gets the
+// state as it is between two calls.
 std::mutex& SharedMutex();
 
 }  // namespace gradfuse::capi

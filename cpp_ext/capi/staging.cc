@@ -1,12 +1,14 @@
 #include "capi/staging.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "capi/error.h"
+#include "capi/thread_pool.h"
 #include "gradfuse/strided_copy.h"
 #include "kernels/dispatch.h"
-#include "runtime/thread_pool.h"
 
 namespace gradfuse::capi {
 namespace {
@@ -22,7 +24,7 @@ void ExpectUsable(const char* name, const GivenTensor& tensor) {
   if (tensor.format != ACL_FORMAT_ND) {
     ThrowRefusal(name, "of format " + std::to_string(tensor.format), "ACL_FORMAT_ND");
   }
-  const Tensor& view = tensor.view;
+  const MutableTensor& view = tensor.view;
   if (view.shape.rank() > kMaxRank || view.NumElements() == 0) return;
   if (view.data == nullptr) ThrowRefusal(name, "without memory", "the address of its elements");
   if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(SizeOf(view.dtype)) != 0) {
@@ -32,7 +34,7 @@ void ExpectUsable(const char* name, const GivenTensor& tensor) {
 
 // The memory of a view, from its first element to its last.
 struct Range {
-  explicit Range(const Tensor& view) : begin(static_cast<const char*>(view.data)), end(begin) {
+  explicit Range(const MutableTensor& view) : begin(static_cast<const char*>(view.data)), end(begin) {
     if (view.NumElements() == 0) return;
     int64_t last = 0;
     for (int axis = 0; axis < view.shape.rank(); ++axis) last += (view.shape[axis] - 1) * view.strides[axis];
@@ -68,32 +70,36 @@ void ReadOperand(const char* name, const Operand& operand, Argument& argument) {
 void Staging::Input(const Argument& argument, const TypeSet& types, Tensor& tensor) {
   if (argument.array != nullptr) {
     const std::vector<int64_t>& values = *arrays_.emplace_back(argument.array);
-    tensor = Tensor(const_cast<int64_t*>(values.data()), DType::kInt64, Shape{static_cast<int64_t>(values.size())});
+    tensor = Tensor(values.data(), DType::kInt64, Shape{static_cast<int64_t>(values.size())});
     return;
   }
-  const Tensor& view = argument.tensor->view;
-  ExpectUsable(argument.name, *argument.tensor);
+  const GivenTensor& given = argument.tensor.value();
+  ExpectUsable(argument.name, given);
+  const Tensor view(given.view.data, given.view);
   tensor = Tensor(view.data, view.dtype, view.shape);
   tensor.on_host = false;
   if (view.shape.rank() > kMaxRank) return;
   if (types.is_checked()) checked_.push_back({&tensor, view});
-  if (!view.IsDense()) inputs_.push_back({&tensor, view});
+  if (!view.IsDense()) inputs_.push_back({&tensor, view, MutableTensor(nullptr, view.dtype, view.shape)});
 }
 
-void Staging::Output(const Argument* inputs, const Argument* outputs, const Argument* argument, const Tensor& expected,
-                     Tensor& tensor) {
-  const Tensor& view = argument->tensor->view;
+void Staging::Output(const Argument* inputs, const Argument* outputs, const Argument* argument,
+                     const TensorLayout& expected, MutableTensor& tensor) {
+  const GivenTensor& given = argument->tensor.value();
+  const MutableTensor& view = given.view;
   if (view.dtype != expected.dtype || view.shape != expected.shape) {
     ThrowRefusal(argument->name, Describe(view), Describe(expected));
   }
-  ExpectUsable(argument->name, *argument->tensor);
-  tensor = Tensor(view.data, view.dtype, view.shape);
+  ExpectUsable(argument->name, given);
+  tensor = MutableTensor(view.data, view.dtype, view.shape);
   const Range range(view);
   bool is_staged = !view.IsDense();
   for (const Argument* other = inputs; other != argument; ++other) {
-    if (!other->tensor || !Overlap(range, Range(other->tensor->view))) continue;
+    if (!other->tensor) continue;
+    const MutableTensor& other_view = other->tensor.value().view;
+    if (!Overlap(range, Range(other_view))) continue;
     // Views with strides may lie between each other's elements.
-    if (other >= outputs && view.IsDense() && other->tensor->view.IsDense()) {
+    if (other >= outputs && view.IsDense() && other_view.IsDense()) {
       ThrowRefusal(argument->name, std::string("in the memory of ") + other->name, "memory of its own");
     }
     is_staged = true;
@@ -107,9 +113,11 @@ std::vector<std::unique_ptr<char[]>> Staging::ReadValues() {
     Tensor& tensor = *checked.tensor;
     tensor.on_host = true;
     if (checked.view.IsDense()) continue;
-    copies.emplace_back(new char[static_cast<size_t>(tensor.NumBytes())]);
-    tensor.data = copies.back().get();
-    cpu::StridedCopy(checked.view, tensor, ThreadPool::Shared());
+    std::unique_ptr<char[]> memory(new char[static_cast<size_t>(tensor.NumBytes())]);
+    const MutableTensor copy(memory.get(), tensor);
+    copies.push_back(std::move(memory));
+    tensor.data = copy.data;
+    cpu::StridedCopy(checked.view, copy, ThreadPool::Shared());
   }
   return copies;
 }
@@ -124,9 +132,8 @@ uint64_t Staging::LayOut(int64_t op_bytes) {
     bytes += CeilDiv(part, kAlignment) * kAlignment;
     return offset;
   };
-  for (std::vector<Staged>* staged : {&inputs_, &outputs_}) {
-    for (Staged& tensor : *staged) tensor.offset = take(tensor.tensor->NumBytes());
-  }
+  for (StagedInput& input : inputs_) input.offset = take(input.copy.NumBytes());
+  for (StagedOutput& output : outputs_) output.offset = take(output.tensor->NumBytes());
   op_offset_ = take(op_bytes);
   return bytes == 0 ? 0 : static_cast<uint64_t>(bytes + kAlignment);
 }
@@ -134,9 +141,8 @@ uint64_t Staging::LayOut(int64_t op_bytes) {
 char* Staging::Place(char* workspace) {
   const auto address = reinterpret_cast<uintptr_t>(workspace);
   char* const begin = workspace + (kAlignment - address % kAlignment) % kAlignment;
-  for (const std::vector<Staged>* staged : {&inputs_, &outputs_}) {
-    for (const Staged& tensor : *staged) tensor.tensor->data = begin + tensor.offset;
-  }
+  for (StagedInput& input : inputs_) input.tensor->data = input.copy.data = begin + input.offset;
+  for (const StagedOutput& output : outputs_) output.tensor->data = begin + output.offset;
   return begin + op_offset_;
 }
 

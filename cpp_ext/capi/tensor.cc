@@ -80,7 +80,7 @@ GivenTensor MakeTensor(const int64_t* view_dims, uint64_t rank, int type, const 
            "less than the " + std::to_string(room) + " that storageDims has");
   }
 
-  GivenTensor tensor{Tensor(data, *dtype, Shape(view_dims, rank)), format};
+  GivenTensor tensor{MutableTensor(data, *dtype, Shape(view_dims, rank)), format};
   std::copy_n(strides, std::min<uint64_t>(rank, kMaxRank), tensor.view.strides);
   // An empty view may have an offset that leads nowhere.
   if (data != nullptr && count > 0) tensor.view.data = static_cast<char*>(data) + offset * SizeOf(*dtype);

@@ -12,7 +12,7 @@ namespace gradfuse::capi {
 
 // What an aclTensor stands for.
 struct GivenTensor {
-  Tensor view;  // data is that of the first element; null where the tensor has no memory
+  MutableTensor view;  // from its first element on; without memory, data is null
   aclFormat format = ACL_FORMAT_ND;
 };
 

@@ -5,7 +5,8 @@
 
 namespace gradfuse {
 
-// Gives what body gives for a value of the element type that `dtype` names: one of the floating-point types.
+// Calls body with a value of the element type that `dtype` names, one of the floating-point types, and returns its
+// result.
 template <class Body>
 decltype(auto) WithFloatType(DType dtype, const Body& body) {
   switch (dtype) {
@@ -27,7 +28,7 @@ decltype(auto) WithShortFloatType(DType dtype, const Body& body) {
 }
 
 constexpr int64_t CeilDiv(int64_t numerator, int64_t denominator) {
-  return numerator / denominator + (numerator % denominator != 0);
+  return numerator / denominator + (numerator % denominator != 0 ? 1 : 0);
 }
 
 }  // namespace gradfuse

@@ -18,7 +18,7 @@ Shape BroadcastShape(const MseLossBackwardArgs& args) {
       if ((*shape)[axis] != 1) dim = (*shape)[axis];
     }
   }
-  return Shape(dims, static_cast<size_t>(rank));
+  return {dims, static_cast<size_t>(rank)};
 }
 
 bool BroadcastsTo(const Shape& shape, const Shape& whole) {

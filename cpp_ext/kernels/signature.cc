@@ -12,7 +12,7 @@ std::string Describe(DType dtype, const Shape& shape) {
   return text + (shape.rank() > kMaxRank ? ",...)" : ")");
 }
 
-std::string Describe(const Tensor& tensor) { return Describe(tensor.dtype, tensor.shape); }
+std::string Describe(const TensorLayout& tensor) { return Describe(tensor.dtype, tensor.shape); }
 
 std::string Describe(double number) {
   char text[32];

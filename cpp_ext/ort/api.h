@@ -3,9 +3,10 @@
 #include <onnxruntime_c_api.h>
 
 #include <exception>
+#include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "gradfuse/status.h"
 #include "gradfuse/tensor.h"
@@ -14,21 +15,21 @@
 namespace gradfuse::ort {
 
 // A call into ONNX Runtime failed, with what it says about that.
-class OrtError : public std::exception {
+class OrtError : public std::runtime_error {
  public:
-  explicit OrtError(std::string message) : message_(std::move(message)) {}
-  const char* what() const noexcept override { return message_.c_str(); }
-
- private:
-  std::string message_;
+  using std::runtime_error::runtime_error;
 };
 
 inline void ThrowIfError(const OrtApi& api, OrtStatus* status) {
   if (status == nullptr) return;
-  std::string message = api.GetErrorMessage(status);
+  const std::string message = api.GetErrorMessage(status);
   api.ReleaseStatus(status);
-  throw OrtError(std::move(message));
+  throw OrtError(message);
 }
+
+// What ONNX Runtime made for us, with the function of its API that gives it back.
+template <class Object>
+using Owned = std::unique_ptr<Object, void(ORT_API_CALL*)(Object*)>;
 
 // Whether `status` means success. Releases it.
 inline bool Succeeded(const OrtApi& api, OrtStatus* status) {
@@ -45,6 +46,14 @@ constexpr OrtErrorCode ToOrt(StatusCode code) {
     case StatusCode::kFailed: return ORT_FAIL;
   }
   return ORT_FAIL;
+}
+
+// Where the elements of a tensor are, to read them. The function for that has a mutable argument, as others write.
+inline const void* DataOf(const OrtApi& api, const OrtValue* value) {
+  void* data = nullptr;
+  // NOLINTNEXTLINE(*-const-cast): ONNX Runtime before 1.23 has no function that takes a const argument
+  ThrowIfError(api, api.GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  return data;
 }
 
 // Runs body, which returns a Status, where ONNX Runtime calls in: every failure becomes an OrtStatus, and no exception

@@ -4,21 +4,19 @@ namespace gradfuse::ort {
 
 ScratchBuffer::ScratchBuffer(const OrtApi& api, const OrtKernelContext* context, const OrtValue* neighbour,
                              size_t bytes)
-    : api_(api) {
+    : allocator_(nullptr, api.ReleaseAllocator) {
   if (bytes == 0) return;
   const OrtMemoryInfo* memory = nullptr;
   ThrowIfError(api, api.GetTensorMemoryInfo(neighbour, &memory));
-  ThrowIfError(api, api.KernelContext_GetAllocator(context, memory, &allocator_));
+  OrtAllocator* allocator = nullptr;
+  ThrowIfError(api, api.KernelContext_GetAllocator(context, memory, &allocator));
+  allocator_.reset(allocator);
   // Unlike the allocator's own Alloc this knows the stream that the memory is for.
-  if (OrtStatus* status = api.KernelContext_GetScratchBuffer(context, memory, bytes, &data_); status != nullptr) {
-    api.ReleaseAllocator(allocator_);
-    ThrowIfError(api, status);
-  }
+  ThrowIfError(api, api.KernelContext_GetScratchBuffer(context, memory, bytes, &data_));
 }
 
 ScratchBuffer::~ScratchBuffer() {
-  if (data_ != nullptr) allocator_->Free(allocator_, data_);
-  if (allocator_ != nullptr) api_.ReleaseAllocator(allocator_);
+  if (data_ != nullptr) allocator_->Free(allocator_.get(), data_);
 }
 
 int32_t CudaDevice::TakeFault() const {

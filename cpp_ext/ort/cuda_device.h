@@ -27,8 +27,7 @@ class ScratchBuffer {
   void* data() const { return data_; }
 
  private:
-  const OrtApi& api_;
-  OrtAllocator* allocator_ = nullptr;
+  Owned<OrtAllocator> allocator_;
   void* data_ = nullptr;
 };
 

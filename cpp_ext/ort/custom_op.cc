@@ -7,8 +7,7 @@ namespace gradfuse::ort {
 std::vector<int64_t> DimsOf(const OrtApi& api, const OrtValue* value) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   ThrowIfError(api, api.GetTensorTypeAndShape(value, &info));
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(api.ReleaseTensorTypeAndShapeInfo)> owner(
-      info, api.ReleaseTensorTypeAndShapeInfo);
+  const Owned<OrtTensorTypeAndShapeInfo> owner(info, api.ReleaseTensorTypeAndShapeInfo);
   size_t rank = 0;
   ThrowIfError(api, api.GetDimensionsCount(info, &rank));
   std::vector<int64_t> dims(rank);
@@ -22,16 +21,13 @@ std::optional<Tensor> InputReader::Next() {
   const OrtValue* value = nullptr;
   ThrowIfError(api_, api_.KernelContext_GetInput(context_, index, &value));
   if (value == nullptr) return std::nullopt;
-  void* data = nullptr;
-  // The function has a mutable argument for the sake of other callers; the tensor is only read.
-  ThrowIfError(api_, api_.GetTensorMutableData(const_cast<OrtValue*>(value), &data));
   const std::vector<int64_t> dims = DimsOf(api_, value);
-  Tensor tensor(data, types_[index], Shape(dims.data(), dims.size()));
+  Tensor tensor(DataOf(api_, value), types_[index], Shape(dims.data(), dims.size()));
   tensor.on_host = on_host_[index];
   return tensor;
 }
 
-void OutputMaker::Output(const char* name, Tensor& tensor, const TypeSet&) {
+void OutputMaker::Output(const char* name, MutableTensor& tensor, const TypeSet&) {
   const size_t index = index_++;
   const Shape& shape = shapes_[index];
   OrtValue* value = nullptr;
@@ -46,7 +42,7 @@ void OutputMaker::Output(const char* name, Tensor& tensor, const TypeSet&) {
   if (index == 0) first = value;
   void* data = nullptr;
   ThrowIfError(api_, api_.GetTensorMutableData(value, &data));
-  tensor = Tensor(data, types_[index], shape);
+  tensor = MutableTensor(data, types_[index], shape);
   // An execution provider's allocator has no other way to say it.
   if (data == nullptr && tensor.NumBytes() > 0 && status.ok()) {
     status = Status(StatusCode::kFailed, std::string("out of memory for ") + name);

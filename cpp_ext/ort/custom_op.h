@@ -11,7 +11,7 @@
 #include "gradfuse/signature.h"
 #include "ort/api.h"
 
-// What makes a custom op of ONNX Runtime out of the arguments of any op.
+// Makes a custom op of ONNX Runtime from the arguments of any op.
 namespace gradfuse::ort {
 
 // The sizes of a tensor's dimensions.
@@ -63,7 +63,7 @@ class AttributeReader {
 
   template <class Value>
   void Input(const char*, const Value&, const TypeSet&) {}
-  void Output(const char*, const Tensor&, const TypeSet&) {}
+  void Output(const char*, const MutableTensor&, const TypeSet&) {}
   void Attribute(const char* name, int64_t& value) {
     if (!Read(name, value)) ExpectAbsent(name, "an int");
   }
@@ -134,7 +134,7 @@ class InputReader {
   void Input(const char*, std::optional<Tensor>& tensor, const TypeSet&) { tensor = Next(); }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char*, const Tensor&, const TypeSet&) {}
+  void Output(const char*, const MutableTensor&, const TypeSet&) {}
 
   Status status;
 
@@ -162,7 +162,7 @@ class OutputMaker {
   void Input(const char*, const Value&, const TypeSet&) {}
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char* name, Tensor& tensor, const TypeSet&);
+  void Output(const char* name, MutableTensor& tensor, const TypeSet&);
 
   Status status;
   const OrtValue* first = nullptr;  // of the outputs
@@ -192,7 +192,7 @@ class Signature {
   void Input(const char*, const std::optional<Tensor>&, const TypeSet& types) { AddInput(types, true); }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char*, const Tensor&, const TypeSet& types) { outputs_.push_back(types); }
+  void Output(const char*, const MutableTensor&, const TypeSet& types) { outputs_.push_back(types); }
 
   struct Types {
     std::vector<DType> inputs;

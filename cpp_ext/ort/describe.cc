@@ -18,7 +18,7 @@ class Describer {
   void Attribute(const char* name, int64_t value) { AddAttribute(name, std::to_string(value)); }
   void Attribute(const char* name, float value) { AddAttribute(name, std::to_string(value)); }
   void Attribute(const char* name, const std::string& value) { AddAttribute(name, Quoted(value)); }
-  void Output(const char* name, const Tensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
+  void Output(const char* name, const MutableTensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
 
   std::string Object(const char* name, const TypeSet& types) const {
     return "{\"name\": " + Quoted(name) + ", \"types\": " + List(types) + ", \"inputs\": [" + inputs_ +
@@ -26,6 +26,7 @@ class Describer {
   }
 
  private:
+  static std::string Bool(bool value) { return value ? "true" : "false"; }
   static void Append(std::string& list, const std::string& item) { list += (list.empty() ? "" : ", ") + item; }
   static std::string List(const TypeSet& types) {
     std::string list;
@@ -34,7 +35,8 @@ class Describer {
   }
   void AddInput(const char* name, const TypeSet& types, bool optional) {
     Append(inputs_, "{\"name\": " + Quoted(name) + ", \"types\": " + (types.is_t() ? "\"T\"" : List(types)) +
-                        ", \"optional\": " + (optional ? "true" : "false") + "}");
+                        ", \"optional\": " + Bool(optional) + ", \"read_by_host\": " + Bool(types.read_by_host()) +
+                        "}");
   }
   void AddAttribute(const char* name, const std::string& value) { Append(attributes_, Quoted(name) + ": " + value); }
 

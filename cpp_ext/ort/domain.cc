@@ -17,6 +17,7 @@ namespace gradfuse::ort {
 uint32_t MinorVersion(const char* runtime_version) {
   unsigned major = 0;
   unsigned minor = 0;
+  // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): no version has numbers that do not fit
   if (std::sscanf(runtime_version, "%u.%u", &major, &minor) != 2) return 0;
   return major > 1 ? std::numeric_limits<uint32_t>::max() : minor;
 }
@@ -28,20 +29,23 @@ uint32_t ApiVersion(const char* runtime_version) {
 
 OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version) {
   struct Registration {
-    OrtCustomOpDomain* domain = nullptr;
     std::vector<std::unique_ptr<CustomOp>> ops;
+    Owned<OrtCustomOpDomain> domain;  // refers to ops
   };
   static std::mutex mutex;
   // Never destroyed: a session may outlive the destruction of static objects.
   static auto& registrations = *new std::map<const OrtApi*, Registration>;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = registrations.find(&api); found != registrations.end()) return found->second.domain;
+  if (const auto found = registrations.find(&api); found != registrations.end()) return found->second.domain.get();
 
-  Registration made;
+  Registration made{{}, {nullptr, api.ReleaseCustomOpDomain}};
   AppendAllCustomOps(api, version, made.ops);
-  ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &made.domain));
-  for (const auto& op : made.ops) ThrowIfError(api, api.CustomOpDomain_Add(made.domain, op.get()));
-  return registrations.emplace(&api, std::move(made)).first->second.domain;
+  OrtCustomOpDomain* domain = nullptr;
+  ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &domain));
+  made.domain.reset(domain);
+  for (const auto& op : made.ops) ThrowIfError(api, api.CustomOpDomain_Add(domain, op.get()));
+  registrations.emplace(&api, std::move(made));
+  return domain;
 }
 
 }  // namespace gradfuse::ort

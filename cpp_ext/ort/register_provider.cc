@@ -39,7 +39,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* CreateEpFactories(c
     ort::ThrowIfError(api, api.Logger_LogMessage(
                                logger, ORT_LOGGING_LEVEL_WARNING,
                                "GradfuseCudaExecutionProvider offers no device: gradfuse was built without CUDA kernels",
-                               ORT_FILE, __LINE__, __func__));
+                               ORT_FILE, __LINE__, "CreateEpFactories"));
 #endif
     return {};
   });

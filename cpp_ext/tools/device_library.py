@@ -73,9 +73,10 @@ def _sources(variant: str) -> list[Path]:
         return [*checks, *_capi()]
     kernels = [*checks, *_files("kernels/cuda/*.cu")]
     adapter = _files("ort/**/*.cc")
+    device_api = [tests / "device/device_api.cc", CPP_EXT / "ort/describe.cc"]
     if variant == "cuda":
         api = [*_capi(), *_files("capi/cuda_*.cc")]
-        return [*kernels, tests / "device/device_api.cc", tests / "device/cuda_memory.cc", *api]
+        return [*kernels, *device_api, tests / "device/cuda_memory.cc", *api]
     if variant == "cuda-ort":
         return [*kernels, *_files("kernels/cpu/*.cc"), *adapter]
     kernels = [path for path in kernels if path.name != "fault.cu"]
@@ -84,7 +85,7 @@ def _sources(variant: str) -> list[Path]:
         machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
         settings = [CPP_EXT / "kernels/cpu" / name for name in ("targets.cc", "streaming.cc")]
         return [*kernels, *machine, *settings, *adapter]
-    kernels += [tests / "simt/simt.cc", tests / "device/device_api.cc", tests / "device/simt_memory.cc"]
+    kernels += [tests / "simt/simt.cc", *device_api, tests / "device/simt_memory.cc"]
     if variant == "simt":
         return kernels
     return [*kernels, *_capi(), CPP_EXT / "capi/cuda_faults.cc", tests / "simt/capi_device.cc"]
@@ -97,7 +98,7 @@ def _files(pattern: str) -> list[Path]:
 def _capi() -> list[Path]:
     """The C API on the CPU, but for what its kernels share with others."""
     api = [path for path in _files("capi/*.cc") if not path.name.startswith("cuda_")]
-    return [*api, *_files("runtime/*.cc"), *_files("kernels/cpu/*.cc")]
+    return [*api, *_files("kernels/cpu/*.cc")]
 
 
 def _command(variant: str, arch: str) -> list[str]:
@@ -107,7 +108,7 @@ def _command(variant: str, arch: str) -> list[str]:
         options = ["-std=c++17", "-O3", f"-arch={arch}", "--expt-relaxed-constexpr", "-lineinfo", *warnings]
         options.append("-DGRADFUSE_HAVE_CUDA")
         if variant == "cuda-ort":
-            options += ["-isystem", str(_onnxruntime_headers())]
+            options += _adapter_options()
         return [_compiler("nvcc", "NVCC"), *options, *includes]
     options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
     if variant != "thread-sanitized":
@@ -117,8 +118,15 @@ def _command(variant: str, arch: str) -> list[str]:
         if variant == "simt-sanitized":
             options.append("-DGRADFUSE_HAVE_CUDA")
     if variant == "simt-ort":
-        includes += ["-isystem", str(_onnxruntime_headers())]
+        options += _adapter_options()
     return [_compiler("c++", "CXX"), *options, *includes]
+
+
+def _adapter_options() -> list[str]:
+    """What only the adapter to onnxruntime needs: its headers, and the version that the Python package has."""
+    package = (CPP_EXT.parent / "plugin" / "gradfuse" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = (".*")$', package, re.MULTILINE)
+    return ["-isystem", str(onnxruntime_headers()), f"-DGRADFUSE_VERSION={version}"]
 
 
 def _compiler(name: str, variable: str) -> str:
@@ -128,7 +136,7 @@ def _compiler(name: str, variable: str) -> str:
     return path
 
 
-def _onnxruntime_headers() -> Path:
+def onnxruntime_headers() -> Path:
     """Where CMake found the headers of onnxruntime, or what the variable GRADFUSE_ORT_INCLUDE_DIR says."""
     given = os.environ.get("GRADFUSE_ORT_INCLUDE_DIR")
     if given:

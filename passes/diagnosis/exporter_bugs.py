@@ -1,7 +1,7 @@
-"""Known bugs of exporters, and of onnxruntime, as far as the graph itself shows them.
+"""Known bugs of exporters and of onnxruntime, as far as the graph itself shows them.
 
-One small function a bug, whose docstring says what causes it. A function reports only what the graph proves: where a
-graph may also be meant as it is, it says nothing.
+There is one small function per bug; its docstring says what causes the bug. A function reports only what the graph
+proves: if the graph may be meant as it is, it says nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.passes.algebra import ONE, UNIT, Poly
-from gradfuse.passes.matching import TOLERANCE, Site, Sites, names_of
+from gradfuse.passes.matching import TOLERANCE, Context, ContextPass, Site, names_of
 from gradfuse.passes.reading import Order, attribute, ort_training
 from gradfuse.passes.report import ExporterBug
 
@@ -27,7 +27,7 @@ _LOSSES = {"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"}
 
 @dataclass(frozen=True)
 class Exported:
-    """What a detector looks at: one graph after the rewriting, and the model that it belongs to."""
+    """What a detector looks at: one graph after the rewriting, and its model."""
 
     model: ir.Model
     site: Site
@@ -43,10 +43,12 @@ class Exported:
 
 Detector = Callable[[Exported], Iterator[tuple[str, str]]]
 DETECTORS: dict[str, Detector] = {}
-"""By the name of the bug: a function that gives the node and the text of each place where the graph has it."""
+"""By the name of the bug: the function that yields the node and the text of each place where the graph has it."""
 
 
 def detects(bug: str) -> Callable[[Detector], Detector]:
+    """Adds a function to the detectors."""
+
     def add(detector: Detector) -> Detector:
         DETECTORS[bug] = detector
         return detector
@@ -54,38 +56,28 @@ def detects(bug: str) -> Callable[[Detector], Detector]:
     return add
 
 
-class FindExporterBugsPass(ir.passes.InPlacePass):
-    """Changes nothing; after a call, `warnings` names the exporter bugs that the model has.
+class FindExporterBugsPass(ContextPass):
+    """Adds the exporter bugs that the model has to the warnings of the report, behind the passes that fuse."""
 
-    Args:
-        sites: the analyses shared with the passes that fuse, which go first.
-    """
-
-    def __init__(self, sites: Sites) -> None:
-        super().__init__()
-        self._sites = sites
-        self.warnings: list[ExporterBug] = []
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
+    def run(self, context: Context) -> bool:
         nodes: dict[tuple[str, str], list[str]] = {}
-        for site in self._sites.of(model):
+        for site in context.sites():
             for bug, detector in DETECTORS.items():
-                for node, text in detector(Exported(model, site)):
+                for node, text in detector(Exported(context.model, site)):
                     nodes.setdefault((bug, text), []).append(node)
-        self.warnings = []
         for (bug, text), (node, *others) in nodes.items():
             more = f" (and at {len(others)} more nodes)" if others else ""
-            self.warnings.append(ExporterBug(bug, node, text + more))
-        return ir.passes.PassResult(model, False)
+            context.report.warnings.append(ExporterBug(bug, node, text + more))
+        return False
 
 
 @detects("mean-without-divisor")
 def _mean_without_divisor(exported: Exported) -> Iterator[tuple[str, str]]:
-    """torch.onnx.export translates `aten.nll_loss_forward` with a total weight of 1 where its backward needs the sum of
-    the weights, so that the gradient of a mean is the one of the sum. The loss itself is right.
+    """torch.onnx.export translates `aten.nll_loss_forward` with a total weight of 1, where its backward needs the sum
+    of the weights. The gradient of a mean is then the gradient of the sum. The loss itself is right.
 
-    It is told by a cross entropy gradient of a sum, whose factor is what the loss output multiplies the mean with. A
-    factor of the user's own that holds 1 / N differs from that, and one element has the same mean and sum.
+    The sign of it is a cross entropy gradient of a sum whose factor is what the output multiplies the mean loss by. If
+    the user's own factor holds 1 / N, it differs from that. With one element, mean and sum are the same.
     """
     site = exported.site
     losses = [n for n in site.graph if n.domain == "" and n.op_type in _LOSSES and len(n.inputs) > 1]
@@ -122,7 +114,7 @@ def _one_row(loss: ir.Node) -> bool:
 
 
 def _behind_casts(site: Site, value: ir.Value | None) -> ir.Value:
-    """What a value that the rewriting made was made from, types and shapes apart."""
+    """What a value that the rewriting made was made from, before changes of type and shape."""
     assert value is not None
     while value not in site.position and (node := value.producer()) is not None and node.inputs[0] is not None:
         value = node.inputs[0]
@@ -135,7 +127,7 @@ def _tensors(site: Site, value: ir.Value | None) -> frozenset[object] | None:
 
 
 def _factors(site: Site, loss: ir.Value) -> Iterator[Poly]:
-    """What the outputs of the graph multiply a loss with, where they add to nothing but other losses."""
+    """What the outputs of the graph multiply a loss by, if they add it to nothing but other losses."""
     own = site.forms.get(loss)
     if own is None or len(own.poly) != 1:
         return
@@ -152,8 +144,8 @@ def _factors(site: Site, loss: ir.Value) -> Iterator[Poly]:
 
 @detects("loss-type")
 def _loss_type(exported: Exported) -> Iterator[tuple[str, str]]:
-    """torch.onnx.export writes ONNX's loss operators for scores in bfloat16, which they do not take, and for targets
-    that are probabilities, where they take class indices only."""
+    """torch.onnx.export writes ONNX's loss operators for scores in bfloat16 and for targets that are probabilities.
+    They take neither: targets must be class indices."""
     for node in exported.site.graph:
         if node.domain or node.op_type not in _LOSSES or len(node.inputs) < 2:
             continue
@@ -171,8 +163,8 @@ _PROBABILITIES = "write the loss for probabilities as -(target * log_softmax(sco
 
 @detects("dropped-label-smoothing")
 def _dropped_label_smoothing(exported: Exported) -> Iterator[tuple[str, str]]:
-    """torch.onnx.export leaves out the label smoothing of `aten.cross_entropy_loss`; the call that it notes in the
-    node's metadata still has it."""
+    """torch.onnx.export leaves out the label smoothing of `aten.cross_entropy_loss`. The node's metadata has the call,
+    with the smoothing."""
     for node in exported.site.graph:
         call = _CROSS_ENTROPY.search(str(node.metadata_props.get("pkg.torch.onnx.fx_node", "")))
         if node.domain or node.op_type not in _LOSSES or call is None:
@@ -189,9 +181,10 @@ _CROSS_ENTROPY = re.compile(r"aten\.cross_entropy_loss\.default\]\(args = \((?:[
 
 @detects("lost-updates")
 def _lost_updates(exported: Exported) -> Iterator[tuple[str, str]]:
-    """onnxruntime's CPU kernel of ScatterND shares the index tuples among its threads without a lock, so that of two
-    updates of one element one is lost now and then (its issues 18048 and 23396; tried in 1.18.1 and 1.31.1). So it is
-    for every reduction and all types but float16 and bfloat16, which it refuses. ScatterElements has one thread."""
+    """onnxruntime's CPU kernel of ScatterND divides the index tuples among its threads and takes no lock. Of two
+    updates of one element, one may get lost (its issues 18048 and 23396; seen in 1.18.1 and 1.31.1). This holds for
+    every reduction and all types but float16 and bfloat16, which the kernel refuses. ScatterElements uses one
+    thread."""
     order = Order(exported.site.forms)
     for node in exported.site.graph:
         if node.domain or node.op_type != "ScatterND" or attribute(node, "reduction", "none") == "none":
@@ -214,7 +207,7 @@ def _lost_updates(exported: Exported) -> Iterator[tuple[str, str]]:
 
 _WITHOUT_REDUCTION = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _PARALLEL_UPDATES = 210_000
-"""So many elements are the least that onnxruntime's model of costs gives to a second thread."""
+"""From this number of elements on, onnxruntime's cost model uses a second thread."""
 
 
 def _is_serial(site: Site, updates: ir.Value | None) -> bool:
@@ -226,8 +219,8 @@ def _is_serial(site: Site, updates: ir.Value | None) -> bool:
 
 @detects("empty-graph")
 def _empty_graph(exported: Exported) -> Iterator[tuple[str, str]]:
-    """torch.onnx.export keeps only the outputs of an ExportedProgram that are labelled as the user's, so that the loss
-    and the gradients of a joint program are dropped, and with them all that computes them."""
+    """torch.onnx.export keeps only the outputs of an ExportedProgram that are labelled as the user's. It drops the loss
+    and the gradients of a joint program, and with them all that computes them."""
     graph = exported.site.graph
     if graph is exported.model.graph and all(v.producer() is None for v in graph.outputs):
         outputs = "it has no outputs" if not graph.outputs else "no output depends on a node"
@@ -242,8 +235,8 @@ def _empty_graph(exported: Exported) -> Iterator[tuple[str, str]]:
 
 @detects("contradictory-shapes")
 def _contradictory_shapes(exported: Exported) -> Iterator[tuple[str, str]]:
-    """jax2onnx writes a product that contracts the first axis of its left operand as Gemm without transA. Where the two
-    axes happen to have one size, the result is wrong and nothing shows it."""
+    """jax2onnx writes a product that contracts the first axis of its left operand as Gemm without transA. If both axes
+    happen to have the same size, the result is wrong and nothing shows it."""
     for node in exported.site.graph:
         if node.domain or node.op_type not in ("Gemm", "MatMul") or len(node.inputs) < 2:
             continue
@@ -266,8 +259,8 @@ def _contradictory_shapes(exported: Exported) -> Iterator[tuple[str, str]]:
 @detects("invalid-types")
 def _invalid_types(exported: Exported) -> Iterator[tuple[str, str]]:
     """Exporters write nodes of half precision with an operand that stayed float32 (the bias of a Gemm by jax2onnx, the
-    gradient of a loss by onnxruntime-training), operators for types that they do not take (Einsum for bfloat16), and
-    class indices that are float (probability targets, differentiated by onnx-ad). No runtime loads such a node."""
+    gradient of a loss by onnxruntime-training), operators with types that they do not take (Einsum with bfloat16), and
+    float class indices (probability targets, differentiated by onnx-ad). No runtime loads such a node."""
     version = exported.versions.get("", 0)
     for node in exported.site.graph:
         bound: dict[str, ir.DataType] = {}
@@ -297,8 +290,7 @@ def _onnx_name(dtype: ir.DataType) -> str:
 
 @cache
 def _formals(domain: str, op_type: str, version: int, count: int) -> list[tuple[str, str, frozenset[str]]]:
-    """Name, type parameter and accepted types of each of so many inputs; those of the losses have a detector of their
-    own."""
+    """Name, type parameter and accepted types of each input. Losses have a detector of their own."""
     if domain == ort_training.DOMAIN and op_type == "SoftmaxCrossEntropyLossGrad":
         return [("dY", "T", frozenset()), ("log_prob", "T", frozenset())]
     if domain or op_type in _LOSSES:

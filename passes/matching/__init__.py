@@ -1,31 +1,35 @@
-"""From canonical forms to fused nodes: the search, the builder and the passes."""
+"""From canonical forms to fused nodes.
 
-from gradfuse.passes.matching.rewriting import (
-    TOLERANCE,
-    VIEWS,
-    Builder,
-    ForgetPass,
-    FusePass,
-    Mismatch,
-    Policy,
-    Rewrite,
-    Site,
-    Sites,
-    names_of,
-    require_same,
-)
+A :class:`Context` has a :class:`Site` for each graph, which finds values by what they compute. The rules of an operator
+are a :class:`FusePass`: they propose a :class:`Rewrite` of a value, whose nodes a :class:`Builder` makes. The pass
+compares costs, has the rewrite proved, and puts it in.
+"""
+
+from gradfuse.passes.matching.builder import Builder
+from gradfuse.passes.matching.context import Context, ContextPass
+from gradfuse.passes.matching.fuse_pass import FusePass, Policy
+from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, names_of
+from gradfuse.passes.matching.materialise import find_mask, materialise
+from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, bypassed, require_same
+from gradfuse.passes.matching.site import Site
+from gradfuse.passes.matching.softmax import divides, softmaxes
 
 __all__ = [
     "TOLERANCE",
     "VIEWS",
     "Builder",
-    "ForgetPass",
+    "Context",
+    "ContextPass",
     "FusePass",
     "Mismatch",
     "Policy",
     "Rewrite",
     "Site",
-    "Sites",
+    "bypassed",
+    "divides",
+    "find_mask",
+    "materialise",
     "names_of",
     "require_same",
+    "softmaxes",
 ]

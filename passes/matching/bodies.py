@@ -1,7 +1,7 @@
-"""Function bodies of the fused operators, as `gradfuse.expand` and inliners leave them in a graph.
+"""Finds the function bodies of fused operators, as `gradfuse.expand` and inliners leave them in a graph.
 
-They are written for accuracy, with steps that the algebra does not read (blocks of rows, tests of their input). So they
-are found by what they are: node for node the text of the operator, up to the names, from its output to its inputs.
+Bodies are written for accuracy, with steps that the algebra does not read (blocks of rows, tests of their input). So
+they are compared node by node with the operator's own body, from its output to its inputs; names do not matter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -19,17 +18,17 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET, Tensor, Value
 from gradfuse.errors import ArgumentError
+from gradfuse.passes.matching.builder import Builder
+from gradfuse.passes.matching.rewrite import Rewrite
+from gradfuse.passes.matching.site import Site
 from gradfuse.passes.reading import Forms
-
-if TYPE_CHECKING:
-    from gradfuse.passes.matching.rewriting import Builder, Rewrite, Site
 
 
 def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite | None:
-    """The operator's node for a value that the whole of its body computes."""
+    """The operator's node for a value that its whole body computes; None for other values."""
     node = root.producer()
-    texts = () if node is None else _bodies(operator, max(site.opset, OLDEST_OPSET)).get(node.op_type, ())
-    for body, attributes in texts:
+    variants = () if node is None else _bodies(operator, max(site.opset, OLDEST_OPSET)).get(node.op_type, ())
+    for body, attributes in variants:
         match = _Match(site.forms)
         if not match.holds(body.outputs[0], root):
             continue
@@ -50,9 +49,9 @@ def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite
 
 @lru_cache
 def _bodies(name: str, opset: int) -> Mapping[str, Sequence[tuple[ir.Function, Mapping[str, Value]]]]:
-    """The texts of an operator's body, by the operation that gives its output.
+    """The variants of an operator's body, by the operation that gives its output.
 
-    Each comes with the attributes that decide it, and the defaults of the others.
+    Each comes with the attributes that choose it, and the defaults of the others.
     """
     operator = custom_ops.OPS[name]
     defaults = {a.name: a.default for a in operator.attributes}
@@ -76,7 +75,7 @@ def _bodies(name: str, opset: int) -> Mapping[str, Sequence[tuple[ir.Function, M
 
 
 class _Match:
-    """One body laid over a graph: what its inputs are there, and the attributes that its constants stand for."""
+    """One body compared with a graph: the values that its inputs are there, and the attributes found in constants."""
 
     def __init__(self, forms: Forms) -> None:
         self._forms = forms
@@ -101,7 +100,7 @@ class _Match:
         return True
 
     def _is_made_alike(self, own: ir.Value, other: ir.Value) -> bool:
-        """Whether two values are made by the same operation; what it is applied to is left to do."""
+        """Whether two values are made by the same operation; its operands are added to what is left to compare."""
         node, twin = own.producer(), other.producer()
         if node is None:
             return self.values[own] is other  # an input

@@ -1,6 +1,7 @@
 """The numerical proof that each rewrite must pass."""
 
-from gradfuse.passes.proving.proof import Refuted, Unproved, prove
+from gradfuse.passes.proving.proof import prove
+from gradfuse.passes.proving.verdicts import Refuted, Unproved
 
 __all__ = [
     "Refuted",

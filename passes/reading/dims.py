@@ -7,9 +7,14 @@ where an operation gives its result the size of its operand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import ast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
+
+from gradfuse.passes.algebra import Algebra, Poly, TooComplex, number
+from gradfuse.passes.reading.layouts import Group, Layouts, dims_in, groups_of_sizes
+from gradfuse.passes.reading.nodes import Unreadable
 
 Size = int | str | None
 """A static size, the name of a symbol, or nothing that is known."""
@@ -187,3 +192,129 @@ def _paired(a: list[Size] | None, b: list[Size] | None) -> list[list[Size]]:
     if a is None or b is None or len(a) != len(b):
         return []
     return [[x, y] for x, y in zip(a, b, strict=True)]
+
+
+class Dims:
+    """The dimensions of the values of one graph as polynomials, equal ones by one name."""
+
+    def __init__(self, layouts: Layouts, graph: ir.Graph, invented: Collection[str]) -> None:
+        """`invented`: names of dimensions that say nothing but that the inference of shapes had no better one."""
+        self._layouts = layouts
+        self._invented = invented
+        self._merged: dict[str, str] = {}
+        self._known: dict[str, Poly] = {}  # by the text of a dimension
+        self._resolved: dict[str, Poly] = {}  # what a dimension was found to be, by its name
+        self._required: dict[tuple[ir.Value, int], Poly] = {}
+        self._taken: set[str] = set()  # names that stand for themselves
+        self._merge_names(graph)
+
+    @property
+    def _algebra(self) -> Algebra:
+        return self._layouts.algebra
+
+    def groups(self, value: ir.Value) -> tuple[Group, ...]:
+        """One variable per dimension of the shape that the model states for a value."""
+        if value.shape is None:
+            raise Unreadable(value.name)
+        return groups_of_sizes(
+            self._required.get((value, k)) or self._size(d, nameless(value, k)) for k, d in enumerate(value.shape)
+        )
+
+    def resolve(self, value: ir.Value, groups: Sequence[Group]) -> None:
+        """Note what the dimensions of a value are by its form, where the model calls them by words of their own."""
+        for axis, group in enumerate(groups):
+            name = symbol(value, axis)
+            if name is None or (name := self._name(name)) in self._taken or name in self._resolved:
+                continue
+            size = self._layouts.extent(group)
+            if size != self._algebra.dim(name):
+                self.learn({name: size})
+
+    def require(self, value: ir.Value, axis: int, size: Poly) -> bool:
+        """Note that a dimension of an input has this size, as an operation demands; False for one of static size."""
+        name = symbol(value, axis)
+        if name is None:
+            return False
+        name = self._name(name)
+        resolved = self._resolved.keys() & dims_in(self._algebra, [size])
+        if name.startswith("?") or resolved or name in dims_in(self._algebra, [size, *self._resolved.values()]):
+            # No name, or one for a number and its multiple: exporters call rows "batch", too.
+            self._required[value, axis] = size
+        else:
+            self.learn({name: size})
+        return True
+
+    def learn(self, found: Mapping[str, Poly]) -> None:
+        """Note what dimensions are, by their names."""
+        self._resolved |= found
+        self._known.clear()
+
+    def _merge_names(self, graph: ir.Graph) -> None:
+        """Give symbols that are proved to be equal one name, before any form is made.
+
+        They are where an operation would fail otherwise, and where it gives its result the size of its operand.
+        Operands of an elementwise operation prove nothing: where one of them has size 1 it is repeated.
+        """
+        inputs = [(v, axis) for v in graph.inputs for axis in range(rank_of(v))]
+        taken = {name for v, axis in inputs if (name := symbol(v, axis)) is not None}
+        sizes = Sizes(self._name)
+        for node in live(graph):
+            for names in sizes.read(node):
+                self._merge(names)
+            for value in node.outputs:
+                # What an exporter calls a dimension here is another word for it, unless it is the word for an input's.
+                for axis, size in enumerate(sizes.of(value) or ()):
+                    word = symbol(value, axis) if axis < rank_of(value) else None
+                    if isinstance(size, str) and word is not None and word not in taken:
+                        self._merge({size, word})
+        self._taken = {self._name(name) for name in taken}
+
+    def _merge(self, names: Collection[str]) -> None:
+        # Names of the model's own come before invented ones and those of nameless dimensions.
+        first, *others = sorted({self._name(n) for n in names}, key=lambda n: (n[0] == "?", n in self._invented, n))
+        for other in others:
+            self._merged[other] = first
+
+    def _name(self, name: str) -> str:
+        while name in self._merged:
+            name = self._merged[name]
+        return name
+
+    def _size(self, dim: int | ir.SymbolicDim, fallback: str) -> Poly:
+        if isinstance(dim, int):
+            return number(dim)
+        return self._size_of_text(fallback if dim.value is None else str(dim.value))
+
+    def _size_of_text(self, text: str) -> Poly:
+        known = self._known.get(text)
+        if known is None:
+            try:
+                known = self._size_of_tree(ast.parse(text.strip(), mode="eval").body)
+            except (SyntaxError, ValueError, ArithmeticError, TooComplex, RecursionError, MemoryError):
+                # The last two are what Python makes of an expression that is nested too deeply.
+                known = self._size_of_name(text)
+            self._known[text] = known
+        return known
+
+    def _size_of_name(self, name: str) -> Poly:
+        name = self._name(name)
+        if name in self._resolved:
+            return self._resolved[name]
+        self._taken.add(name)
+        return self._algebra.dim(name)
+
+    def _size_of_tree(self, tree: ast.expr) -> Poly:
+        match tree:
+            case ast.Constant(value=int(n)):
+                return number(n)
+            case ast.Name(id=name):
+                return self._size_of_name(name)
+            case ast.BinOp(left=left, op=op, right=right):
+                a, b = self._size_of_tree(left), self._size_of_tree(right)
+                if isinstance(op, ast.Add):
+                    return a + b
+                if isinstance(op, ast.Sub):
+                    return a - b
+                if isinstance(op, ast.Mult):
+                    return self._algebra.mul(a, b)
+        raise ValueError

@@ -15,7 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly, number
-from gradfuse.passes.reading.forms import Array, Forms, Opaque, attribute, sliced
+from gradfuse.passes.reading.constants import Array
+from gradfuse.passes.reading.forms import Forms
+from gradfuse.passes.reading.nodes import Opaque, attribute
+from gradfuse.passes.reading.pieces import sliced
 
 _T = TypeVar("_T")
 _DEPTH_LIMIT = 100  # nodes behind each other that are looked at

@@ -15,46 +15,41 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, number
-from gradfuse.passes.reading.forms import (
-    Form,
-    Forms,
-    Opaque,
-    attribute,
-    concatenated,
+from gradfuse.passes.reading.indexing import (
     from_start,
-    given,
-    inputs_of,
-    log_softmax,
-    multiplied,
-    reads,
     scattered,
     scattered_by_rows,
-    sliced,
-    windowed,
     with_batch_indices,
 )
+from gradfuse.passes.reading.known import KnownForms
+from gradfuse.passes.reading.layouts import Form, groups_of_sizes
+from gradfuse.passes.reading.nodes import Opaque, attribute, given
+from gradfuse.passes.reading.pieces import concatenated, sliced, windowed
+from gradfuse.passes.reading.products import multiplied
+from gradfuse.passes.reading.reductions import log_softmax
+from gradfuse.passes.reading.registry import reads
 
 DOMAIN = "com.microsoft"
 Array = npt.NDArray[Any]
 
 
 @reads("Scale", domain=DOMAIN)
-def _scale(forms: Forms, node: ir.Node) -> Form:
+def _scale(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    groups, (x, factor) = forms.broadcast(inputs_of(forms, node))
+    groups, (x, factor) = forms.broadcast(forms.operands(node))
     return Form(groups, algebra.mul(x, algebra.power(factor, -1) if attribute(node, "scale_down", 0) else factor))
 
 
 @reads("BroadcastGradientArgs", domain=DOMAIN)
-def _broadcast_gradient_args(forms: Forms, node: ir.Node) -> Form:
+def _broadcast_gradient_args(forms: KnownForms, node: ir.Node) -> Form:
     raise Opaque("axes, which the readers of reductions find in the shapes")
 
 
 @reads("FusedMatMul", domain=DOMAIN)
-def _fused_mat_mul(forms: Forms, node: ir.Node) -> Form:
+def _fused_mat_mul(forms: KnownForms, node: ir.Node) -> Form:
     if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
         raise Opaque("batches that are transposed")
-    operands = inputs_of(forms, node)
+    operands = forms.operands(node)
     turned = [len(x.groups) > 1 and attribute(node, flag, 0) for x, flag in zip(operands, _TRANSPOSES, strict=True)]
     product = multiplied(forms, [_transposed(forms, x) if t else x for x, t in zip(operands, turned, strict=True)])
     return Form(product.groups, product.poly.scaled(attribute(node, "alpha", 1.0)))
@@ -63,15 +58,15 @@ def _fused_mat_mul(forms: Forms, node: ir.Node) -> Form:
 _TRANSPOSES = ("transA", "transB")
 
 
-def _transposed(forms: Forms, x: Form) -> Form:
+def _transposed(forms: KnownForms, x: Form) -> Form:
     rank = len(x.groups)
     return forms.moved(x, [*range(rank - 2), rank - 1, rank - 2])
 
 
 @reads("SoftmaxGrad_13", "LogSoftmaxGrad_13", "SoftmaxGrad", "LogSoftmaxGrad", domain=DOMAIN)
-def _softmax_grad(forms: Forms, node: ir.Node) -> Form:
+def _softmax_grad(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    operands = inputs_of(forms, node)
+    operands = forms.operands(node)
     groups, (grad, y) = forms.broadcast(operands)
     form = Form(groups, ZERO)
     sizes = dict(enumerate(form.sizes))
@@ -87,12 +82,12 @@ def _softmax_grad(forms: Forms, node: ir.Node) -> Form:
 
 
 @reads("SoftmaxCrossEntropyLossInternal", domain=DOMAIN)
-def _softmax_cross_entropy_loss_internal(forms: Forms, node: ir.Node) -> list[Form | None]:
-    return [None, log_softmax(forms, forms.form(given(node.inputs, 0)), 1)]
+def _softmax_cross_entropy_loss_internal(forms: KnownForms, node: ir.Node) -> list[Form | None]:
+    return [None, log_softmax(forms, forms.operand(node, 0), 1)]
 
 
 @reads("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", domain=DOMAIN)
-def _softmax_cross_entropy_loss_grad(forms: Forms, node: ir.Node) -> Form:
+def _softmax_cross_entropy_loss_grad(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
     loss_grad, log_prob, label, weight, ignored, more = (
         None if value is None else forms.form(value) for value in (*node.inputs, *(None,) * 6)[:6]
@@ -127,26 +122,26 @@ def _softmax_cross_entropy_loss_grad(forms: Forms, node: ir.Node) -> Form:
     return Form(groups, a + b)
 
 
-def _blank(forms: Forms, shape: ir.Value, output: ir.Value) -> Form:
-    """Zeros of the shape that a tensor holds, which says more of its sizes than the type of what has that shape."""
-    sizes = forms.vector(shape)
+def _blank(forms: KnownForms, node: ir.Node, shape: int) -> Form:
+    """Zeros of the shape that an input of this number holds, which says more of sizes than the type of the output."""
+    sizes = forms.vector(given(node.inputs, shape))
     if sizes is None:
-        return Form(forms.groups_of(output), ZERO)
-    return Form(tuple(() if s.constant == 1 else (s,) for s in sizes), ZERO)
+        return Form(forms.groups_of(forms.output(node)), ZERO)
+    return Form(groups_of_sizes(sizes), ZERO)
 
 
-@reads("GatherElementsGrad", domain=DOMAIN)
-def _gather_elements_grad(forms: Forms, node: ir.Node) -> Form:
-    grad, index = forms.form(given(node.inputs, 0)), forms.form(given(node.inputs, 2))
-    blank = _blank(forms, given(node.inputs, 1), node.outputs[0])
+@reads("GatherElementsGrad", domain=DOMAIN, uses_output_shape=True)
+def _gather_elements_grad(forms: KnownForms, node: ir.Node) -> Form:
+    grad, index = forms.operand(node, 0), forms.operand(node, 2)
+    blank = _blank(forms, node, 1)
     return scattered(forms, blank, index, grad, attribute(node, "axis", 0) % len(blank.groups))[0]
 
 
-@reads("GatherGrad", domain=DOMAIN)
-def _gather_grad(forms: Forms, node: ir.Node) -> Form:
+@reads("GatherGrad", domain=DOMAIN, uses_output_shape=True)
+def _gather_grad(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    index, grad = forms.form(given(node.inputs, 1)), forms.form(given(node.inputs, 2))
-    out = _blank(forms, given(node.inputs, 0), node.outputs[0])
+    index, grad = forms.operand(node, 1), forms.operand(node, 2)
+    out = _blank(forms, node, 0)
     axis = attribute(node, "axis", 0) % len(out.groups)
     if len(out.groups[axis]) != 1:
         raise Opaque("a gather from a composed dimension")
@@ -158,8 +153,8 @@ def _gather_grad(forms: Forms, node: ir.Node) -> Form:
     if groups != lead.groups:
         raise Opaque("layouts do not align")
     width = len(lead.sizes)
-    bound = {-3_000_000 - k: size for k, size in enumerate(lead.sizes)}
-    apart = {k: algebra.var(-3_000_000 - k) for k in range(width)}
+    bound = dict(zip(algebra.fresh(width), lead.sizes, strict=True))
+    apart = {k: algebra.var(w) for k, w in enumerate(bound)}
     names = {v + k: p for k, p in apart.items()} | {
         w: algebra.var(w - width + 1) for w in range(v + width, len(grad.sizes))
     }
@@ -168,23 +163,23 @@ def _gather_grad(forms: Forms, node: ir.Node) -> Form:
     return Form(out.groups, algebra.sum(term, bound, dict(enumerate(out.sizes))))
 
 
-@reads("GatherNDGrad", domain=DOMAIN)
-def _gather_nd_grad(forms: Forms, node: ir.Node) -> Form:
-    index, grad = forms.form(given(node.inputs, 1)), forms.form(given(node.inputs, 2))
-    blank = _blank(forms, given(node.inputs, 0), node.outputs[0])
+@reads("GatherNDGrad", domain=DOMAIN, uses_output_shape=True)
+def _gather_nd_grad(forms: KnownForms, node: ir.Node) -> Form:
+    index, grad = forms.operand(node, 1), forms.operand(node, 2)
+    blank = _blank(forms, node, 0)
     return scattered_by_rows(forms, blank, with_batch_indices(forms, index, attribute(node, "batch_dims", 0)), grad)[0]
 
 
-@reads("SliceGrad", domain=DOMAIN)
-def _slice_grad(forms: Forms, node: ir.Node) -> Form:
-    x = forms.form(given(node.inputs, 0))
+@reads("SliceGrad", domain=DOMAIN, uses_output_shape=True)
+def _slice_grad(forms: KnownForms, node: ir.Node) -> Form:
+    x = forms.operand(node, 0)
     rank = len(x.groups)
     starts, ends, axes, steps = (forms.constant(v) for v in (*node.inputs[2:], None, None)[:4])
     if starts is None or ends is None or (steps is not None and np.any(steps != 1)):
         raise Opaque("a slice that is not constant")
     if axes is None and len(node.inputs) > 4 and node.inputs[4] is not None:
         raise Opaque("axes are not constant")
-    whole = _blank(forms, given(node.inputs, 1), node.outputs[0]).groups
+    whole = _blank(forms, node, 1).groups
     for axis, start in zip(range(len(starts)) if axes is None else axes, starts, strict=True):
         axis = int(axis) % rank
         total = forms.extent(whole[axis])
@@ -196,19 +191,19 @@ def _slice_grad(forms: Forms, node: ir.Node) -> Form:
 
 
 @reads("ConcatTraining", domain=DOMAIN)
-def _concat_training(forms: Forms, node: ir.Node) -> list[Form | None]:
-    parts = inputs_of(forms, node)
+def _concat_training(forms: KnownForms, node: ir.Node) -> list[Form | None]:
+    parts = forms.operands(node)
     return [concatenated(forms, parts, attribute(node, "axis", 0) % len(parts[0].groups)), None]
 
 
-@reads("SplitTraining", domain=DOMAIN)
-def _split_training(forms: Forms, node: ir.Node) -> list[Form | None]:
-    x = forms.form(given(node.inputs, 0))
+@reads("SplitTraining", domain=DOMAIN, uses_output_shape=True)
+def _split_training(forms: KnownForms, node: ir.Node) -> list[Form | None]:
+    x = forms.operand(node, 0)
     axis = attribute(node, "axis", 0) % len(x.groups)
     result: list[Form | None] = []
     start = 0
-    for output in node.outputs:
-        size = forms.extent(forms.groups_of(output)[axis])
+    for k in range(len(node.outputs)):
+        size = forms.extent(forms.groups_of(forms.output(node, k))[axis])
         if size.integer is None:
             raise Opaque("a part of symbolic size")
         result.append(sliced(forms, x, axis, number(start), 1, size))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradfuse import custom_ops, losses, optimizers, passes, testing
-    from gradfuse.checking.check import CheckReport, check
+    from gradfuse.checking.check import check
+    from gradfuse.checking.report import CheckReport
     from gradfuse.differentiation.differentiate import differentiate
     from gradfuse.differentiation.training import build_training_step
     from gradfuse.environment import info
@@ -74,7 +75,7 @@ _SUBMODULES = frozenset({"custom_ops", "losses", "optimizers", "passes", "testin
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
-    "CheckReport": "gradfuse.checking.check",
+    "CheckReport": "gradfuse.checking.report",
     "Explanation": "gradfuse.explaining",
     "ExportError": "gradfuse.errors",
     "FuseResult": "gradfuse.fusion",

@@ -1,8 +1,10 @@
 """The command `gradfuse`.
 
-Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed; 4 a bug in gradfuse,
-which `-v` shows the traceback of. Results go to standard output, errors to standard error in one line. An output file
-is written whole or not at all, and never in the place of a file of the input, a folder, a pipe or a device.
+Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed; 4 gradfuse itself
+failed: a bug, which `-v` shows the traceback of, or a process of its own that does not start or ends early.
+
+Results go to standard output, errors to standard error in one line. An output file is written whole or not at all, and
+never in the place of a file of the input, a folder, a pipe or a device.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from gradfuse import __version__
-from gradfuse.errors import CheckError, GradfuseError
+from gradfuse.errors import CheckError, GradfuseError, WorkerError
 from gradfuse.models import files
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail("interrupted", EXIT_BAD_INPUT)
     except CheckError as error:
         return _fail(str(error), EXIT_CHECK_FAILED)
+    except WorkerError as error:
+        return _fail(str(error), EXIT_BUG)
     except GradfuseError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except MemoryError as error:
@@ -174,14 +178,15 @@ def fuse(
     if report_path is not None:
         _require_report_path(report_path, source, target)
     from gradfuse import fusion
-    from gradfuse.models import model_io
+    from gradfuse.models import reading, writing
+    from gradfuse.models.tensors import copy_model
 
     with fusion.collection_paused():
         with _busy("reading"):
-            loaded = model_io.load(source)
+            loaded = reading.load(source)
             inputs = _inputs(loaded.ir, source, target, in_place, report_path)
             # Of onnx_ir's kind, so that external data stays in its files; the original only where it is compared with.
-            fused = dataclasses.replace(loaded, ir=model_io.copy_model(loaded.ir) if runs else loaded.ir, source=target)
+            fused = dataclasses.replace(loaded, ir=copy_model(loaded.ir) if runs else loaded.ir, source=target)
         with _busy("fusing") as progress:
             chosen = (list(only) or None, list(skip) or None, policy)
             fused, report = fusion.fuse_loaded(fused, *chosen, bodies=not no_bodies, progress=progress)
@@ -191,7 +196,7 @@ def fuse(
         with _busy("writing"):
             _write(fused.ir, report, source, target, in_place, inputs, force)
     if report_path is not None:
-        model_io.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode(), inputs)
+        writing.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode(), inputs)
     _print_report(report, verbose)
     if runs:
         click.echo(f"checked: {document['check']['summary']}")
@@ -204,10 +209,10 @@ def fuse(
 def explain(source: str, as_json: bool) -> None:
     """Name each backward region of IN.onnx and what fuse would do with it, or why not."""
     from gradfuse import explaining
-    from gradfuse.models import model_io
+    from gradfuse.models import reading
 
     with _busy("reading"):
-        loaded = model_io.load(source)
+        loaded = reading.load(source)
     with _busy("explaining"):
         explanation = explaining.explain(loaded)
     if as_json:
@@ -230,17 +235,17 @@ def expand(source: str, target: str | None, in_place: bool, force: bool) -> None
     target = _target(source, target, in_place)
     from gradfuse.custom_ops import functions
     from gradfuse.fusion import expand as expand_model
-    from gradfuse.models import model_io
+    from gradfuse.models import reading, writing
 
     with _busy("reading"):
-        loaded = model_io.load(source)
+        loaded = reading.load(source)
     inputs = _inputs(loaded.ir, source, target, in_place)
     count = sum(1 for _ in functions.aclnn_nodes(loaded.ir))
     with _busy("expanding"):
         expanded = expand_model(loaded.ir)
     with _busy("writing"):
         references_hold = _same_folder(source, target)
-        model_io.save(expanded, target, keep_references=references_hold, inputs=inputs, force=force)
+        writing.save(expanded, target, keep_references=references_hold, inputs=inputs, force=force)
     click.echo(f"expanded {count} nodes" if count else "nothing to expand: no node is a fused operator")
 
 
@@ -342,9 +347,9 @@ def _target(source: str, target: str | None, in_place: bool) -> str:
 
 def _inputs(model: ir.Model, source: str, target: str, in_place: bool, report_path: str | None = None) -> list[str]:
     """Return the files of the input, which must stay as they are, after making sure that none is an output."""
-    from gradfuse.models import model_io
+    from gradfuse.models.tensors import data_files
 
-    inputs = model_io.data_files(model) + ([] if in_place else [source])
+    inputs = data_files(model) + ([] if in_place else [source])
     files.require_other(target, inputs, "the fused model")
     if report_path is not None:
         files.require_other(report_path, inputs, "the report")
@@ -353,9 +358,9 @@ def _inputs(model: ir.Model, source: str, target: str, in_place: bool, report_pa
 
 
 def _require_report_path(path: str, source: str, target: str) -> None:
-    from gradfuse.models import model_io
+    from gradfuse.models import writing
 
-    if any(files.same(path, other) for other in (source, target, model_io.data_path(target))):
+    if any(files.same(path, other) for other in (source, target, writing.data_path(target))):
         raise click.UsageError(f"--report is {path}, which is also a model; expected another path")
     if not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise click.UsageError(f"--report is {path}; expected a file in a folder that exists")
@@ -381,14 +386,15 @@ def _same_folder(source: str, target: str) -> bool:
 def _write(
     model: ir.Model, report: Report, source: str, target: str, in_place: bool, inputs: list[str], force: bool
 ) -> None:
-    from gradfuse.models import model_io
+    from gradfuse.models import writing
+    from gradfuse.models.tensors import has_external_data
 
-    if report.fusions or model_io.has_external_data(model):
-        model_io.save(model, target, keep_references=_same_folder(source, target), inputs=inputs, force=force)
+    if report.fusions or has_external_data(model):
+        writing.save(model, target, keep_references=_same_folder(source, target), inputs=inputs, force=force)
     elif not in_place:
         # Nothing was changed, so not a byte is.
         with open(source, "rb") as file:
-            model_io.write_file(target, file.read(), inputs)
+            writing.write_file(target, file.read(), inputs)
 
 
 def _print_report(report: Report, verbose: bool) -> None:

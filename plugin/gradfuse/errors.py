@@ -22,6 +22,10 @@ class ExportError(GradfuseError):
     """A PyTorch training step cannot be exported, or the exported model does not agree with PyTorch."""
 
 
+class WorkerError(GradfuseError):
+    """A process that gradfuse works with cannot be started, or fails for a reason that is not the model."""
+
+
 class CheckError(GradfuseError):
     """Two models that must compute the same do not.
 
@@ -32,6 +36,13 @@ class CheckError(GradfuseError):
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
         self.report = report
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of another library's exception in one line, cut to what a terminal can show."""
+    reason = getattr(error, "strerror", None) or str(error)
+    text = " ".join(reason.split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def _printable(text: str) -> str:

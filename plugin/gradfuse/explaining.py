@@ -1,4 +1,4 @@
-"""`explain`: the backward regions of a model, and what `fuse` would do with each of them."""
+"""`explain` lists the backward regions of a model, and what `fuse` would do with each of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.models import model_io
-from gradfuse.passes.diagnosis import CONTRACTIONS, FindExporterBugsPass, FindUnmatchedPass
-from gradfuse.passes.matching import FusePass, names_of
+from gradfuse.models import reading
+from gradfuse.models.tensors import copy_model
+from gradfuse.passes.diagnosis import CONTRACTIONS
+from gradfuse.passes.matching import names_of
 from gradfuse.passes.pipeline import explaining_pipeline
 from gradfuse.passes.reading import ort_training
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, traffic_text
@@ -100,9 +101,9 @@ class Explanation:
 
 
 def explain(model: Any) -> Explanation:
-    """Names every backward region of a model, and for each of them what `fuse` would do, or why not.
+    """Lists the backward regions of a model, and for each of them what `fuse` would do, or why it would not.
 
-    Nothing is written, and the argument is not changed.
+    The argument is not changed.
 
     Args:
         model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
@@ -111,22 +112,12 @@ def explain(model: Any) -> Explanation:
         ModelError: the model cannot be read.
         ArgumentError: `model` is something else.
     """
-    original = model_io.load(model).ir
-    work = model_io.copy_model(original)
+    original = reading.load(model).ir
+    work = copy_model(original)
     pipeline = explaining_pipeline()
     pipeline(work)
-    fusions: list[Fusion] = []
-    misses: list[NearMiss] = []
-    warnings: list[ExporterBug] = []
-    for step in pipeline.passes:
-        if isinstance(step, FusePass):
-            fusions += step.fusions
-            misses += step.near_misses
-        elif isinstance(step, FindUnmatchedPass):
-            misses += step.near_misses
-        elif isinstance(step, FindExporterBugsPass):
-            warnings += step.warnings
-    return Explanation(tuple(_regions(_Places(original), fusions, misses)), tuple(warnings))
+    report = pipeline.report
+    return Explanation(tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings))
 
 
 def _operators() -> Iterator[str]:
@@ -134,7 +125,7 @@ def _operators() -> Iterator[str]:
 
 
 class _Places:
-    """The nodes of the model as it was given, by the names that reports call them."""
+    """The nodes of the model as it was given, by the names that reports have for them."""
 
     def __init__(self, model: ir.Model) -> None:
         self.nodes: dict[str, ir.Node] = {}
@@ -153,7 +144,7 @@ class _Places:
             self.order.setdefault(name, len(self.order))
 
     def _cone(self, name: str, within_layer: bool) -> frozenset[ir.Node]:
-        """The node and those ahead of it; up to the next products, a region lies within such a set."""
+        """The node and those ahead of it; within a layer, only up to the next products, where a region ends."""
         key = (name, within_layer)
         if key not in self._ahead:
             todo = [self.nodes[name]] if name in self.nodes else []
@@ -199,9 +190,9 @@ def _by_policy_all(places: _Places, miss: NearMiss) -> str:
 
 
 def _covers(places: _Places, region: Region, miss: NearMiss) -> bool:
-    """Whether a near miss is about a region that is named already."""
+    """Whether a near miss is about a region that is listed already."""
     if region.op == miss.rule:
-        # A part of the region, or a sum of it and of more.
+        # It is a part of the region, or a sum of the region and more.
         return (
             region.node == miss.node
             or places.ahead(miss.node, region.node)
@@ -213,12 +204,12 @@ def _covers(places: _Places, region: Region, miss: NearMiss) -> bool:
 
 
 def _distinct(places: _Places, misses: list[NearMiss]) -> list[NearMiss]:
-    """One near miss a region: the one whose match came furthest, then the one that comprises most."""
+    """One near miss per region: the one whose match came furthest, then the one with the most nodes."""
     kept: list[NearMiss] = []
     for miss in sorted(misses, key=lambda m: _rank(places, m), reverse=True):
         node = places.nodes.get(miss.node)
         if miss.rule == "MseLossBackward" and node is not None and node.op_type == "Sub":
-            continue  # A difference, the other way round.
+            continue  # The difference itself, the other way round.
         same = (k for k in kept if k.rule == miss.rule)
         if not any(places.ahead(miss.node, k.node) or places.ahead(k.node, miss.node) for k in same):
             kept.append(miss)

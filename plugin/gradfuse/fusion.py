@@ -1,22 +1,21 @@
-"""`fuse`: the fused backward operators put in the place of the subgraphs that compute them."""
+"""`fuse` puts fused backward operators in the place of the subgraphs that compute them; `expand` takes them out."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradfuse import custom_ops
-from gradfuse.checking.check import check as compared
+from gradfuse.checking.check import check as check_models
 from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
-from gradfuse.models import model_io
+from gradfuse.models import reading
 from gradfuse.models.inlining import inline
-from gradfuse.passes.diagnosis import FindExporterBugsPass
-from gradfuse.passes.matching import FusePass, Policy
+from gradfuse.models.tensors import copy_model
+from gradfuse.passes.matching import Policy
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
@@ -31,7 +30,12 @@ VERSION_KEY = "gradfuse.version"
 
 @dataclass(frozen=True)
 class FuseResult:
-    """`model` is of the kind that was given (a path gives a ModelProto); `report` says what was done."""
+    """What :func:`fuse` returns.
+
+    Attributes:
+        model: the fused model, of the kind that was given (a path gives a ModelProto).
+        report: what was done.
+    """
 
     model: Any
     report: Report
@@ -58,9 +62,9 @@ def fuse(
         skip: names of operators to leave alone.
         policy: "profitable" takes what is predicted to be faster, and never adds memory traffic; "all" takes every
             legal match.
-        check: so many runs of the original against the fused model on random inputs.
+        check: the number of runs on random inputs in which to compare the fused model with the original.
         bodies: whether to attach the function bodies; without them the model needs the library.
-        progress: called now and then with what is being done, how many nodes are behind, and how many there are.
+        progress: called now and then with what is being done, how many nodes are done, and how many there are.
 
     Raises:
         ModelError: the model cannot be read.
@@ -68,25 +72,25 @@ def fuse(
         CheckError: a run of the fused model differed from the original's beyond the bounds of :func:`gradfuse.check`.
     """
     with collection_paused():
-        loaded = model_io.load(model)
+        loaded = reading.load(model)
         fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
-        outcome = compared(model, result, runs=check)
+        outcome = check_models(model, result, runs=check)
         if not outcome.ok:
             raise CheckError(f"the fused model differs from the original: {outcome}", report=outcome)
     return FuseResult(result, report)
 
 
 def fuse_loaded(
-    loaded: model_io.LoadedModel,
+    loaded: reading.LoadedModel,
     only: Collection[str] | None = None,
     skip: Collection[str] | None = None,
     policy: Policy = "profitable",
     *,
     bodies: bool = True,
     progress: Progress | None = None,
-) -> tuple[model_io.LoadedModel, Report]:
+) -> tuple[reading.LoadedModel, Report]:
     """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
     # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
     has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
@@ -97,7 +101,7 @@ def fuse_loaded(
         if _gain(inlined) > _gain(report):
             fused, report = whole, replace(inlined, before=report.before)
     if report.fusions or any(functions.aclnn_nodes(fused)):
-        # Nodes that the model came with, as from gradfuse.onnx_translation_table, need their bodies as well.
+        # Fused nodes that the model came with, as from gradfuse.onnx_translation_table, need bodies as well.
         fused.metadata_props[VERSION_KEY] = _version()
         if bodies:
             functions.attach(fused)
@@ -114,21 +118,13 @@ def _run(
     progress: Progress | None,
 ) -> Report:
     pipeline = default_pipeline(policy, only, skip, progress)
-    report = Report(before=_count(model))
     pipeline(model)
-    for step in pipeline.passes:
-        if isinstance(step, FusePass):
-            report.fusions += step.fusions
-            report.near_misses += step.near_misses
-        elif isinstance(step, FindExporterBugsPass):
-            report.warnings += step.warnings
-    report.after = _count(model)
-    return report
+    return pipeline.report
 
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the search for cyclic garbage: the analysis makes millions of objects that all stay until its end."""
+    """Pauses the search for cyclic garbage: the analysis makes millions of objects, and all stay until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -144,21 +140,21 @@ def _gain(report: Report) -> tuple[int, int]:
 
 def _inlined(model: ir.Model) -> ir.Model | None:
     """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
-    copy = model_io.copy_model(model)
+    copy = copy_model(model)
     try:
         inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
     except ValueError:
-        # A function of another opset than the model's keeps its own.
+        # A function of another opset than the model's cannot be inlined.
         return None
     return copy
 
 
 def expand(model: Any) -> Any:
-    """Puts standard operators back in the place of the fused ones: the reverse of :func:`fuse`.
+    """Replaces fused operators by standard ones: the reverse of :func:`fuse`.
 
     Every node of the domain `aclnn` becomes the function body of its operator, whether the model carries bodies or not.
-    A model without such nodes is given back as it is. The argument is not changed. What `fuse` once replaced, it finds
-    again in the bodies.
+    A model without such nodes is returned as it is. The argument is not changed. :func:`fuse` recognizes the bodies,
+    and fuses them again.
 
     Args:
         model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
@@ -170,7 +166,7 @@ def expand(model: Any) -> Any:
         ModelError: the model cannot be read.
         ArgumentError: a node has inputs or attributes that its operator does not accept.
     """
-    loaded = model_io.load(model)
+    loaded = reading.load(model)
     functions.attach(loaded.ir)
     results = {(node.graph, out.name): out for node in functions.aclnn_nodes(loaded.ir) for out in node.outputs}
     bodies = {key for key in loaded.ir.functions if key[0] == custom_ops.DOMAIN and key[1] in custom_ops.OPS}
@@ -178,12 +174,12 @@ def expand(model: Any) -> Any:
     for graph in (*loaded.ir.graphs(), *(f.graph for f in loaded.ir.functions.values())):
         for value in (out for node in graph for out in node.outputs):
             if (old := results.get((graph, value.name))) is not None:
-                # It is a value of the body, with the old one's name.
+                # The new value comes from the body, and has the old one's name only.
                 value.type, value.shape, value.doc_string = old.type, old.shape, old.doc_string
                 value.metadata_props.update(old.metadata_props)
                 value.meta.update(old.meta)
     functions.strip(loaded.ir)
-    # Unless nodes are left that are the domain's, but no operators of ours.
+    # The domain stays while it has nodes that are no operators of ours.
     if all(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions):
         holders: list[ir.Graph | ir.Function] = [loaded.ir.graph, *loaded.ir.functions.values()]
         for holder in holders:
@@ -197,10 +193,3 @@ def _version() -> str:
     from gradfuse import __version__
 
     return __version__
-
-
-def _count(model: ir.Model) -> dict[str, int]:
-    own: list[ir.Graph | ir.Function] = [model.graph]
-    own += [f for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
-    counts = Counter((n.domain, n.op_type) for graph in own for n in functions.every_node(graph))
-    return {f"{domain}::{op_type}" if domain else op_type: count for (domain, op_type), count in counts.most_common()}

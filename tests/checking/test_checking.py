@@ -219,7 +219,7 @@ def test_a_fused_node_with_a_wrong_attribute_fails() -> None:
 
 
 def test_a_model_beyond_one_message_is_run_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradfuse.models.model_io.fits_one_message", lambda model: False)
+    monkeypatch.setattr("gradfuse.checking.execution.fits_one_message", lambda model: False)
     assert gradfuse.check(small_models.forward(500), small_models.forward(500)).ok
 
 

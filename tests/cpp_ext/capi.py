@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradfuse
+from gradfuse.custom_ops import OPS
+from gradfuse.custom_ops.operator import Input
 
 NULL_POINTER, INVALID = 161001, 161002
 ND = 2
@@ -30,32 +33,27 @@ TYPES = {
 }
 """The enumerators of aclDataType."""
 
-ATTRIBUTES: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
-    "MseLossBackward": {"reduction": (ctypes.c_int64, 1)},
-    "CrossEntropyLossGrad": {
-        "reduction": (ctypes.c_char_p, "mean"),
-        "ignore_index": (ctypes.c_int64, -100),
-        "label_smoothing": (ctypes.c_double, 0.0),
-        "lse_square_scale_for_zloss": (ctypes.c_double, 0.0),
-    },
-    "ScaledMaskedSoftmaxBackward": {"scale": (ctypes.c_double, 1.0), "fix_triu_mask": (ctypes.c_bool, False)},
-    "GroupedBiasAddGrad": {},
-    "CtcLossBackward": {"blank": (ctypes.c_int64, 0), "zero_infinity": (ctypes.c_bool, False)},
-    "CtcLoss": {"blank": (ctypes.c_int64, 0), "zero_infinity": (ctypes.c_bool, False)},
+_ATTRIBUTE_TYPES: Mapping[str, Any] = {
+    "int": ctypes.c_int64,
+    "bool": ctypes.c_bool,
+    "float": ctypes.c_double,
+    "str": ctypes.c_char_p,
 }
-"""Of each operator the attributes, in the order of the C function, with their defaults in ONNX."""
+"""Of each type in a torch schema the C type; the operator in PyTorch has all arguments of the C function in order."""
 
-INPUTS = {
-    "MseLossBackward": 3,
-    "CrossEntropyLossGrad": 6,
-    "ScaledMaskedSoftmaxBackward": 3,
-    "GroupedBiasAddGrad": 2,
-    "CtcLossBackward": 7,
-    "CtcLoss": 4,
-}
-"""Of each operator the number of inputs; those of index LENGTHS are arrays."""
 
-LENGTHS = {"CtcLossBackward": (3, 4), "CtcLoss": (2, 3)}
+@cache
+def attributes_of(op: str) -> Mapping[str, tuple[Any, Any]]:
+    """The attributes of an operator in the order of the C function: each with its C type and its default."""
+    operator = OPS[op]
+    arguments = torch._C.parse_schema(f"aclnn::{operator.stem}{operator.torch_op.schema}").arguments
+    kinds = [_ATTRIBUTE_TYPES[str(argument.type)] for argument in arguments[len(operator.inputs) :]]
+    return {a.name: (kind, a.default) for a, kind in zip(operator.attributes, kinds, strict=True)}
+
+
+def is_array(input: Input) -> bool:
+    """Whether an input is an aclIntArray in C: lengths are."""
+    return input.type == "L"
 
 
 class RefusedError(Exception):
@@ -110,11 +108,11 @@ def create_tensor(tensor: Tensor, format: int = ND) -> ctypes.c_void_p:
 
 
 @contextmanager
-def argument(value: Tensor | None, *, is_array: bool) -> Iterator[ctypes.c_void_p]:
+def argument(value: Tensor | None, *, as_array: bool) -> Iterator[ctypes.c_void_p]:
     """A pointer to an aclTensor or aclIntArray of the value; a null pointer for None."""
     if value is None:
         yield ctypes.c_void_p()
-    elif is_array:
+    elif as_array:
         array = ctypes.c_void_p(library().aclCreateIntArray(int64s(value.tolist()), ctypes.c_uint64(len(value))))
         yield array
         expect_success(library().aclDestroyIntArray(array))
@@ -130,16 +128,15 @@ def prepare(
     """The first phase: an executor and the size of the workspace. The aclTensors are destroyed before it returns."""
     workspace_size, executor = ctypes.c_uint64(), ctypes.c_void_p()
     values = []
-    for name, (kind, default) in ATTRIBUTES[op].items():
+    for name, (kind, default) in attributes_of(op).items():
         value = attributes.get(name, default)
         values.append(kind(value.encode() if isinstance(value, str) else value))
-    padded = [*inputs, *[None] * (INPUTS[op] - len(inputs))]
     with ExitStack() as stack:
         arguments = [
-            stack.enter_context(argument(value, is_array=index in LENGTHS.get(op, ())))
-            for index, value in enumerate(padded)
+            stack.enter_context(argument(value, as_array=is_array(described)))
+            for described, value in zip_longest(OPS[op].inputs, inputs)
         ]
-        results = [stack.enter_context(argument(output, is_array=False)) for output in outputs]
+        results = [stack.enter_context(argument(output, as_array=False)) for output in outputs]
         first_phase = getattr(library(), f"aclnn{op}GetWorkspaceSize")
         code = first_phase(*arguments, *values, *results, ctypes.byref(workspace_size), ctypes.byref(executor))
         expect_success(code)

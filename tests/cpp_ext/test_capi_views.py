@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import oracles
 import pytest
 import torch
-from cpp_ext.single_node import FLOATS, assert_same_bits
+from cpp_ext.single_node import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strided_samples import POISON, SAMPLES, scattered
+from operators import SAMPLES
+from operators.mse_loss_backward import mse_loss_backward
+from operators.strides import POISON, scattered
 from torch import Tensor
 
 from cpp_ext import capi
+from gradfuse.custom_ops import OPS
 from gradfuse.testing import assert_gradients_close
 
 
@@ -29,27 +31,27 @@ def memory_of(view: Tensor) -> Tensor:
 
 
 def check(op: str, dtype: torch.dtype, rng: random.Random) -> None:
-    inputs, attributes, oracle, terms = SAMPLES[op](rng, dtype)
-    references, natives = oracle(torch.float64), oracle(dtype)
+    sample = SAMPLES[op].strided(rng, dtype)
+    natives = SAMPLES[op].expected(sample, dtype)
     outputs = [scattered(poisoned(native), rng) for native in natives]
-    capi.run(op, inputs, outputs, **attributes)
-    for output, native, reference in zip(outputs, natives, references, strict=True):
-        assert_gradients_close(output, native, reference, dtype, terms=terms.numpy())
+    capi.run(op, sample.inputs, outputs, **sample.attributes)
+    SAMPLES[op].assert_close(outputs, sample, dtype)
     # Dense copies of the same give the same bits, and nothing beside the outputs was written.
     dense = [poisoned(native) for native in natives]
-    capi.run(op, [None if value is None else value.contiguous() for value in inputs], dense, **attributes)
+    capi.run(op, [None if value is None else value.contiguous() for value in sample.inputs], dense, **sample.attributes)
     for output, expected in zip(outputs, dense, strict=True):
         assert_same_bits(output, expected)
         output.fill_(POISON)
         assert bool((memory_of(output) == POISON).all())
 
 
-@pytest.mark.parametrize("op", SAMPLES)
-@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(FLOATS))
+@pytest.mark.parametrize("op", OPS)
+@given(seed=st.integers(0, 2**31), data=st.data())
 @settings(max_examples=25)
-def test_any_strides_give_what_dense_tensors_give(op: str, seed: int, dtype: torch.dtype) -> None:
+def test_any_strides_give_what_dense_tensors_give(op: str, seed: int, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(SAMPLES[op].dtypes))
     torch.manual_seed(seed)
-    check(op, torch.float32 if op.startswith("Ctc") else dtype, random.Random(seed))
+    check(op, dtype, random.Random(seed))
 
 
 def test_large_views_are_packed_by_all_threads() -> None:
@@ -59,8 +61,8 @@ def test_large_views_are_packed_by_all_threads() -> None:
     capi.run("MseLossBackward", inputs, [output], reduction=0)
     assert_gradients_close(
         output,
-        oracles.mse_loss_backward(*inputs, reduction=0, dtype=torch.float32),
-        oracles.mse_loss_backward(*inputs, reduction=0),
+        mse_loss_backward(*inputs, reduction=0, dtype=torch.float32),
+        mse_loss_backward(*inputs, reduction=0),
         torch.float32,
     )
 
@@ -78,7 +80,7 @@ def overlapping() -> Sequence[Callable[[Tensor], tuple[list[Tensor], Tensor]]]:
 def test_an_output_may_lie_on_inputs(views: Callable[[Tensor], tuple[list[Tensor], Tensor]]) -> None:
     torch.manual_seed(0)
     inputs, output = views(torch.randn(20))
-    expected = oracles.mse_loss_backward(*[value.clone() for value in inputs], reduction=1, dtype=torch.float32)
+    expected = mse_loss_backward(*[value.clone() for value in inputs], reduction=1, dtype=torch.float32)
     capi.run("MseLossBackward", inputs, [output])
     torch.testing.assert_close(output, expected)
 

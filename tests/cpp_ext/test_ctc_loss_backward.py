@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from cpp_ext.ctc_samples import TARGET_TYPES, Item, batches, joined, sample
 from cpp_ext.single_node import CPU, CUDA_SIMT, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
+from operators.ctc_loss import ctc_loss
+from operators.ctc_loss_backward import ctc_loss_backward
 from torch import Tensor
 
 from gradfuse.testing import assert_gradients_close
@@ -24,7 +25,7 @@ def inputs_of(forward_inputs: Sequence[Tensor], blank: int = 0) -> list[Tensor]:
     """The operator's inputs after PyTorch's forward pass, with NaN wherever log_alpha is not to be read."""
     log_probs, *rest = forward_inputs
     _, input_lengths, target_lengths = rest
-    nll, alpha = oracles.ctc_loss(log_probs, *rest, blank=blank, dtype=log_probs.dtype)
+    nll, alpha = ctc_loss(log_probs, *rest, blank=blank, dtype=log_probs.dtype)
     steps = torch.arange(alpha.shape[1])[None, :, None] < input_lengths[:, None, None]
     states = torch.arange(alpha.shape[2])[None, None, :] <= 2 * target_lengths[:, None, None]
     poisoned = alpha.masked_fill(~(steps & states), torch.nan)
@@ -36,9 +37,9 @@ def check(*inputs: Tensor, blank: int = 0, zero_infinity: int = 0) -> Tensor:
     options = {"blank": blank, "zero_infinity": zero_infinity}
     (actual,) = run(OP, *inputs, **options)
     dtype = actual.dtype
-    native = oracles.ctc_loss_backward(*inputs[:5], blank=blank, zero_infinity=bool(zero_infinity), dtype=dtype)
+    native = ctc_loss_backward(*inputs[:5], blank=blank, zero_infinity=bool(zero_infinity), dtype=dtype)
     wide = [tensor.double() if tensor.dtype == dtype else tensor for tensor in inputs[:5]]
-    reference = oracles.ctc_loss_backward(*wide, blank=blank, zero_infinity=bool(zero_infinity))
+    reference = ctc_loss_backward(*wide, blank=blank, zero_infinity=bool(zero_infinity))
     terms = inputs[0].double().abs()[None, :, None].expand(actual.shape)
     if dtype == torch.float64:
         # The reference has no wider type: it carries the roundings of log_alpha, at every step, too.
@@ -69,7 +70,7 @@ def test_narrow_types_are_as_good_as_their_log_alpha(dtype: torch.dtype) -> None
     inputs = inputs_of(sample([Item(12, 3), Item(9, 4)], steps=12, classes=6, dtype=dtype))
     (out,) = run(OP, *inputs)
     assert out.dtype == dtype
-    exact = oracles.ctc_loss_backward(inputs[0].double(), inputs[1].double(), *inputs[2:5])
+    exact = ctc_loss_backward(inputs[0].double(), inputs[1].double(), *inputs[2:5])
     largest = inputs[6].double().nan_to_num(0, 0, 0).abs().max()
     assert (out.double() - exact).abs().max() < torch.finfo(dtype).eps * (1 + largest) * inputs[0].abs().max()
     assert (out.double() - exact).abs().max() < 0.1

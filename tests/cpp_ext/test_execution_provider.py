@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,16 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-import oracles
 import pytest
 import small_models
 import torch
 from backends import ONNX_TYPES
-from cpp_ext.ctc_samples import Item, sample
-from cpp_ext.single_node import CUDA_SIMT, FLOATS, library_of
+from cpp_ext.single_node import CUDA_SIMT, library_of, read_by_host
 from onnx import TensorProto, helper
-from torch import Tensor
+from operators import SAMPLES, Sample
 
 import gradfuse
 from gradfuse.custom_ops import DOMAIN, OPS, VERSION
-from gradfuse.testing import assert_gradients_close
 
 CPP_EXT = Path(__file__).resolve().parents[2] / "cpp_ext"
 NAME = gradfuse.get_ep_name()
@@ -121,10 +118,10 @@ def mse(*names: str, reduction: int = 1) -> onnx.NodeProto:
     return helper.make_node("MseLossBackward", inputs, [output], output, domain=DOMAIN, reduction=reduction)
 
 
-def between_plain_nodes(op: str, inputs: list[Tensor | None], attributes: dict[str, Any]) -> onnx.ModelProto:
+def between_plain_nodes(op: str, sample: Sample) -> onnx.ModelProto:
     """A model in which plain nodes make each input of an operator, and take its outputs."""
     nodes, given, infos = [], [], {}
-    for parameter, tensor in zip(OPS[op].inputs, inputs, strict=False):
+    for parameter, tensor in zip(OPS[op].inputs, sample.inputs, strict=False):
         name = parameter.name if tensor is not None else ""
         given.append(name)
         if tensor is None:
@@ -137,7 +134,7 @@ def between_plain_nodes(op: str, inputs: list[Tensor | None], attributes: dict[s
             nodes.append(helper.make_node("Not" if tensor.dtype == torch.bool else "Neg", [source], [name]))
         infos[source] = (dtype, [None] * tensor.dim())
     outputs = [output.name for output in OPS[op].outputs]
-    node = helper.make_node(op, given, outputs, name="ours", domain=DOMAIN, **attributes)
+    node = helper.make_node(op, given, outputs, name="ours", domain=DOMAIN, **sample.attributes)
     casts = [helper.make_node("Cast", [name], [f"plain_{name}"], to=TensorProto.DOUBLE) for name in outputs]
     model = model_of([*nodes, node, *casts], infos, [f"plain_{name}" for name in outputs])
     for output in model.graph.output:
@@ -145,9 +142,9 @@ def between_plain_nodes(op: str, inputs: list[Tensor | None], attributes: dict[s
     return model
 
 
-def feeds_of(op: str, inputs: list[Tensor | None]) -> dict[str, Any]:
+def feeds_of(op: str, sample: Sample) -> dict[str, Any]:
     feeds = {}
-    for parameter, tensor in zip(OPS[op].inputs, inputs, strict=False):
+    for parameter, tensor in zip(OPS[op].inputs, sample.inputs, strict=False):
         if tensor is None:
             continue
         if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -158,63 +155,20 @@ def feeds_of(op: str, inputs: list[Tensor | None]) -> dict[str, Any]:
     return feeds
 
 
-def inputs_of(op: str, dtype: torch.dtype, size: int) -> tuple[list[Tensor | None], dict[str, Any]]:
-    generator = torch.Generator().manual_seed(size)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    if op == "CrossEntropyLossGrad":
-        target = torch.randint(0, 5, (size,), generator=generator)
-        target[0] = 3
-        log_prob = torch.randn(size, 5, generator=generator).log_softmax(1).to(dtype)
-        weight = torch.rand(5, generator=generator)
-        return [normal(), log_prob, target, weight], {"ignore_index": 2, "label_smoothing": 0.1}
-    if op == "MseLossBackward":
-        return [normal(), normal(size, 7), normal(size, 7)], {"reduction": 2}
-    if op == "ScaledMaskedSoftmaxBackward":
-        y = torch.randn(2, 3, size, 40, generator=generator).softmax(-1).to(dtype)
-        mask = torch.rand(2, 1, size, 40, generator=generator) < 0.3
-        return [normal(2, 3, size, 40), y, mask], {"scale": 0.5}
-    if op == "GroupedBiasAddGrad":
-        ends = torch.tensor([size // 3, size // 3, size], dtype=torch.int64 if dtype == torch.float32 else torch.int32)
-        return [normal(size, 9), ends], {}
-    items = [Item(size, 2), Item(size, 0), Item(size - 1, 3)]
-    arguments = list(sample(items, steps=size, classes=4, dtype=dtype, seed=size))
-    if op == "CtcLoss":
-        return list(arguments), {}
-    return [normal(3), *arguments, *oracles.ctc_loss(*arguments, dtype=dtype)], {"zero_infinity": 1}
-
-
-CASES: dict[str, tuple[Callable[..., Any], tuple[torch.dtype, ...]]] = {
-    "CrossEntropyLossGrad": (oracles.cross_entropy_loss_grad, FLOATS),
-    "MseLossBackward": (oracles.mse_loss_backward, FLOATS),
-    "ScaledMaskedSoftmaxBackward": (oracles.scaled_masked_softmax_backward, FLOATS),
-    "GroupedBiasAddGrad": (oracles.grouped_bias_add_grad, FLOATS),
-    "CtcLoss": (oracles.ctc_loss, (torch.float32, torch.float64)),
-    "CtcLossBackward": (oracles.ctc_loss_backward, (torch.float32,)),
-}
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_right_between_plain_nodes(op: str, gpus: list[Any], library: str) -> None:
     """Several sizes in one session: every input crosses to the GPU once, and every output back once."""
-    oracle, types = CASES[op]
-    for dtype in types:
-        session = session_of(between_plain_nodes(op, *inputs_of(op, dtype, 6)), options_for(gpus[0]))
-        for size in (6, 300 if op == "GroupedBiasAddGrad" else 11, 7):
-            inputs, attributes = inputs_of(op, dtype, size)
+    for dtype in SAMPLES[op].dtypes:
+        first = SAMPLES[op].sized(6, dtype)
+        session = session_of(between_plain_nodes(op, first), options_for(gpus[0]))
+        for size in (6, 300, 7):
+            sample = SAMPLES[op].sized(size, dtype)
             watch = Watch(library)
-            outputs = session.run(None, feeds_of(op, inputs))
-            read_by_host = int(op == "CtcLoss")  # target_lengths
-            assert watch.copies() == (len(inputs) - read_by_host, len(outputs), 0)
+            outputs = session.run(None, feeds_of(op, sample))
+            given = sum(value is not None for value in sample.inputs)
+            assert watch.copies() == (given - len(read_by_host(op)), len(outputs), 0)
             assert watch()["kernels"] > 0
-            native = oracle(*inputs, **attributes, dtype=dtype)
-            # The reference of CtcLossBackward makes its log_alpha itself: that of the inputs is rounded.
-            exact = oracle(*inputs[: 5 if op == "CtcLossBackward" else None], **attributes)
-            results = zip(outputs, *([t] if isinstance(t, Tensor) else t for t in (native, exact)), strict=True)
-            for got, other, reference in results:
-                assert_gradients_close(torch.from_numpy(got).to(dtype), other, reference, dtype)
+            SAMPLES[op].assert_close([torch.from_numpy(output).to(dtype) for output in outputs], sample, dtype)
 
 
 def test_neighbours_hand_over_on_the_gpu(gpus: list[Any], library: str) -> None:
@@ -294,18 +248,17 @@ def test_two_sessions_on_two_gpus_at_once(gpus: list[Any], library: str) -> None
 
 
 def test_all_that_was_taken_is_given_back(gpus: list[Any], library: str) -> None:
-    inputs, attributes = inputs_of("CrossEntropyLossGrad", torch.float32, 20)
-    model = between_plain_nodes("CrossEntropyLossGrad", inputs, attributes)
+    op = "CrossEntropyLossGrad"
+    sample = SAMPLES[op].sized(20, torch.float32)
+    model = between_plain_nodes(op, sample)
     gc.collect()
-    session_of(model, options_for(gpus[0])).run(None, feeds_of("CrossEntropyLossGrad", inputs))
+    session_of(model, options_for(gpus[0])).run(None, feeds_of(op, sample))
     gc.collect()
     watch = Watch(library)
     for _ in range(3):
         session = session_of(model, options_for(gpus[0]))
         for size in (20, 30, 10):
-            session.run(
-                None, feeds_of("CrossEntropyLossGrad", inputs_of("CrossEntropyLossGrad", torch.float32, size)[0])
-            )
+            session.run(None, feeds_of(op, SAMPLES[op].sized(size, torch.float32)))
         assert watch()["streams"] > 0
         del session
     gc.collect()

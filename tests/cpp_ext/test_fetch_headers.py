@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import sys
 import tarfile
@@ -32,44 +33,63 @@ def release_archive(folder: Path, *names: str) -> str:
     return path.as_uri()
 
 
-def test_sources_in_both_formats(fetcher: Any, tmp_path: Path) -> None:
-    etc = tmp_path / "apt"
-    (etc / "sources.list.d").mkdir(parents=True)
-    (etc / "sources.list").write_text(
-        "# deb http://commented/debian stable main\n"
-        "deb [arch=amd64 signed-by=/keys/a.gpg] http://one/debian stable main contrib  # trailing\n"
-        "deb-src http://sources/debian stable main\n"
-        "deb http://security/debian stable-security main\n"
-        "deb http://other/linux stable extras\n"
-    )
-    (etc / "sources.list.d" / "two.sources").write_text(
-        "Types: deb deb-src\nURIs: http://two/debian http://three/debian\nSuites: stable stable-updates\n"
-        "Components: main\nSigned-By: /keys/b.gpg\n\n"
-        "Types: deb\nURIs: http://off/debian\nSuites: stable\nComponents: main\nEnabled: no\n\n"
-        "Types: deb\nURIs: http://inline/debian\nSuites: stable\nComponents: main\n"
-        "Signed-By:\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n AAAA\n -----END PGP PUBLIC KEY BLOCK-----\n"
-    )
-    (etc / "sources.list.d" / "ignored.list.bak").write_text("deb http://ignored/debian stable main\n")
-    sources = fetcher.own_sources(tmp_path, etc)
-    assert [source.uri for source in sources] == [
-        "http://one/debian",
-        "http://two/debian",
-        "http://three/debian",
-        "http://inline/debian",
-    ]
-    assert sources[0].line("forky", "main") == "deb [signed-by=/keys/a.gpg] http://one/debian forky main"
-    assert sources[1].options == {"signed-by": "/keys/b.gpg"}
-    key = Path(sources[3].options["signed-by"]).read_text()
-    assert key == "-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nAAAA\n-----END PGP PUBLIC KEY BLOCK-----\n"
+ONE_LINE = """\
+# deb http://commented/debian {suite} main
+deb [arch=amd64 signed-by=/keys/a.gpg] http://one/{name}/debian {suite} main contrib  # trailing
+deb http://security/debian bookworm-security main
+deb http://other/linux nodistro main
+"""
+DEB822 = """\
+Types: deb deb-src
+URIs: http://two/debian http://three/debian/{name}
+Suites: {suite} bookworm-updates
+Components: main
+Signed-By:
+ -----BEGIN PGP PUBLIC KEY BLOCK-----
+ .
+ AAAA
+ -----END PGP PUBLIC KEY BLOCK-----
+
+Types: deb
+URIs: http://off/debian
+Suites: {suite}
+Components: main
+Enabled: no
+"""
+
+
+@pytest.mark.parametrize("name", ["bookworm", "stable", "testing", "sid"])
+def test_sources_in_both_formats_keep_all_but_their_suite(fetcher: Any, tmp_path: Path, name: str) -> None:
+    etc, written = tmp_path / "apt", tmp_path / "written"
+    parts = etc / "sources.list.d"
+    parts.mkdir(parents=True)
+    (etc / "sources.list").write_text(ONE_LINE.format(suite=name, name=name))
+    (parts / "two.sources").write_text(DEB822.format(suite=name, name=name))
+    (parts / "other.list").write_text("deb http://other/linux cloud-sdk-bookworm main\n")
+    (parts / "ignored.list.bak").write_text(f"deb http://ignored/debian {name} main\n")
+    fetcher.write_sources(etc, "bookworm", "forky", written)
+    assert {path.name: path.read_text() for path in written.iterdir()} == {
+        "sources.list": ONE_LINE.format(suite="forky", name=name),
+        "two.sources": DEB822.format(suite="forky", name=name),
+    }
+
+
+def test_without_sources_of_the_distribution_apt_is_not_asked(fetcher: Any, tmp_path: Path) -> None:
+    with pytest.raises(fetcher.FetchError, match="no apt source of a known distribution"):
+        fetcher.write_sources(tmp_path / "nowhere", "bookworm", "forky", tmp_path / "written")
 
 
 @pytest.fixture
 def fetch_from(fetcher: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a release archive the only way to headers: fetch_from("highway", address)."""
-    monkeypatch.setattr(fetcher, "own_sources", lambda *_: [])
+    monkeypatch.setattr(fetcher, "SUITES", {})
 
-    def change(name: str, address: str) -> None:
-        monkeypatch.setitem(fetcher.HEADERS, name, dataclasses.replace(fetcher.HEADERS[name], archive=address))
+    def change(name: str, address: str, sha256: str | None = None) -> None:
+        path = Path(address.removeprefix("file://"))
+        if sha256 is None:
+            sha256 = hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
+        headers = dataclasses.replace(fetcher.HEADERS[name], archive=address, sha256=sha256)
+        monkeypatch.setitem(fetcher.HEADERS, name, headers)
 
     return change
 
@@ -81,7 +101,7 @@ def fetch_from(fetcher: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("highway", ("hwy/highway.h", "hwy/ops/x86_128-inl.h", "docs/highway.md"), "hwy/highway.h"),
     ],
 )
-def test_release_archive_stands_in_where_apt_has_nothing(
+def test_release_archive_needs_no_apt(
     fetcher: Any,
     fetch_from: Any,
     tmp_path: Path,
@@ -99,6 +119,15 @@ def test_release_archive_stands_in_where_apt_has_nothing(
         fetch_from(name, "file:///nowhere")
     files = {path.relative_to(folder).as_posix() for path in destination.rglob("*") if path.is_file()}
     assert files == {path.removeprefix("include/") for path in inside[:-1]}
+
+
+def test_an_archive_with_another_hash_is_not_unpacked(
+    fetcher: Any, fetch_from: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetch_from("highway", release_archive(tmp_path, "highway-1.2.3/hwy/highway.h"), sha256="0" * 64)
+    assert fetcher.main(["highway", str(tmp_path / "headers")]) == 1
+    assert f"expected {'0' * 64}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("headers*"))
 
 
 def test_without_any_way_the_reasons_are_told_and_nothing_is_left(

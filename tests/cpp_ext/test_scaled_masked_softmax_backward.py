@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from cpp_ext.single_node import FLOATS, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators.scaled_masked_softmax_backward import scaled_masked_softmax_backward
 from torch import Tensor
 
 from gradfuse.testing import assert_gradients_close
@@ -25,8 +25,8 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[T
 
 def check(grad: Tensor, y: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
     (actual,) = run(OP, grad, y, mask, scale=scale)
-    native = oracles.scaled_masked_softmax_backward(grad, y, mask, scale=scale, dtype=y.dtype)
-    reference = oracles.scaled_masked_softmax_backward(grad, y, mask, scale=scale)
+    native = scaled_masked_softmax_backward(grad, y, mask, scale=scale, dtype=y.dtype)
+    reference = scaled_masked_softmax_backward(grad, y, mask, scale=scale)
     products = (grad.double() * y.double()).abs().sum(-1, keepdim=True)
     assert_gradients_close(actual, native, reference, y.dtype, terms=abs(scale) * products.nan_to_num(0, 0, 0).numpy())
     return actual

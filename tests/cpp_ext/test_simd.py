@@ -10,20 +10,22 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracles
 import pytest
 import torch
 from cpp_ext.ctc_samples import Item, sample
-from cpp_ext.single_node import FLOATS, run
+from cpp_ext.single_node import run
 from cpp_ext.test_ctc_loss_backward import check, inputs_of
 from numpy.typing import NDArray
+from operators import SAMPLES
+from operators.strides import moved
 
 import gradfuse
-from gradfuse.testing import assert_gradients_close
+from gradfuse.custom_ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPP_EXT = ROOT / "cpp_ext"
@@ -188,37 +190,18 @@ def test_functions_are_within_their_bounds(through: Filter, real: Any, bound: fl
     assert worst_ulp(through(f"reciprocal_{name}", x, real), np.reciprocal(x.astype(wider))) < 1
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.usefixtures("stores")
-def test_operators_at_all_lengths_and_alignments(target: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def judge(op: str, oracle: Callable[..., torch.Tensor], *inputs: torch.Tensor, **attributes: Any) -> None:
-        (actual,) = run(op, *inputs, **attributes)
-        native, reference = (oracle(*inputs, dtype=t, **attributes) for t in (dtype, torch.float64))
-        assert_gradients_close(actual, native, reference, dtype)
-
-    def randn(*shape: int, offset: int = 0) -> torch.Tensor:
-        memory = torch.empty(int(np.prod(shape)) + offset, dtype=dtype)[offset:]
-        return memory.copy_(torch.randn(memory.numel(), generator=generator)).view(shape)
-
-    for length in (*range(1, 36), 63, 64, 65, 2047, 2049):
-        offset = length % 17
-        rows = [randn(2, length, offset=(offset * k) % 17) for k in (1, 3, 5)]
-        judge("MseLossBackward", oracles.mse_loss_backward, *rows)
-        judge("MseLossBackward", oracles.mse_loss_backward, rows[0][:1, :1], rows[1], rows[2][:, :1], reduction=2)
-        y = rows[1].float().softmax(-1).to(dtype).view(1, 1, 2, length)
-        mask = torch.rand(1, 1, 2, length, generator=generator) < 0.3
-        judge("ScaledMaskedSoftmaxBackward", oracles.scaled_masked_softmax_backward, rows[0].view_as(y), y, mask)
-        judge("ScaledMaskedSoftmaxBackward", oracles.scaled_masked_softmax_backward, rows[0].view_as(y), y, scale=0.5)
-        log_prob = rows[1].float().log_softmax(-1).to(dtype)
-        weight = torch.rand(length, generator=generator)
-        label = torch.tensor([0, length - 1])
-        # Smoothed by 1, gradients are small differences of larger numbers.
-        for smoothing, weights in ((0.0, [weight]), (0.1, [weight]), (0.1, []), (1.0, [])):
-            inputs = (torch.tensor(1.5, dtype=dtype), log_prob, label, *weights)
-            judge("CrossEntropyLossGrad", oracles.cross_entropy_loss_grad, *inputs, label_smoothing=smoothing)
-        judge("GroupedBiasAddGrad", oracles.grouped_bias_add_grad, randn(3, 1 + length % 7, length, offset=offset))
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.usefixtures("target", "stores")
+def test_operators_at_all_lengths_and_alignments(op: str) -> None:
+    for dtype in SAMPLES[op].dtypes:
+        for length in (*range(1, 36), 63, 64, 65, 2047, 2049):
+            for case in SAMPLES[op].all_rows(length, dtype):
+                offsets = [(length * k) % 17 for k in (1, 3, 5)]
+                inputs = [
+                    moved(value, offset) if value is not None and value.dtype == dtype else value
+                    for value, offset in zip(case.inputs, cycle(offsets), strict=False)
+                ]
+                SAMPLES[op].assert_close(run(op, *inputs, **case.attributes), case, dtype)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from backends import BACKENDS, inferred, opsets, refuses, run
@@ -11,6 +10,8 @@ from ctc_samples import DTYPES, Sample, sample, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
+from operators.ctc_loss import ctc_loss
+from operators.ctc_loss_backward import ctc_loss_backward
 from torch import Tensor
 
 from gradfuse.errors import ArgumentError
@@ -31,7 +32,7 @@ def body(
 ) -> Tensor:
     """The gradient from what the forward saved: by default PyTorch's, with NaN in what may not be read of it."""
     dtype = found.log_probs.dtype
-    nll, alpha = saved or stale(found, *oracles.ctc_loss(*found.tensors, blank=found.blank, dtype=dtype))
+    nll, alpha = saved or stale(found, *ctc_loss(*found.tensors, blank=found.blank, dtype=dtype))
     grad = torch.ones_like(nll) if grad_out is None else grad_out
     (out,) = run(
         OP, backend, grad, *found.tensors, nll, alpha,
@@ -51,15 +52,13 @@ def check(backend: str, found: Sample, *, opset: int = 17, zero_infinity: int = 
     dtype = found.log_probs.dtype
     grad_out = torch.linspace(-1.0, 2.0, len(found.input_lengths)).to(dtype)
     options: dict[str, Any] = {"blank": found.blank, "zero_infinity": bool(zero_infinity)}
-    saved = oracles.ctc_loss(*found.tensors, blank=found.blank, dtype=dtype)
+    saved = ctc_loss(*found.tensors, blank=found.blank, dtype=dtype)
     actual = body(backend, found, grad_out=grad_out, opset=opset, zero_infinity=zero_infinity)
-    native = oracles.ctc_loss_backward(grad_out, *found.tensors, *saved, dtype=dtype, **options)
-    reference = oracles.ctc_loss_backward(grad_out, *found.tensors, **options)
+    native = ctc_loss_backward(grad_out, *found.tensors, *saved, dtype=dtype, **options)
+    reference = ctc_loss_backward(grad_out, *found.tensors, **options)
     # A logarithm of the size of the loss was rounded: that is its share of each posterior.
     loss = saved[0].double().nan_to_num(posinf=0.0)
-    posterior = found.log_probs.double().exp() - oracles.ctc_loss_backward(
-        torch.ones_like(grad_out), *found.tensors, **options
-    )
+    posterior = found.log_probs.double().exp() - ctc_loss_backward(torch.ones_like(grad_out), *found.tensors, **options)
     terms = ((1 + loss.abs()) * grad_out.abs())[:, None] * posterior.abs().nan_to_num()
     assert_gradients_close(actual, native, reference, dtype, terms=terms.numpy())
 
@@ -93,8 +92,8 @@ def test_takes_what_the_forward_body_saved(backend: str) -> None:
     out = body(backend, found, (nll, alpha), zero_infinity=1)
     options: dict[str, Any] = {"zero_infinity": True}
     ones = torch.ones(3)
-    native = oracles.ctc_loss_backward(ones, *found.tensors, dtype=torch.float32, **options)
-    assert_gradients_close(out, native, oracles.ctc_loss_backward(ones, *found.tensors, **options), torch.float32)
+    native = ctc_loss_backward(ones, *found.tensors, dtype=torch.float32, **options)
+    assert_gradients_close(out, native, ctc_loss_backward(ones, *found.tensors, **options), torch.float32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,7 +140,7 @@ def test_long_sequences(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_lengths_and_labels_are_an_error_at_run_time(backend: str) -> None:
     good = sample(4, 3, [4, 3], [2, 1])
-    saved = oracles.ctc_loss(*good.tensors, dtype=torch.float32)
+    saved = ctc_loss(*good.tensors, dtype=torch.float32)
     with refuses(backend, "input_length_out_of_range"):
         body(backend, replace(good, input_lengths=torch.tensor([5, 3])), saved)
     with refuses(backend, "target_lengths_do_not_fit_targets"):

@@ -7,26 +7,44 @@ from pathlib import Path
 
 import onnx
 import pytest
+from completeness import FILES, TABLES, missing_parts, stray_files
 
 import gradfuse.custom_ops
 from gradfuse.custom_ops import DOMAIN, OPS, VERSION, Operator
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import operator_tables
+
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_A_RULE = {"ctc_loss", "ctc_loss_backward"}
 
 
 @pytest.mark.parametrize("operator", OPS.values(), ids=lambda operator: operator.stem)
-def test_every_operator_has_its_files(operator: Operator) -> None:
-    stem = operator.stem
-    wanted = [
-        f"custom_ops/{stem}.py",
-        f"cpp_ext/kernels/cpu/{stem}.cc",
-        f"tests/custom_ops/test_{stem}.py",
-        f"tests/cpp_ext/test_{stem}.py",
-    ]
-    if stem not in WITHOUT_A_RULE:
-        wanted.append(f"passes/{stem}.py")
-    assert [path for path in wanted if not (ROOT / path).is_file()] == []
+def test_every_operator_is_complete(operator: Operator) -> None:
+    assert list(missing_parts(ROOT, operator.name, operator.stem)) == []
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    missing = list(missing_parts(tmp_path, "SquareGrad", "square_grad"))
+    assert len(missing) == len(FILES) + len(TABLES) + 1
+    for path in FILES:
+        (tmp_path / path.format(stem="square_grad")).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path.format(stem="square_grad")).touch()
+    (tmp_path / "custom_ops/__init__.py").write_text("from gradfuse.custom_ops import square_grad\n")
+    (tmp_path / "README.md").write_text("| `SquareGrad` | the square | |\n")
+    expected = ["cpp_ext/include/gradfuse/op_table.h: its line in the table"]
+    assert list(missing_parts(tmp_path, "SquareGrad", "square_grad")) == expected
+
+
+def test_no_file_is_left_of_an_operator_that_is_gone() -> None:
+    assert stray_files(ROOT, {operator.stem for operator in OPS.values()}) == []
+
+
+def test_the_tables_of_operators_in_the_pages_are_up_to_date() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in operator_tables.pages()]
+    assert set().union(*map(operator_tables.tables_in, pages)) == set(operator_tables.TABLES)
+    command = [sys.executable, operator_tables.__file__, "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("operator", OPS.values(), ids=lambda operator: operator.stem)

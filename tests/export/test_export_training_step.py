@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import ArgumentError, ExportError, ModelError, TrainingStep, export, export_training_step, fuse, library
+from gradfuse import ExportError, ModelError, TrainingStep, export_training_step, fuse, library
 from gradfuse.export.decompositions import backward
+from gradfuse.models.arrays import to_numpy
 from gradfuse.testing import assert_gradients_close
 
 Tensors = tuple[Tensor, ...]
@@ -468,7 +469,7 @@ def test_fusing_a_saved_step_keeps_its_parameters_free(tmp_path: Path) -> None:
     loaded = TrainingStep.load(tmp_path / "fused.onnx")
     assert_step(loaded, module, F.cross_entropy, batch)
     other = Mlp()
-    parameters = {name: export.to_numpy(parameter) for name, parameter in other.named_parameters()}
+    parameters = {name: to_numpy(parameter) for name, parameter in other.named_parameters()}
     assert_step(dataclasses.replace(loaded, parameters=parameters), other, F.cross_entropy, batch)
 
 
@@ -688,10 +689,3 @@ def test_without_onnxruntime_the_user_is_told_that_nothing_was_compared(monkeypa
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.warns(UserWarning, match="onnxruntime is not installed, so the model was not compared"):
         export_training_step(Mlp(), F.cross_entropy, (torch.randn(4, 6), classes(4)), fuse=False)
-
-
-def test_the_example_of_a_bfloat16_parameter_array() -> None:
-    array = export.to_numpy(torch.tensor([1.0, -2.5], dtype=torch.bfloat16))
-    assert array.dtype.name == "bfloat16"
-    assert array.astype(np.float32).tolist() == [1.0, -2.5]
-    assert issubclass(ArgumentError, ValueError)

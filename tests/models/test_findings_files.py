@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 
 import gradfuse
 from gradfuse import cli
-from gradfuse.models import files, model_io
+from gradfuse.models import files, reading, writing
 
 FINDINGS = Path(__file__).parents[1] / "findings"
 
@@ -272,7 +272,7 @@ def test_a_model_beside_its_input_takes_no_data_file_of_it(run: Run, weights: on
     assert Path("there/out.onnx.data").read_bytes() == data
     with pytest.raises(gradfuse.ModelError, match=r"out\.onnx\.data: exists and does not belong to a model at"):
         os.remove("there/out.onnx")
-        model_io.save(model_io.load("there/in.onnx").ir, "there/out.onnx")
+        writing.save(reading.load("there/in.onnx").ir, "there/out.onnx")
 
 
 def test_a_saved_step_replaces_no_other_model(tmp_path: Path) -> None:
@@ -297,9 +297,9 @@ def test_a_saved_step_replaces_no_other_model(tmp_path: Path) -> None:
 _WRITER = """
 import os, signal, sys
 import onnx_ir as ir
-from gradfuse import model_io
+from gradfuse.models import reading, writing
 where, at, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-model = model_io.load("in.onnx").ir
+model = reading.load("in.onnx").ir
 owner = ir if where == "save" else os
 real, calls = getattr(owner, where), []
 def stop(*arguments, **options):
@@ -311,7 +311,7 @@ def stop(*arguments, **options):
         sys.stdin.readline()
     return real(*arguments, **options)
 setattr(owner, where, stop)
-model_io.save(model, "there/out.onnx")
+writing.save(model, "there/out.onnx")
 """
 """Writes a model, and at the given call of a function of files is killed, or waits."""
 

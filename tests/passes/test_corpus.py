@@ -16,7 +16,7 @@ from gradfuse.testing import assert_gradients_close
 BFLOAT16_EPS = 2.0**-7
 
 
-@pytest.mark.usefixtures("without_fork")
+@pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
     model = ir.load(case.path)

@@ -25,7 +25,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.usefixtures("without_fork")
+@pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("name", NAMES)
 def test_graph_is_fused_and_has_the_gradients_of_pytorch(name: str) -> None:
     result = fuse(load(name), policy="all")

@@ -10,33 +10,61 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from gradfuse.models import inference
 from gradfuse.passes import shapes
 
 TEXT = '<ir_version: 10, opset_import: ["": 20]> m (float[n,3] x) => (float[n,3] z) { y = Exp (x) z = Neg (y) }'
 
 
 def test_sessions_that_nobody_uses_any_more_do_not_hinder_the_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fork of this process they would wait for their threads, which it does not have, when they are collected."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 4
     session = ort.InferenceSession(onnx.parser.parse_model(TEXT).SerializeToString(), options)
     cycle: list[object] = [session]
     cycle.append(cycle)
-    fork, thresholds = os.fork, gc.get_threshold()
+    thresholds = gc.get_threshold()
 
-    def fork_and_collect_soon() -> int:
-        child = fork()
-        if child == 0:
-            gc.set_threshold(1)
-        return child
+    def fork() -> int:
+        raise AssertionError("the process is forked")
 
-    monkeypatch.setattr(os, "fork", fork_and_collect_soon)
+    monkeypatch.setattr(os, "fork", fork, raising=False)
     gc.set_threshold(10**9)
     try:
         del session, cycle
+        inference._workers.stop()
         model = ir.from_proto(onnx.parser.parse_model(TEXT))
         value = model.graph.node(0).outputs[0]
+        gc.set_threshold(1)
         shapes.infer(model, [value])
     finally:
         gc.set_threshold(*thresholds)
     assert value.dtype == ir.DataType.FLOAT and value.shape == ir.Shape(["n", 3])
     assert gc.isenabled()
+
+
+def test_only_the_values_that_are_asked_for_change() -> None:
+    model = ir.from_proto(onnx.parser.parse_model(TEXT.replace("float[n,3] z)", "float[a,b] z)")))
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    y, z = (node.outputs[0] for node in model.graph)
+    shapes.infer(model, [y])
+    assert y.shape == ir.Shape(["n", 3]) and z.shape == ir.Shape(["a", "b"])
+    y.shape = y.type = None
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def test_operators_of_onnxruntime_and_large_initializers_are_understood_and_stay() -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]>
+        m (float[n,300] x) => (y) <float[300,4] w> { p = com.microsoft.FusedMatMul(x, w) y = com.microsoft.Gelu(p) }""")
+    )
+    weights = model.graph.node(0).inputs[1]
+    assert weights is not None and weights.name is not None
+    weights.const_value = ir.tensor([[0.5] * 4] * 300, name=weights.name)
+    model.graph.register_initializer(weights)
+    nodes = [(node.domain, node.op_type, tuple(node.inputs)) for node in model.graph]
+    values = [node.outputs[0] for node in model.graph]
+    shapes.infer(model, values)
+    assert [value.shape for value in values] == [ir.Shape(["n", 4])] * 2
+    assert [(node.domain, node.op_type, tuple(node.inputs)) for node in model.graph] == nodes
+    assert list(model.graph.initializers.values()) == [weights] and len(model.graph.inputs) == 1

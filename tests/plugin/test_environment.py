@@ -16,7 +16,7 @@ from gradfuse import library
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
-    for folder in ("cpp_ext/capi", "cpp_ext/include", "cpp_ext/kernels", "cpp_ext/ort", "cpp_ext/runtime", "plugin")
+    for folder in ("cpp_ext/capi", "cpp_ext/include", "cpp_ext/kernels", "cpp_ext/ort", "plugin")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".cc", ".cu", ".h", ".py") and path.name != "environment.py"
 ]

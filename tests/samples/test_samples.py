@@ -19,8 +19,8 @@ from training.models import assert_trained
 CORPUS = Path(__file__).parents[1] / "corpus"
 
 
-def test_the_readme_names_every_sample() -> None:
-    text = (SAMPLES.parent / "README.md").read_text(encoding="utf-8")
+def test_the_page_names_every_sample() -> None:
+    text = (SAMPLES.parent / "docs" / "samples.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `samples/([\w.]+)/?` \|", text, re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in SAMPLES.iterdir() if path.name != "__pycache__")
 

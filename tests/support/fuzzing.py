@@ -10,7 +10,6 @@ inputs, with the library and by the bodies of the operators.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import time
 import traceback
@@ -26,6 +25,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import gradfuse
+from gradfuse.models import inference, inference_worker
 
 LARGEST_SIZE = 5
 RUNS = 14
@@ -188,7 +188,7 @@ def judged(graph: Graph) -> Verdict:
                 sessions.append((name, _session(model, library)))
             except Exception as error:
                 verdict.failures.append(f"unable: {name}: no session: {_line(error)}")
-    exact = _Exact(graph.model)
+    exact = _Exact(graph.model, graph.constants)
     rng = random.Random(graph.seed)
     for run, sizes in zip(range(RUNS), _sizes(graph.symbols, rng), strict=False):
         numbers = np.random.default_rng([graph.seed, run])
@@ -252,7 +252,7 @@ def _may_refuse(graph: Graph, feeds: Mapping[str, Array], sizes: Mapping[str, in
 class _Exact:
     """The original in float64, and how far rounding may take the outputs from that."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, constants: Sequence[float]) -> None:
         wide, self._noise = in_float64(model)
         try:
             self._session = _session(wide, optimized=False)
@@ -265,7 +265,9 @@ class _Exact:
         self.is_half = half
         self.eps = 1e-3 if half else 2.2e-16 if double else 1.2e-7
         self.subnormal = 6e-8 if half else 0.0 if double else 1.4e-45
-        self.tiny = 3e-5 if half else 1e-300 if double else 1e-36
+        # Factors may come after a product that has become subnormal.
+        factors = np.prod([max(abs(c), 1.0) for c in constants if np.isfinite(c)], initial=1.0)
+        self.tiny = max(3e-5 if half else 1e-300 if double else 1e-36, float(64 * self.subnormal * factors))
 
     def by_node(self, feeds: Mapping[str, Array]) -> list[list[Array]]:
         """The original with the result of every node in its own type, where onnxruntime computes some in float32.
@@ -326,9 +328,10 @@ def _largest(array: Array) -> float:
 
 
 def _nearest(array: Array, a: Array, b: Array) -> Array:
-    """Of two arrays the elements that are nearer to those of another."""
+    """Of two arrays the elements that are nearer to those of another; a NaN is near to a NaN."""
     with np.errstate(all="ignore"):
-        return np.asarray(np.where(np.abs(array - a) <= np.abs(array - b), a, b))
+        nearer = np.where(np.isnan(array), np.isnan(a), np.abs(array - a) <= np.abs(array - b))
+        return np.asarray(np.where(nearer, a, b))
 
 
 def _has_non_finite(feeds: Mapping[str, Array]) -> bool:
@@ -364,7 +367,10 @@ def _difference(
         with np.errstate(all="ignore"):
             value = g.astype(np.float64)
             near = np.isfinite(g) & (np.fmin(np.abs(value - e), np.abs(value - w.astype(np.float64))) <= bound)
-        near |= np.isfinite(w) & ~np.isfinite(e) & np.isfinite(g)
+        # What is infinite in float64 was divided by what rounding has left of a 0.
+        near |= np.isfinite(w) & ~np.isfinite(e) & ~np.isnan(g)
+        # So may be what is infinite in an output whose bound is beyond all its values, or beyond the largest number.
+        near |= np.isinf(g) & (bound > min(_largest(e), float(np.finfo(g.dtype).max)))
         # The order of products decides on which side of the largest number a value ends that is near to it.
         near |= np.isinf(g) & (np.sign(g) == np.sign(e)) & (np.abs(e) > np.finfo(g.dtype).max / 64)
         if by_rows:
@@ -470,8 +476,8 @@ def main() -> None:
     parser.add_argument("--save")
     parser.add_argument("--text", action="store_true")
     args = parser.parse_args()
-    if hasattr(os, "fork"):
-        del os.fork
+    # The checker has inferred the shapes of each graph in this process before.
+    inference.ask = inference_worker.infer
     if len(args.seeds) == 2:
         begin = time.perf_counter()
         sweep = Sweep()

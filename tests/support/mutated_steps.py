@@ -12,9 +12,12 @@ import onnx
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from gradfuse import ExportError, export
+from gradfuse import ExportError
+from gradfuse.checking import bounds
 from gradfuse.checking.reference import ReferenceSession
-from gradfuse.export import _Step, _Truth, _truth, _undisturbed
+from gradfuse.export import verifying
+from gradfuse.export.torch_step import TorchStep, undisturbed
+from gradfuse.export.verifying import Truth
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -23,18 +26,18 @@ SHARE = 0.01
 _COMPARISONS = {"Greater": "LessOrEqual", "Less": "GreaterOrEqual", "GreaterOrEqual": "Less", "LessOrEqual": "Greater"}
 
 
-def truth_of(module: nn.Module, loss: Callable[..., Tensor], batch: Any) -> _Truth:
+def truth_of(module: nn.Module, loss: Callable[..., Tensor], batch: Any) -> Truth:
     """Return what `export_training_step` compares a step with."""
-    step = _Step.of(module, loss, batch, lambda names: None, None)
-    with _undisturbed(step):
+    step = TorchStep.of(module, loss, batch, lambda names: None, None)
+    with undisturbed(step):
         native = step.run()
         if native.dropouts:
             step = step.with_dropout_seed()
             native = step.run()
-        return _truth(step, native)
+        return verifying.truth_of(step, native)
 
 
-def refusal(truth: _Truth, model: onnx.ModelProto) -> str | None:
+def refusal(truth: Truth, model: onnx.ModelProto) -> str | None:
     """Return what `export_training_step` says of a model if it refuses it."""
     try:
         truth.compare_in_float64(model, "exported")
@@ -78,25 +81,25 @@ def mutants(model: onnx.ModelProto) -> Iterator[Mutant]:
             yield Mutant("wrong divisor", name, _with(model, index, _sum_for_mean))
 
 
-def is_wrong(model: onnx.ModelProto, right: Arrays, truth: _Truth) -> bool:
+def is_wrong(model: onnx.ModelProto, right: Arrays, truth: Truth) -> bool:
     """Return whether an output is off by a hundredth of its largest element, where that is more than rounding."""
-    feeds = truth._feeds(model)
+    feeds = truth.feeds(model)
     results = ReferenceSession(ir.from_proto(model), "mutant").run(feeds)
     for name, wanted in right.items():
         if wanted.dtype.kind != "f":
             if not np.array_equal(wanted, results[name]):
                 return True
             continue
-        size = export._magnitude(wanted)
-        off = export._difference(results[name], wanted)
+        size = bounds.magnitude(wanted)
+        off = verifying.difference(results[name], wanted)
         # What is 0 but for rounding has no hundredth.
         if off >= 0.99 * SHARE * size and size > truth.kernels.largest(name, np.inf):
             return True
     return False
 
 
-def right_outputs(model: onnx.ModelProto, truth: _Truth) -> Arrays:
-    return ReferenceSession(ir.from_proto(model), "exported").run(truth._feeds(model))
+def right_outputs(model: onnx.ModelProto, truth: Truth) -> Arrays:
+    return ReferenceSession(ir.from_proto(model), "exported").run(truth.feeds(model))
 
 
 def _floats(value: ir.Value) -> bool:

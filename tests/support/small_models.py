@@ -90,3 +90,11 @@ def save_with_external_data(model: onnx.ModelProto, path: Path, location: str = 
     """Save a model with every initializer in a file beside it, and return its path."""
     onnx.save(model, path, save_as_external_data=True, location=location, size_threshold=0)
     return path
+
+
+def same_graph(first: onnx.ModelProto, second: onnx.ModelProto) -> bool:
+    """Tell whether two models have the same operators and initializers in order."""
+    return [n.op_type for n in first.graph.node] == [n.op_type for n in second.graph.node] and all(
+        np.array_equal(onnx.numpy_helper.to_array(a), onnx.numpy_helper.to_array(b))
+        for a, b in zip(first.graph.initializer, second.graph.initializer, strict=True)
+    )

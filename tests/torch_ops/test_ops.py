@@ -6,31 +6,32 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import oracles
 import pytest
 import torch
+from backends import ONNX_TYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strided_samples import SAMPLES
+from operators import SAMPLES, as_tuple
+from operators.cross_entropy_loss_grad import cross_entropy_loss_grad
+from operators.mse_loss_backward import mse_loss_backward
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 import gradfuse.torch
 from gradfuse.custom_ops import OPS, Operator
+from gradfuse.custom_ops.operator import type_string
 from gradfuse.testing import assert_gradients_close
 
 aclnn = torch.ops.aclnn
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-DTYPES = [(name, dtype) for name in OPS for dtype in (*FLOATS, *([torch.float64] if name.startswith("Ctc") else []))]
+DTYPES = [
+    (name, dtype) for name, op in OPS.items() for dtype in ONNX_TYPES if type_string(ONNX_TYPES[dtype]) in op.types
+]
 each_operator = pytest.mark.parametrize("operator", OPS.values(), ids=lambda operator: operator.stem)
 
 
 def op_of(name: str) -> Any:
     return getattr(aclnn, OPS[name].stem)
-
-
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @each_operator
@@ -52,49 +53,38 @@ def test_the_schema_is_that_of_the_table(operator: Operator) -> None:
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     """Schema, fake kernel and autograd registration, and the same from AOTAutograd with dynamic shapes."""
     torch.manual_seed(0)
-    inputs, attributes, _, _ = SAMPLES[name](random.Random(0), dtype)
-    if name == "CtcLoss":
+    sample = SAMPLES[name].strided(random.Random(0), dtype)
+    inputs = list(sample.inputs)
+    if OPS[name].torch_op.backward is not None:
         inputs[0] = inputs[0].requires_grad_() if inputs[0] is not None else None
-    torch.library.opcheck(op_of(name).default, tuple(inputs), attributes)
+    torch.library.opcheck(op_of(name).default, tuple(inputs), dict(sample.attributes))
 
 
 @pytest.mark.parametrize("name", OPS)
 @given(seed=st.integers(0, 2**31), data=st.data())
 @settings(max_examples=20)
 def test_values_for_any_strides(name: str, seed: int, data: st.DataObject) -> None:
-    # Gradients of 16-bit CTC losses are as good as their log_alpha: tests/cpp_ext has its own measure for them.
-    dtype = torch.float32 if name == "CtcLossBackward" else data.draw(st.sampled_from(FLOATS))
+    dtype = data.draw(st.sampled_from(SAMPLES[name].dtypes))
     torch.manual_seed(seed)
-    inputs, attributes, oracle, terms = SAMPLES[name](random.Random(seed), dtype)
-    outputs = as_tuple(op_of(name)(*inputs, **attributes))
-    for output, native, reference in zip(outputs, oracle(dtype), oracle(torch.float64), strict=True):
-        assert output.is_contiguous()
-        assert_gradients_close(output, native, reference, dtype, terms=terms.numpy())
+    sample = SAMPLES[name].strided(random.Random(seed), dtype)
+    outputs = as_tuple(op_of(name)(*sample.inputs, **sample.attributes))
+    assert all(output.is_contiguous() for output in outputs)
+    SAMPLES[name].assert_close(outputs, sample, dtype)
 
 
-LENGTHS = torch.zeros(0, dtype=torch.int64)
+@pytest.mark.parametrize("name", OPS)
+def test_empty_tensors(name: str) -> None:
+    for sample, shapes in SAMPLES[name].empty:
+        outputs = as_tuple(op_of(name)(*sample.inputs, **sample.attributes))
+        assert [tuple(output.shape) for output in outputs] == list(shapes)
+        assert all(not output.any() for output in outputs)
 
 
-@pytest.mark.parametrize(
-    "name, inputs, shapes",
-    [
-        ("MseLossBackward", [torch.zeros(()), torch.zeros(0, 3), torch.zeros(1, 3)], [(0, 3)]),
-        ("CrossEntropyLossGrad", [torch.zeros(()), torch.zeros(0, 3), LENGTHS], [(0, 3)]),
-        ("ScaledMaskedSoftmaxBackward", [torch.zeros(2, 0, 1, 3), torch.zeros(2, 0, 1, 3)], [(2, 0, 1, 3)]),
-        ("GroupedBiasAddGrad", [torch.ones(0, 3), torch.tensor([0, 0])], [(2, 3)]),
-        ("GroupedBiasAddGrad", [torch.ones(2, 0, 3)], [(2, 3)]),
-        ("CtcLoss", [torch.zeros(4, 0, 3), torch.zeros(0, 2).long(), LENGTHS, LENGTHS], [(0,), (0, 4, 1)]),
-        (
-            "CtcLossBackward",
-            [torch.zeros(0), torch.zeros(4, 0, 3), LENGTHS, LENGTHS, LENGTHS, torch.zeros(0), torch.zeros(0, 4, 1)],
-            [(4, 0, 3)],
-        ),
-    ],
-)
-def test_empty_tensors(name: str, inputs: list[Tensor], shapes: list[tuple[int, ...]]) -> None:
-    outputs = as_tuple(op_of(name)(*inputs))
-    assert [tuple(output.shape) for output in outputs] == shapes
-    assert all(not output.any() for output in outputs)
+@pytest.mark.parametrize("name", OPS)
+def test_typical_attributes_reach_the_kernel(name: str) -> None:
+    for dtype in SAMPLES[name].dtypes:
+        for sample in SAMPLES[name].all_typical(dtype):
+            SAMPLES[name].assert_close(as_tuple(op_of(name)(*sample.inputs, **sample.attributes)), sample, dtype)
 
 
 def test_attributes_reach_the_kernel() -> None:
@@ -103,14 +93,13 @@ def test_attributes_reach_the_kernel() -> None:
     one, x, y = torch.ones(()), torch.randn(5), torch.randn(5)
     for reduction in range(3):
         native, exact = (
-            oracles.mse_loss_backward(one, x, y, reduction=reduction, dtype=dtype) for dtype in (x.dtype, torch.float64)
+            mse_loss_backward(one, x, y, reduction=reduction, dtype=dtype) for dtype in (x.dtype, torch.float64)
         )
         assert_gradients_close(aclnn.mse_loss_backward(one, x, y, reduction), native, exact, x.dtype)
     log_prob, target = torch.randn(5, 4).log_softmax(1), torch.tensor([0, 1, 2, 3, 2])
     options: dict[str, Any] = {"reduction": "sum", "ignore_index": 2, "label_smoothing": 0.25}
     native, exact = (
-        oracles.cross_entropy_loss_grad(one, log_prob, target, **options, dtype=dtype)
-        for dtype in (x.dtype, torch.float64)
+        cross_entropy_loss_grad(one, log_prob, target, **options, dtype=dtype) for dtype in (x.dtype, torch.float64)
     )
     assert_gradients_close(aclnn.cross_entropy_loss_grad(one, log_prob, target, **options), native, exact, x.dtype)
     log_probs, labels = torch.randn(2, 1, 4).log_softmax(2), torch.tensor([[1, 0, 2]])
@@ -176,7 +165,8 @@ def test_wrong_arguments_are_refused_by_the_library(call: Any, message: str) -> 
 @each_operator
 def test_tensors_that_are_missing_or_on_other_devices_are_refused(operator: Operator) -> None:
     """Meta tensors among real ones too, for which the dispatcher takes the shapes that the operator gives."""
-    inputs, attributes, _, _ = SAMPLES[operator.name](random.Random(0), torch.float32)
+    sample = SAMPLES[operator.name].strided(random.Random(0), torch.float32)
+    inputs, attributes = list(sample.inputs), sample.attributes
     op, first = op_of(operator.name), operator.inputs[0].name
     for index, (described, value) in enumerate(zip(operator.inputs, inputs, strict=False)):
         if value is None:
@@ -192,7 +182,7 @@ def test_tensors_that_are_missing_or_on_other_devices_are_refused(operator: Oper
 
 
 def test_text_ends_at_no_null_character() -> None:
-    inputs, _, _, _ = SAMPLES["CrossEntropyLossGrad"](random.Random(0), torch.float32)
+    inputs = SAMPLES["CrossEntropyLossGrad"].strided(random.Random(0), torch.float32).inputs
     with pytest.raises(gradfuse.ArgumentError, match=r"reduction is .*; expected text without null characters"):
         aclnn.cross_entropy_loss_grad(*inputs, reduction="mean\0")
 
@@ -215,11 +205,12 @@ def test_threads_have_their_own_results_and_errors() -> None:
 @each_operator
 def test_a_missing_derivative_is_an_error(operator: Operator) -> None:
     torch.manual_seed(0)
-    inputs, attributes, _, _ = SAMPLES[operator.name](random.Random(0), torch.float32)
+    sample = SAMPLES[operator.name].strided(random.Random(0), torch.float32)
+    inputs, attributes = list(sample.inputs), sample.attributes
     assert inputs[0] is not None
     leaf = inputs[0].clone().requires_grad_()
     (out, *_) = as_tuple(op_of(operator.name)(leaf, *inputs[1:], **attributes))
-    if operator.name == "CtcLoss":
+    if operator.torch_op.backward is not None:
         (out,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^derivative for aclnn::\w+ is not implemented$"):
         torch.autograd.grad(out.sum(), leaf)
@@ -239,7 +230,8 @@ def test_what_torch_library_has_no_derivatives_for_is_an_error() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_vmap_calls_once_for_each_element(name: str) -> None:
     torch.manual_seed(0)
-    inputs, attributes, _, _ = SAMPLES[name](random.Random(0), torch.float32)
+    sample = SAMPLES[name].strided(random.Random(0), torch.float32)
+    inputs, attributes = list(sample.inputs), sample.attributes
     # The first two inputs of float type vary, in their last dimension; the others are the same for all.
     varied = [i for i, value in enumerate(inputs) if value is not None and value.is_floating_point()][:2]
     elements = [[v * (k + 1) if v is not None and i in varied else v for i, v in enumerate(inputs)] for k in range(3)]
@@ -282,8 +274,8 @@ def test_autocast_computes_the_loss_in_float32_as_pytorch_does(dtype: torch.dtyp
         assert aclnn.mse_loss_backward(*[log_probs] * 3).dtype == dtype
 
 
-def every_operator(scores: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-    """All operators on scores (T, N, C), labels (N, S) and the labels' lengths (N)."""
+def operators_together(scores: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Operators among others, and on each other's results: scores (T, N, C), labels (N, S) and their lengths (N)."""
     steps, items, classes = scores.shape
     one = scores.new_ones(())
     log_probs = scores.log_softmax(2)
@@ -319,9 +311,9 @@ def test_compiled_once_for_all_sizes() -> None:
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    compiled = torch.compile(every_operator, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(operators_together, fullgraph=True, dynamic=True, backend=backend)
     for size in SIZES:
-        for output, expected in zip(compiled(*batch(*size)), every_operator(*batch(*size)), strict=True):
+        for output, expected in zip(compiled(*batch(*size)), operators_together(*batch(*size)), strict=True):
             assert torch.equal(output, expected)
     assert len(graphs) == 1
 
@@ -329,20 +321,58 @@ def test_compiled_once_for_all_sizes() -> None:
 def test_compiled_with_graph_breaks() -> None:
     """Without fullgraph, torch.compile leaves ctc_loss to Python; it must not trace into our calls of C."""
     torch._dynamo.reset()
-    compiled = torch.compile(every_operator, backend="eager")
-    for output, expected in zip(compiled(*batch(5, 3, 4)), every_operator(*batch(5, 3, 4)), strict=True):
+    compiled = torch.compile(operators_together, backend="eager")
+    for output, expected in zip(compiled(*batch(5, 3, 4)), operators_together(*batch(5, 3, 4)), strict=True):
         assert torch.equal(output, expected)
 
 
 def test_exported() -> None:
     class Module(torch.nn.Module):
-        forward = staticmethod(every_operator)
+        forward = staticmethod(operators_together)
 
     steps, items, classes = torch.export.Dim("T"), torch.export.Dim("N"), torch.export.Dim("C")
     shapes = ({0: steps, 1: items, 2: classes}, {0: items}, {0: items})
     program = torch.export.export(Module(), batch(5, 3, 4), dynamic_shapes=shapes)
-    found = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("aclnn.")}
-    assert found == {f"aclnn.{operator.stem}.default" for operator in OPS.values()}
     for size in SIZES:
-        for output, expected in zip(program.module()(*batch(*size)), every_operator(*batch(*size)), strict=True):
+        for output, expected in zip(program.module()(*batch(*size)), operators_together(*batch(*size)), strict=True):
+            assert torch.equal(output, expected)
+
+
+@each_operator
+def test_each_is_compiled_for_all_sizes(operator: Operator) -> None:
+    """Without a graph break, and not again for every size."""
+    samples = [SAMPLES[operator.name].sized(size, torch.float32) for size in (6, 8, 11)]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def call(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+        return as_tuple(op_of(operator.name)(*inputs, **samples[0].attributes))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for sample in samples:
+        for output, expected in zip(compiled(*sample.inputs), call(*sample.inputs), strict=True):
+            assert torch.equal(output, expected)
+    assert len(graphs) < len(samples)
+
+
+@each_operator
+def test_each_is_exported_for_all_sizes(operator: Operator) -> None:
+    samples = [SAMPLES[operator.name].sized(size, torch.float32) for size in (6, 8, 11)]
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+            return as_tuple(op_of(operator.name)(*inputs, **samples[0].attributes))
+
+    def dims_of(value: Tensor | None) -> Any:
+        return None if value is None else dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO)
+
+    arguments = tuple(samples[0].inputs)
+    program = torch.export.export(Module(), arguments, dynamic_shapes=(tuple(map(dims_of, arguments)),))
+    assert f"aclnn.{operator.stem}.default" in {str(node.target) for node in program.graph.nodes}
+    for sample in samples:
+        for output, expected in zip(program.module()(*sample.inputs), Module()(*sample.inputs), strict=True):
             assert torch.equal(output, expected)

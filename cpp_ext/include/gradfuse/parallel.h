@@ -14,8 +14,8 @@ class ParallelFor {
   virtual ~ParallelFor() = default;
 
   // Calls task(0), ..., task(count - 1), once each, in any order and perhaps at the same time; returns when all are
-  // done. Tasks must not throw. `cost` is the work of all of them together in bytes moved: work that is too small to
-  // repay the waking of a thread stays on this one.
+  // done. Tasks must not throw. `cost` is the work of all of them together in bytes moved. Work too small to be worth
+  // waking a thread stays on the caller's.
   template <class Task>
   void operator()(int64_t count, int64_t cost, const Task& task) const {
     if (count <= 1 || cost < kMinCost) {
@@ -24,7 +24,7 @@ class ParallelFor {
     }
     Run(
         count, [](void* body, size_t index) { (*static_cast<const Task*>(body))(static_cast<int64_t>(index)); },
-        const_cast<Task*>(&task));
+        const_cast<Task*>(&task));  // NOLINT(*-const-cast): for C, which knows no const; the call adds it again
   }
 
  protected:

@@ -9,9 +9,9 @@ namespace gradfuse {
 struct Queue {
   void* stream = nullptr;     // a cudaStream_t
   void* workspace = nullptr;  // WorkspaceBytes(args) bytes of device memory, aligned to 256 bytes, for this call alone
-  // A number that device and host can read, or null. Where an input holds values that the op does not take, the device
-  // sets it to the input's place in the op's signature, counted from 1; nothing sets it back. Such values read and
-  // write nothing out of bounds; what they spoil is NaN.
+  // A number that both device and host can read, or null. If an input holds values that the op does not take, the
+  // device sets it to the input's position in the op's signature, counted from 1, and never resets it. Such values
+  // cause no access out of bounds; the results that they affect are NaN.
   int32_t* fault = nullptr;
 };
 

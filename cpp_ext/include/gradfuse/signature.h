@@ -13,19 +13,20 @@ namespace gradfuse {
 class TypeSet {
  public:
   constexpr TypeSet() = default;
+  // NOLINTNEXTLINE(*-explicit-constructor): a type stands for the set of it
   constexpr TypeSet(DType type) : TypeSet({type}) {}
   constexpr TypeSet(std::initializer_list<DType> types) {
     for (DType type : types) types_[size_++] = type;
   }
 
-  // The same types for an input whose values the host reads wherever the others are: they decide an output's shape.
+  // The same types for an input that is in host memory whatever the device is: its values decide an output's shape.
   constexpr TypeSet ReadByHost() const {
     TypeSet set = *this;
     set.read_by_host_ = true;
     return set;
   }
 
-  // The same types for an input whose values a check reads, where the host can.
+  // The same types for an input whose values are checked if the host can read them.
   constexpr TypeSet Checked() const {
     TypeSet set = *this;
     set.checked_ = true;
@@ -73,7 +74,7 @@ inline constexpr TypeSet kT{};
 //   int64_t cuda::WorkspaceBytes(const Args&);       device memory that cuda::Run needs beside them
 
 // "float32(2,3)".
-std::string Describe(const Tensor& tensor);
+std::string Describe(const TensorLayout& tensor);
 std::string Describe(DType dtype, const Shape& shape);
 
 // As short as it can be: "0.5".
@@ -115,7 +116,7 @@ class LayoutCheck {
   }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char*, const Tensor&, const TypeSet&) {}
+  void Output(const char*, const MutableTensor&, const TypeSet&) {}
 
   Status status;
 
@@ -138,7 +139,7 @@ class InputFinder {
   }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char*, const Tensor&, const TypeSet&) {}
+  void Output(const char*, const MutableTensor&, const TypeSet&) {}
 
   const char* name() const { return name_; }
 

@@ -79,17 +79,15 @@ class Shape {
   int64_t dims_[kMaxRank] = {};
 };
 
-// A view of memory that someone else owns. Strides are in elements.
-struct Tensor {
-  void* data = nullptr;
+// How the elements of a tensor lie in memory, wherever that is. Strides are in elements.
+struct TensorLayout {
   DType dtype = DType::kFloat32;
   Shape shape;
   int64_t strides[kMaxRank] = {};
-  bool on_host = true;  // values can be read by the CPU, so that a check may look at them
 
-  Tensor() = default;
+  TensorLayout() = default;
   // A dense (row-major, contiguous) tensor.
-  Tensor(void* data_, DType dtype_, const Shape& shape_) : data(data_), dtype(dtype_), shape(shape_) {
+  TensorLayout(DType dtype_, const Shape& shape_) : dtype(dtype_), shape(shape_) {
     int64_t stride = 1;
     for (int axis = (shape.rank() < kMaxRank ? shape.rank() : kMaxRank) - 1; axis >= 0; --axis) {
       strides[axis] = stride;
@@ -97,14 +95,6 @@ struct Tensor {
     }
   }
 
-  template <class T>
-  const T* Data() const {
-    return static_cast<const T*>(data);
-  }
-  template <class T>
-  T* MutableData() const {
-    return static_cast<T*>(data);
-  }
   int64_t NumElements() const { return shape.NumElements(); }
   int64_t NumBytes() const { return NumElements() * SizeOf(dtype); }
 
@@ -117,6 +107,37 @@ struct Tensor {
       stride *= shape[axis];
     }
     return true;
+  }
+};
+
+// A view of memory that someone else owns, to read from: an input.
+struct Tensor : TensorLayout {
+  const void* data = nullptr;
+  bool on_host = true;  // the CPU can read the values, so a check may look at them
+
+  Tensor() = default;
+  Tensor(const void* data_, const TensorLayout& layout) : TensorLayout(layout), data(data_) {}
+  // A dense tensor.
+  Tensor(const void* data_, DType dtype_, const Shape& shape_) : TensorLayout(dtype_, shape_), data(data_) {}
+
+  template <class T>
+  const T* Data() const {
+    return static_cast<const T*>(data);
+  }
+};
+
+// The same to write to: an output.
+struct MutableTensor : TensorLayout {
+  void* data = nullptr;
+
+  MutableTensor() = default;
+  MutableTensor(void* data_, const TensorLayout& layout) : TensorLayout(layout), data(data_) {}
+  // A dense tensor.
+  MutableTensor(void* data_, DType dtype_, const Shape& shape_) : TensorLayout(dtype_, shape_), data(data_) {}
+
+  template <class T>
+  T* MutableData() const {
+    return static_cast<T*>(data);
   }
 };
 

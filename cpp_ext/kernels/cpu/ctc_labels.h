@@ -12,7 +12,8 @@ namespace gradfuse::cpu {
 // The labels of all items, read from whatever type and layout targets has.
 class CtcLabels {
  public:
-  CtcLabels(const Tensor& targets, const Tensor& target_lengths) : lengths_(target_lengths.Data<int64_t>()) {
+  CtcLabels(const Tensor& targets, const Tensor& target_lengths)
+      : lengths_(target_lengths.Data<int64_t>()), longest_(LongestTarget(target_lengths)) {
     const int64_t items = target_lengths.shape[0];
     starts_.reserve(static_cast<size_t>(items));
     WithTargetType(targets.dtype, [&](auto type) {
@@ -25,7 +26,6 @@ class CtcLabels {
         starts_.push_back(joined);
       }
     });
-    longest_ = LongestTarget(target_lengths);
   }
 
   int64_t length(int64_t item) const { return lengths_[item]; }
@@ -34,9 +34,9 @@ class CtcLabels {
 
  private:
   const int64_t* lengths_;
+  int64_t longest_;
   std::vector<int64_t> labels_;
   std::vector<int64_t> starts_;
-  int64_t longest_ = 0;
 };
 
 // Cuts the scratch memory of one item into arrays, aligned for vectors, with room before and after them for what

@@ -1,17 +1,18 @@
 #pragma once
 
-#if defined(__SSE2__)
+#include <cstdint>
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#include <cstdint>
 
 namespace gradfuse::cpu {
 
-// While it lives, this thread's arithmetic takes subnormal floats as zero and gives zero for them; then the thread's
-// own setting is back. Probabilities that small cannot change a rounded result, but cost a hundredfold each.
+// While an object lives, arithmetic on its thread treats subnormal floats as zero, as operands and as results; the
+// destructor restores the thread's own setting. Probabilities that small do not change a rounded result, but each costs
+// a hundred times as much.
 class FlushSubnormals {
  public:
-#if defined(__SSE2__)
+#if defined(__x86_64__)
   FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
   ~FlushSubnormals() { _mm_setcsr(saved_); }
 
@@ -29,9 +30,6 @@ class FlushSubnormals {
  private:
   static constexpr uint64_t kFlushToZero = uint64_t{1} << 24;
   uint64_t saved_;
-#else
-  FlushSubnormals() = default;
-  ~FlushSubnormals() {}
 #endif
 
  public:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "gradfuse/loops.h"
 #include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
@@ -69,37 +70,6 @@ namespace {
 
 constexpr int kOperands = 3;  // grad_output, self, target
 
-// The broadcast as loops: dimensions of size 1 dropped, those that all operands cross with one stride merged. The last
-// one is the row, along which every stride is 0 or 1.
-struct Loops {
-  int rank = 1;
-  int64_t sizes[kMaxRank] = {1};
-  int64_t strides[kMaxRank][kOperands] = {};
-};
-
-Loops LoopsOf(const MseLossBackwardArgs& args) {
-  const Tensor* const operands[kOperands] = {&args.grad_output, &args.self, &args.target};
-  const Shape& whole = args.grad_input.shape;
-  Loops loops;
-  loops.rank = 0;
-  for (int axis = 0; axis < whole.rank(); ++axis) {
-    if (whole[axis] == 1) continue;
-    int64_t strides[kOperands];
-    for (int k = 0; k < kOperands; ++k) {
-      const int own_axis = axis - (whole.rank() - operands[k]->shape.rank());
-      const bool repeats = own_axis < 0 || operands[k]->shape[own_axis] == 1;
-      strides[k] = repeats ? 0 : operands[k]->strides[own_axis];
-    }
-    const int last = loops.rank - 1;
-    bool merges = last >= 0;
-    for (int k = 0; k < kOperands && merges; ++k) merges = loops.strides[last][k] == strides[k] * whole[axis];
-    const int at = merges ? last : loops.rank++;
-    loops.sizes[at] = merges ? loops.sizes[last] * whole[axis] : whole[axis];
-    std::copy_n(strides, kOperands, loops.strides[at]);
-  }
-  return loops.rank == 0 ? Loops() : loops;
-}
-
 template <class T>
 void RunTyped(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
   const int64_t total = args.grad_input.NumElements();
@@ -112,8 +82,9 @@ void RunTyped(const MseLossBackwardArgs& args, const ParallelFor& parallel) {
       args.reduction == MseLossBackwardArgs::kMean ? static_cast<double>(args.self.NumElements()) : 1;
   const auto factor = static_cast<float>(2 / divisor);
 
-  const Loops loops = LoopsOf(args);
-  const int row_axis = loops.rank - 1;
+  // Operands are dense, so that along a row, the innermost loop, every stride is 0 or 1.
+  const Loops<kOperands> loops(args.grad_input.shape, {&args.grad_output, &args.self, &args.target});
+  const int row_axis = loops.inner();
   const int64_t row_size = loops.sizes[row_axis];
   const int64_t* row_strides = loops.strides[row_axis];
   const int64_t cost =

@@ -131,7 +131,7 @@ GRADFUSE_INLINE bool AllFalse(D, bool mask) {
 GRADFUSE_INLINE bool Or(bool a, bool b) { return a || b; }
 template <class V>
 GRADFUSE_INLINE bool IsNaN(V value) {
-  return value != value;
+  return value != value;  // NOLINT(misc-redundant-expression): of a NaN, and of nothing else, it is true
 }
 template <int kBits, class V>
 GRADFUSE_INLINE V ShiftLeft(V value) {

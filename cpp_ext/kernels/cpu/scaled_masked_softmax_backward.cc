@@ -91,8 +91,8 @@ void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& pa
   T* out = args.grad_input.MutableData<T>();
   const uint8_t* mask = args.mask ? args.mask->Data<uint8_t>() : nullptr;
   // 0 for a dimension along which one mask serves all.
-  const int64_t mask_batch_stride = mask && args.mask->shape[0] != 1 ? args.mask->strides[0] : 0;
-  const int64_t mask_head_stride = mask && args.mask->shape[1] != 1 ? args.mask->strides[1] : 0;
+  const int64_t mask_batch_stride = args.mask && args.mask->shape[0] != 1 ? args.mask->strides[0] : 0;
+  const int64_t mask_head_stride = args.mask && args.mask->shape[1] != 1 ? args.mask->strides[1] : 0;
 
   const int64_t bytes = 3 * args.y.NumBytes();
   const bool streams = bytes >= StreamBytes();

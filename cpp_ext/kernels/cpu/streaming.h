@@ -2,26 +2,26 @@
 
 #include <cstdint>
 
-#if defined(__SSE2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace gradfuse::cpu {
 
-// An operator that moves at least so many bytes writes its results around the caches: they would not stay there until
-// somebody reads them, and a line need not be read before it is written. The environment variable
-// GRADFUSE_STREAM_BYTES says another number; it is read once.
+// Operators that move at least this many bytes write their results around the caches (streaming stores). Results of
+// that size would be evicted before anyone reads them, and a streaming store need not read the line first. The
+// environment variable GRADFUSE_STREAM_BYTES overrides the number; it is read once.
 int64_t StreamBytes();
 
-// Another number from now on.
+// Changes the number from now on.
 void SetStreamBytes(int64_t bytes);
 
-// At the end of what a thread has written around the caches, before another one may read it: such stores keep no order.
+// Streaming stores are not ordered. This fences them when a thread is done writing, before another thread may read.
 class StreamFence {
  public:
   explicit StreamFence(bool streams) : streams_(streams) {}
   ~StreamFence() {
-#if defined(__SSE2__)
+#if defined(__x86_64__)
     if (streams_) _mm_sfence();
 #endif
   }

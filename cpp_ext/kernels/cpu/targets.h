@@ -12,7 +12,7 @@ inline constexpr const char* kTargetNames[] = {"scalar", "avx2", "avx512", "avx5
 #elif defined(__aarch64__)
 inline constexpr const char* kTargetNames[] = {"scalar", "neon"};
 #else
-inline constexpr const char* kTargetNames[] = {"scalar"};
+#error "gradfuse is for x86-64 and AArch64"
 #endif
 
 // The namespaces of those that this build has, in the same order: without Highway, the first alone.
@@ -28,7 +28,7 @@ inline constexpr const char* kTargetNames[] = {"scalar"};
 // How many of kTargetNames, from the first on, are in this build and run on this processor.
 size_t AvailableTargets();
 
-// The place in kTargetNames of the one that kernels use: the last available one, but none after that which the
+// The index in kTargetNames of the instruction set that kernels use: the widest available one, up to the one that the
 // environment variable GRADFUSE_SIMD_TARGET names. The variable is read once.
 size_t ChosenTarget();
 
@@ -38,7 +38,7 @@ void ChooseTarget(size_t target);
 // Whether GRADFUSE_SIMD_TARGET is unset or one of kTargetNames.
 Status CheckTargetVariable();
 
-// A pointer to the chosen one of the functions of this name, each in the namespace of its instruction set.
+// A pointer to the function of this name for the chosen instruction set. There is one in the namespace of each.
 #define GRADFUSE_TARGET_ADDRESS(target, ...) &target::__VA_ARGS__,
 #define GRADFUSE_DISPATCH(...)                                                                     \
   [] {                                                                                             \

@@ -246,7 +246,7 @@ GRADFUSE_INLINE hn::Vec<D> LogUpTo3(D d, hn::Vec<D> x) {
   const auto f = x * hn::IfThenElse(above_sqrt2, half, one) * hn::IfThenElse(above_sqrt8, half, one) - one;
   const auto square = f * f;
   const auto tail = hn::MulAdd(k, hn::Set(d, C::kLn2Low), LogTail(d, f, square, Real()));
-  return hn::MulAdd(k, hn::Set(d, C::kLn2High), f - (hn::MulSub(square, half, tail)));
+  return hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, half, tail));
 }
 
 }  // namespace gradfuse::cpu::HWY_NAMESPACE

@@ -1,3 +1,4 @@
+#include "gradfuse/loops.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "kernels/cuda/device.cuh"
 
@@ -24,11 +25,9 @@ struct Params {
   T* out;
   float factor;
   int64_t total;
-  // The broadcast as loops, for mapped operands; the strides of the last one are 0 or 1.
-  int rank;
-  int64_t sizes[kMaxRank];
-  Divisor divisors[kMaxRank];
-  int64_t strides[kMaxRank][kOperands];
+  // The broadcast, for mapped operands; the strides of the last loop are 0 or 1.
+  Loops<kOperands> loops;
+  Divisor divisors[kMaxRank];  // of the loops' sizes
 };
 
 // The offset of an operand at output element `index`, and the element's place along the last dimension.
@@ -36,15 +35,15 @@ template <class T>
 __device__ __attribute__((noinline)) int64_t OffsetAt(const Params<T>& params, int operand, int64_t index,
                                                       int64_t& place) {
   int64_t offset = 0;
-  for (int axis = params.rank - 1; axis >= 0; --axis) {
+  for (int axis = params.loops.rank - 1; axis >= 0; --axis) {
     int64_t position;
     if (axis == 0) {
       position = index;
     } else {
       params.divisors[axis].Divide(index, index, position);
     }
-    offset += position * params.strides[axis][operand];
-    if (axis == params.rank - 1) place = position;
+    offset += position * params.loops.strides[axis][operand];
+    if (axis == params.loops.rank - 1) place = position;
   }
   return offset;
 }
@@ -71,9 +70,9 @@ __device__ Pack<T, kVec> LoadOperand(const Params<T>& params, int operand, int64
   }
   int64_t place;
   const int64_t offset = OffsetAt(params, operand, index, place);
-  const int last = params.rank - 1;
-  if (whole && place + kVec <= params.sizes[last]) {
-    const int64_t stride = params.strides[last][operand];
+  const int last = params.loops.rank - 1;
+  if (whole && place + kVec <= params.loops.sizes[last]) {
+    const int64_t stride = params.loops.strides[last][operand];
 #pragma unroll
     for (int i = 0; i < kVec; ++i) pack.values[i] = data[offset + i * stride];
     return pack;
@@ -126,26 +125,11 @@ Status Start(const Params<T>& params, const Queue& queue) {
   return Launch(queue, Gradient<T, kVec, kMaps>, CeilDiv(params.total, kTile), kThreads, params);
 }
 
-// Dimensions of size 1 dropped, those that all operands cross with one stride merged.
 template <class T>
 void SetLoops(const MseLossBackwardArgs& args, Params<T>& params) {
-  const Tensor* const operands[kOperands] = {&args.grad_output, &args.self, &args.target};
-  const Shape& whole = args.grad_input.shape;
-  for (int axis = 0; axis < whole.rank(); ++axis) {
-    if (whole[axis] == 1) continue;
-    int64_t strides[kOperands];
-    bool merges = params.rank > 0;
-    for (int k = 0; k < kOperands; ++k) {
-      const int own_axis = axis - (whole.rank() - operands[k]->shape.rank());
-      const bool repeats = own_axis < 0 || operands[k]->shape[own_axis] == 1;
-      strides[k] = repeats ? 0 : operands[k]->strides[own_axis];
-      merges = merges && params.strides[params.rank - 1][k] == strides[k] * whole[axis];
-    }
-    const int at = merges ? params.rank - 1 : params.rank++;
-    params.sizes[at] = merges ? params.sizes[at] * whole[axis] : whole[axis];
-    for (int k = 0; k < kOperands; ++k) params.strides[at][k] = strides[k];
-  }
-  for (int axis = 0; axis < params.rank; ++axis) params.divisors[axis] = Divisor(params.sizes[axis]);
+  const TensorLayout* const operands[kOperands] = {&args.grad_output, &args.self, &args.target};
+  params.loops = Loops<kOperands>(args.grad_input.shape, operands);
+  for (int axis = 0; axis < params.loops.rank; ++axis) params.divisors[axis] = Divisor(params.loops.sizes[axis]);
   for (int k = 0; k < kOperands; ++k) {
     const bool same = operands[k]->NumElements() == params.total;
     params.layouts[k] = same ? Layout::kSame : operands[k]->NumElements() == 1 ? Layout::kConstant : Layout::kMapped;

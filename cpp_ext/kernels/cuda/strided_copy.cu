@@ -1,3 +1,4 @@
+#include "gradfuse/loops.h"
 #include "gradfuse/strided_copy.h"
 #include "kernels/cuda/device.cuh"
 
@@ -11,10 +12,8 @@ struct Params {
   const Word* from;
   Word* to;
   int64_t total;
-  int rank;
-  Divisor sizes[kMaxRank];
-  int64_t from_strides[kMaxRank];
-  int64_t to_strides[kMaxRank];
+  Loops<2> loops;
+  Divisor sizes[kMaxRank];  // of the loops
 };
 
 template <class Word>
@@ -24,36 +23,31 @@ __global__ void Copy(Params<Word> params) {
     int64_t rest = at;
     int64_t from = 0;
     int64_t to = 0;
-    for (int axis = params.rank - 1; axis >= 0; --axis) {
+    for (int axis = params.loops.rank - 1; axis >= 0; --axis) {
       int64_t index;
       params.sizes[axis].Divide(rest, rest, index);
-      from += index * params.from_strides[axis];
-      to += index * params.to_strides[axis];
+      from += index * params.loops.strides[axis][0];
+      to += index * params.loops.strides[axis][1];
     }
     params.to[to] = params.from[from];
   }
 }
 
 template <class Word>
-Status CopyWords(const Tensor& from, const Tensor& to, const Queue& queue) {
+Status CopyWords(const Tensor& from, const MutableTensor& to, const Queue& queue) {
   Params<Word> params{};
   params.from = from.Data<Word>();
   params.to = to.MutableData<Word>();
   params.total = from.NumElements();
   if (params.total == 0) return {};
-  const CopyLoops loops(from, to);
-  params.rank = loops.rank;
-  for (int axis = 0; axis < loops.rank; ++axis) {
-    params.sizes[axis] = Divisor(loops.sizes[axis]);
-    params.from_strides[axis] = loops.from_strides[axis];
-    params.to_strides[axis] = loops.to_strides[axis];
-  }
+  params.loops = Loops<2>(from.shape, {&from, &to});
+  for (int axis = 0; axis < params.loops.rank; ++axis) params.sizes[axis] = Divisor(params.loops.sizes[axis]);
   return Launch(queue, Copy<Word>, CeilDiv(params.total, kThreads), kThreads, params);
 }
 
 }  // namespace
 
-Status StridedCopy(const Tensor& from, const Tensor& to, const Queue& queue) {
+Status StridedCopy(const Tensor& from, const MutableTensor& to, const Queue& queue) {
   switch (SizeOf(from.dtype)) {
     case 1: return CopyWords<uint8_t>(from, to, queue);
     case 2: return CopyWords<uint16_t>(from, to, queue);

@@ -1,6 +1,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 
 #include "ort/provider/gpu.h"
@@ -31,9 +32,10 @@ cudaMemPool_t NewPool(int gpu) {
   properties.location.id = gpu;
   cudaMemPool_t pool = nullptr;
   ThrowIfError(cudaMemPoolCreate(&pool, &properties), "make a memory pool");
+  std::unique_ptr<CUmemPoolHandle_st, decltype(&cudaMemPoolDestroy)> owner(pool, cudaMemPoolDestroy);
   uint64_t kept = UINT64_MAX;
   ThrowIfError(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &kept), "set up a memory pool");
-  return pool;
+  return owner.release();
 }
 
 cudaMemPool_t PoolOfThisGpu() {

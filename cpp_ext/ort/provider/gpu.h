@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-// What the execution provider asks of GPUs: CUDA's in cuda_gpu.cc, in tests one on the host. Streams and events are
-// CUDA's, or what stands for them.
+// What the execution provider needs from GPUs. cuda_gpu.cc implements it with CUDA, tests with virtual GPUs on the
+// host. Streams and events are CUDA's, or stand-ins.
 namespace gradfuse::gpu {
 
 class Error : public std::runtime_error {
@@ -20,10 +20,10 @@ struct Info {
   std::string pci_bus_id;  // such as 0000:65:00.0
 };
 
-// The GPUs that this process can use; a GPU's number is its place here. Where there is none, `why_none` says why.
+// The GPUs that this process can use; a GPU's number is its index here. If there is none, `why_none` says why.
 std::vector<Info> List(std::string& why_none);
 
-// Makes a GPU the one of the calling thread, and then again the one that it was before.
+// Selects a GPU for the calling thread. The destructor selects the previous one again.
 class Selection {
  public:
   // Throws Error.
@@ -46,19 +46,18 @@ void Synchronize(void* stream);
 
 void* NewEvent();
 void DeleteEvent(void* event);
-// The event is to happen when all that is on the stream by now is done.
+// The event happens when all work that is now on the stream is done.
 void Record(void* event, void* stream);
-// What is put on the stream from now on begins when the event has happened.
+// Work that is put on the stream from now on starts after the event.
 void WaitOnDevice(void* stream, void* event);
 void WaitOnHost(void* event);
 
-// Memory that may be used in the order of a stream, and is given back in the order of a stream. Null where there is not
-// as much.
+// Memory that is allocated and freed in the order of a stream. Allocate returns null if there is not enough.
 void* Allocate(size_t bytes, void* stream);
 void Free(void* memory, void* stream);
 
-// Between memory of the host and of the GPU, in the order of a stream. What is read from the host, unless it is
-// page-locked, was read when the call returns; what is written to the host is there when the stream has come so far.
+// Copies between host and GPU, in the order of a stream. When the call returns, host memory has been read unless it is
+// page-locked; it is written once the stream gets there.
 void Copy(void* to, const void* from, size_t bytes, void* stream);
 
 }  // namespace gradfuse::gpu

@@ -11,9 +11,13 @@ namespace {
 using Place = std::array<unsigned, 4>;
 
 std::optional<Place> Parse(const std::string& pci_bus_id) {
-  Place place;
-  if (std::sscanf(pci_bus_id.c_str(), "%x:%x:%x.%x", &place[0], &place[1], &place[2], &place[3]) == 4) return place;
-  return std::nullopt;
+  unsigned domain = 0;
+  unsigned bus = 0;
+  unsigned device = 0;
+  unsigned function = 0;
+  // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): numbers that do not fit are no GPU's
+  if (std::sscanf(pci_bus_id.c_str(), "%x:%x:%x.%x", &domain, &bus, &device, &function) != 4) return std::nullopt;
+  return Place{domain, bus, device, function};
 }
 
 }  // namespace

@@ -8,9 +8,9 @@
 
 namespace gradfuse::gpu {
 
-// Which of `gpus` each hardware device is that ONNX Runtime found, or -1: by their places on the bus, however they are
-// written. `hardware` holds the places of NVIDIA's devices, "" for one that is not known, which is taken for the only
-// GPU where it is the only device.
+// For each hardware device that ONNX Runtime found, its index in `gpus`, or -1. Devices are matched by their places on
+// the PCI bus, however these are written. `hardware` holds the places of NVIDIA's devices, or "" for an unknown one,
+// which matches the only GPU if it is the only device.
 std::vector<int> Match(const std::vector<std::string>& hardware, const std::vector<Info>& gpus);
 
 }  // namespace gradfuse::gpu

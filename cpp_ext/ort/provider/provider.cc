@@ -14,6 +14,10 @@
 #include "ort/provider/match.h"
 #include "ort/provider/stream.h"
 
+#ifndef GRADFUSE_VERSION
+#error "GRADFUSE_VERSION is what plugin/gradfuse/__init__.py says: whoever compiles this file has to define it"
+#endif
+
 namespace gradfuse::ort {
 namespace {
 
@@ -23,7 +27,7 @@ constexpr char kDeviceNameKey[] = "device_name";  // of both
 class Factory : public ProviderFactory {
  public:
   Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger);
-  ~Factory();
+  ~Factory() = default;
   Factory(const Factory&) = delete;
   Factory& operator=(const Factory&) = delete;
 
@@ -31,7 +35,7 @@ class Factory : public ProviderFactory {
 
   const OrtApi& api() const { return api_; }
   const ProviderApi& provider_api() const { return provider_api_; }
-  const KernelRegistry* kernels() const { return kernels_; }
+  const KernelRegistry* kernels() const { return kernels_.get(); }
   // The memory of a GPU; null for what is none of ours, such as the host's.
   GpuMemory* MemoryOf(const OrtMemoryDevice* device) const;
   bool IsHost(const OrtMemoryDevice* device) const {
@@ -46,7 +50,7 @@ class Factory : public ProviderFactory {
                      size_t max_devices, size_t& count);
   Status CheckOptions(const OrtSessionOptions* options, const OrtKeyValuePairs* metadata) const;
   const OrtHardwareDevice* NewHardwareDevice(const gpu::Info& gpu);
-  OrtEpDevice* NewDevice(const OrtHardwareDevice* hardware, const gpu::Info& gpu, int number);
+  Owned<OrtEpDevice> NewDevice(const OrtHardwareDevice* hardware, const gpu::Info& gpu, int number);
   GpuMemory& MemoryOf(int gpu);
   void AddCopyKernel(const char* op, OrtMemType input, OrtMemType output);
 
@@ -54,25 +58,26 @@ class Factory : public ProviderFactory {
   const ProviderApi& provider_api_;
   const OrtLogger* logger_;
   OrtCustomOpDomain* domain_;  // lives forever
-  KernelRegistry* kernels_ = nullptr;
-  std::vector<OrtHardwareDevice*> hardware_;  // that ONNX Runtime has not found itself
+  Owned<KernelRegistry> kernels_;
+  std::vector<Owned<OrtHardwareDevice>> hardware_;  // that ONNX Runtime has not found itself
   std::map<int, std::unique_ptr<GpuMemory>> memories_;
 };
 
 // Strings by key, until they are handed over.
 class KeyValuePairs {
  public:
-  explicit KeyValuePairs(const OrtApi& api) : api_(api) { api.CreateKeyValuePairs(&pairs_); }
-  ~KeyValuePairs() { api_.ReleaseKeyValuePairs(pairs_); }
-  KeyValuePairs(const KeyValuePairs&) = delete;
-  KeyValuePairs& operator=(const KeyValuePairs&) = delete;
+  explicit KeyValuePairs(const OrtApi& api) : api_(api), pairs_(nullptr, api.ReleaseKeyValuePairs) {
+    OrtKeyValuePairs* pairs = nullptr;
+    api.CreateKeyValuePairs(&pairs);
+    pairs_.reset(pairs);
+  }
 
-  void Add(const char* key, const std::string& value) { api_.AddKeyValuePair(pairs_, key, value.c_str()); }
-  const OrtKeyValuePairs* get() const { return pairs_; }
+  void Add(const char* key, const std::string& value) { api_.AddKeyValuePair(pairs_.get(), key, value.c_str()); }
+  const OrtKeyValuePairs* get() const { return pairs_.get(); }
 
  private:
   const OrtApi& api_;
-  OrtKeyValuePairs* pairs_ = nullptr;
+  Owned<OrtKeyValuePairs> pairs_;
 };
 
 // Copies tensors outside of a session's graph: its inputs, outputs and constants, and those of I/O bindings.
@@ -181,8 +186,11 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
       api_(api),
       provider_api_(*static_cast<const ProviderApi*>(api.GetEpApi())),
       logger_(logger),
-      domain_(DomainFor(api, version)) {
-  ThrowIfError(api, provider_api_.CreateKernelRegistry(&kernels_));
+      domain_(DomainFor(api, version)),
+      kernels_(nullptr, provider_api_.ReleaseKernelRegistry) {
+  KernelRegistry* kernels = nullptr;
+  ThrowIfError(api, provider_api_.CreateKernelRegistry(&kernels));
+  kernels_.reset(kernels);
   AddCopyKernel("MemcpyFromHost", OrtMemTypeCPUInput, OrtMemTypeDefault);
   AddCopyKernel("MemcpyToHost", OrtMemTypeDefault, OrtMemTypeCPUOutput);
 
@@ -190,7 +198,7 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
   GetName = [](const OrtEpFactory*) noexcept { return kProviderName; };
   GetVendor = [](const OrtEpFactory*) noexcept { return "gradfuse"; };
   GetVendorId = [](const OrtEpFactory*) noexcept { return kNvidia; };
-  GetVersion = [](const OrtEpFactory*) noexcept { return kProviderVersion; };
+  GetVersion = [](const OrtEpFactory*) noexcept { return GRADFUSE_VERSION; };
   GetSupportedDevices = [](OrtEpFactory* self, const OrtHardwareDevice* const* hardware, size_t hardware_count,
                            OrtEpDevice** devices, size_t max_devices, size_t* count) noexcept {
     *count = 0;
@@ -204,7 +212,7 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
       GRADFUSE_EXPECT(count == 1, std::string(kProviderName) + ": the number of devices", std::to_string(count),
                       "1: a session runs on one GPU");
       GRADFUSE_RETURN_IF_ERROR(From(self).CheckOptions(options, metadata[0]));
-      *provider = new SessionProvider(From(self));
+      *provider = std::make_unique<SessionProvider>(From(self)).release();
       return {};
     });
   };
@@ -220,7 +228,7 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
   ReleaseAllocator = [](OrtEpFactory*, OrtAllocator*) noexcept {};
   CreateDataTransfer = [](OrtEpFactory* self, OrtDataTransferImpl** transfer) noexcept {
     return Guarded(From(self).api_, [&]() -> Status {
-      *transfer = new Transfer(From(self));
+      *transfer = std::make_unique<Transfer>(From(self)).release();
       return {};
     });
   };
@@ -242,17 +250,10 @@ Factory::Factory(const OrtApi& api, uint32_t version, const OrtLogger* logger)
   };
 }
 
-Factory::~Factory() {
-  memories_.clear();
-  for (OrtHardwareDevice* hardware : hardware_) provider_api_.ReleaseHardwareDevice(hardware);
-  provider_api_.ReleaseKernelRegistry(kernels_);
-}
-
 void Factory::AddCopyKernel(const char* op, OrtMemType input, OrtMemType output) {
   KernelDefBuilder* builder = nullptr;
   ThrowIfError(api_, provider_api_.CreateKernelDefBuilder(&builder));
-  const std::unique_ptr<KernelDefBuilder, void(ORT_API_CALL*)(KernelDefBuilder*)> owner(
-      builder, provider_api_.ReleaseKernelDefBuilder);
+  const Owned<KernelDefBuilder> owner(builder, provider_api_.ReleaseKernelDefBuilder);
   // All that inputs and outputs of our operators can be.
   std::vector<const DataType*> types;
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64, DType::kInt32, DType::kInt64,
@@ -268,16 +269,15 @@ void Factory::AddCopyKernel(const char* op, OrtMemType input, OrtMemType output)
   ThrowIfError(api_, provider_api_.KernelDefBuilder_AddTypeConstraint(builder, "T", types.data(), types.size()));
   KernelDef* kernel = nullptr;
   ThrowIfError(api_, provider_api_.KernelDefBuilder_Build(builder, &kernel));
-  const std::unique_ptr<KernelDef, void(ORT_API_CALL*)(KernelDef*)> kernel_owner(kernel,
-                                                                                 provider_api_.ReleaseKernelDef);
+  const Owned<KernelDef> kernel_owner(kernel, provider_api_.ReleaseKernelDef);
   const auto create = [](void* self, const OrtKernelInfo*, KernelImpl** made) noexcept {
     const Factory& ours = *static_cast<Factory*>(self);
     return Guarded(ours.api_, [&]() -> Status {
-      *made = new CopyKernel(ours);
+      *made = std::make_unique<CopyKernel>(ours).release();
       return {};
     });
   };
-  ThrowIfError(api_, provider_api_.KernelRegistry_AddKernel(kernels_, kernel, create, this));
+  ThrowIfError(api_, provider_api_.KernelRegistry_AddKernel(kernels_.get(), kernel, create, this));
 }
 
 Status Factory::FindDevices(const OrtHardwareDevice* const* hardware, size_t hardware_count, OrtEpDevice** devices,
@@ -305,12 +305,14 @@ Status Factory::FindDevices(const OrtHardwareDevice* const* hardware, size_t har
   for (size_t index = 0; index < found.size(); ++index) {
     if (matches[index] >= 0) device_of[static_cast<size_t>(matches[index])] = found[index];
   }
-  for (size_t number = 0; number < gpus.size() && count < max_devices; ++number) {
+  std::vector<Owned<OrtEpDevice>> made;
+  for (size_t number = 0; number < gpus.size() && number < max_devices; ++number) {
     const OrtHardwareDevice* device = device_of[number];
     if (device == nullptr) device = NewHardwareDevice(gpus[number]);
-    devices[count] = NewDevice(device, gpus[number], static_cast<int>(number));
-    ++count;
+    made.push_back(NewDevice(device, gpus[number], static_cast<int>(number)));
   }
+  // ONNX Runtime releases them, but not where this fails.
+  for (Owned<OrtEpDevice>& device : made) devices[count++] = device.release();
   return {};
 }
 
@@ -318,8 +320,7 @@ Status Factory::FindDevices(const OrtHardwareDevice* const* hardware, size_t har
 Status Factory::CheckOptions(const OrtSessionOptions* options, const OrtKeyValuePairs* metadata) const {
   OrtKeyValuePairs* entries = nullptr;
   ThrowIfError(api_, api_.GetSessionOptionsConfigEntries(options, &entries));
-  const std::unique_ptr<OrtKeyValuePairs, decltype(api_.ReleaseKeyValuePairs)> owner(entries,
-                                                                                     api_.ReleaseKeyValuePairs);
+  const Owned<OrtKeyValuePairs> owner(entries, api_.ReleaseKeyValuePairs);
   const char* const* keys = nullptr;
   const char* const* values = nullptr;
   size_t count = 0;
@@ -345,11 +346,10 @@ const OrtHardwareDevice* Factory::NewHardwareDevice(const gpu::Info& gpu) {
   OrtHardwareDevice* hardware = nullptr;
   ThrowIfError(api_, provider_api_.CreateHardwareDevice(OrtHardwareDeviceType_GPU, kNvidia, 0, "NVIDIA", metadata.get(),
                                                         &hardware));
-  hardware_.push_back(hardware);
-  return hardware;
+  return hardware_.emplace_back(Owned<OrtHardwareDevice>(hardware, provider_api_.ReleaseHardwareDevice)).get();
 }
 
-OrtEpDevice* Factory::NewDevice(const OrtHardwareDevice* hardware, const gpu::Info& gpu, int number) {
+Owned<OrtEpDevice> Factory::NewDevice(const OrtHardwareDevice* hardware, const gpu::Info& gpu, int number) {
   KeyValuePairs options(api_);
   options.Add(kGpuKey, std::to_string(number));
   KeyValuePairs metadata(api_);
@@ -357,11 +357,9 @@ OrtEpDevice* Factory::NewDevice(const OrtHardwareDevice* hardware, const gpu::In
   metadata.Add(kDeviceNameKey, gpu.name);
   OrtEpDevice* device = nullptr;
   ThrowIfError(api_, provider_api_.CreateEpDevice(this, hardware, metadata.get(), options.get(), &device));
-  if (OrtStatus* status = provider_api_.EpDevice_AddAllocatorInfo(device, MemoryOf(number).info()); status != nullptr) {
-    provider_api_.ReleaseEpDevice(device);
-    ThrowIfError(api_, status);
-  }
-  return device;
+  Owned<OrtEpDevice> owner(device, provider_api_.ReleaseEpDevice);
+  ThrowIfError(api_, provider_api_.EpDevice_AddAllocatorInfo(device, MemoryOf(number).info()));
+  return owner;
 }
 
 GpuMemory& Factory::MemoryOf(int gpu) {
@@ -370,7 +368,7 @@ GpuMemory& Factory::MemoryOf(int gpu) {
     OrtMemoryInfo* info = nullptr;
     ThrowIfError(api_, api_.CreateMemoryInfo_V2("GradfuseCuda", OrtMemoryInfoDeviceType_GPU, kNvidia, gpu,
                                                 OrtDeviceMemoryType_DEFAULT, 0, OrtDeviceAllocator, &info));
-    memory = std::make_unique<GpuMemory>(api_, gpu, info);
+    memory = std::make_unique<GpuMemory>(api_, gpu, Owned<OrtMemoryInfo>(info, api_.ReleaseMemoryInfo));
   }
   return *memory;
 }
@@ -389,9 +387,7 @@ void Factory::CopyTensor(const OrtValue* from, OrtValue* to, void* stream) const
   size_t bytes = 0;
   ThrowIfError(api_, api_.GetTensorSizeInBytes(from, &bytes));
   if (bytes == 0) return;
-  void* source = nullptr;
-  // The function has a mutable argument for the sake of other callers; the tensor is only read.
-  ThrowIfError(api_, api_.GetTensorMutableData(const_cast<OrtValue*>(from), &source));
+  const void* source = DataOf(api_, from);
   void* target = nullptr;
   ThrowIfError(api_, api_.GetTensorMutableData(to, &target));
   if (target == nullptr) throw OrtError(std::string(kProviderName) + ": out of memory");

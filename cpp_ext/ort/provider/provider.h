@@ -9,7 +9,6 @@ namespace gradfuse::ort {
 
 // What users select, and what nodes that run on it say.
 constexpr char kProviderName[] = "GradfuseCudaExecutionProvider";
-constexpr char kProviderVersion[] = "0.1.0";
 // The option of a session that says on which GPU the provider runs. ONNX Runtime sets it for the device that was
 // chosen.
 constexpr char kOptionPrefix[] = "ep.gradfusecudaexecutionprovider.";

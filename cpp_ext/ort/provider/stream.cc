@@ -1,11 +1,23 @@
 #include "ort/provider/stream.h"
 
 #include <map>
+#include <memory>
+#include <utility>
 
 #include "ort/provider/api.h"
 
 namespace gradfuse::ort {
 namespace {
+
+void* NewStreamOf(int gpu) {
+  const gpu::Selection selection(gpu);
+  return gpu::NewStream();
+}
+
+void* NewEventOf(int gpu) {
+  const gpu::Selection selection(gpu);
+  return gpu::NewEvent();
+}
 
 class Stream : public OrtSyncStreamImpl {
  public:
@@ -23,7 +35,7 @@ class Stream : public OrtSyncStreamImpl {
 
   const OrtApi& api_;
   GpuMemory& memory_;
-  void* handle_ = nullptr;
+  void* const handle_;
 };
 
 // That what was on a stream when it was activated is done.
@@ -40,13 +52,15 @@ class Notification : public OrtSyncNotificationImpl {
   const OrtApi& api_;
   const int gpu_;
   void* const stream_;
-  void* event_ = nullptr;
+  void* const event_;
 };
 
 Notification::Notification(const Stream& stream)
-    : OrtSyncNotificationImpl{}, api_(stream.api()), gpu_(stream.gpu()), stream_(stream.handle()) {
-  const gpu::Selection selection(gpu_);
-  event_ = gpu::NewEvent();
+    : OrtSyncNotificationImpl{},
+      api_(stream.api()),
+      gpu_(stream.gpu()),
+      stream_(stream.handle()),
+      event_(NewEventOf(gpu_)) {
   ort_version_supported = kProviderApi;
   OrtSyncNotificationImpl::Release = [](OrtSyncNotificationImpl* self) noexcept { delete &From(self); };
   Activate = [](OrtSyncNotificationImpl* self) noexcept {
@@ -76,16 +90,15 @@ Notification::Notification(const Stream& stream)
 
 Notification::~Notification() { gpu::DeleteEvent(event_); }
 
-Stream::Stream(const OrtApi& api, GpuMemory& memory) : OrtSyncStreamImpl{}, api_(api), memory_(memory) {
-  const gpu::Selection selection(gpu());
-  handle_ = gpu::NewStream();
+Stream::Stream(const OrtApi& api, GpuMemory& memory)
+    : OrtSyncStreamImpl{}, api_(api), memory_(memory), handle_(NewStreamOf(memory.gpu())) {
   ort_version_supported = kProviderApi;
   OrtSyncStreamImpl::Release = [](OrtSyncStreamImpl* self) noexcept { delete &From(self); };
   GetHandle = [](OrtSyncStreamImpl* self) noexcept { return From(self).handle(); };
   CreateNotification = [](OrtSyncStreamImpl* self, OrtSyncNotificationImpl** notification) noexcept {
     const Stream& stream = From(self);
     return Guarded(stream.api(), [&]() -> Status {
-      *notification = new Notification(stream);
+      *notification = std::make_unique<Notification>(stream).release();
       return {};
     });
   };
@@ -123,15 +136,12 @@ void* OwnStream(int gpu) {
   static auto& streams = *new std::map<int, void*>;
   const std::lock_guard<std::mutex> lock(mutex);
   void*& stream = streams[gpu];
-  if (stream == nullptr) {
-    const gpu::Selection selection(gpu);
-    stream = gpu::NewStream();
-  }
+  if (stream == nullptr) stream = NewStreamOf(gpu);
   return stream;
 }
 
-GpuMemory::GpuMemory(const OrtApi& api, int gpu, OrtMemoryInfo* info)
-    : OrtAllocator{}, api_(api), gpu_(gpu), info_(info) {
+GpuMemory::GpuMemory(const OrtApi& api, int gpu, Owned<OrtMemoryInfo> info)
+    : OrtAllocator{}, api_(api), gpu_(gpu), info_(std::move(info)) {
   version = kProviderApi;
   Alloc = [](OrtAllocator* self, size_t bytes) noexcept { return static_cast<GpuMemory*>(self)->Take(bytes, nullptr); };
   Reserve = Alloc;
@@ -146,8 +156,6 @@ GpuMemory::GpuMemory(const OrtApi& api, int gpu, OrtMemoryInfo* info)
     return static_cast<const GpuMemory*>(self)->info();
   };
 }
-
-GpuMemory::~GpuMemory() { api_.ReleaseMemoryInfo(info_); }
 
 void* GpuMemory::Take(size_t bytes, void* stream) noexcept {
   if (bytes == 0) return nullptr;

@@ -13,18 +13,18 @@ namespace gradfuse::ort {
 // Throws gpu::Error.
 void* OwnStream(int gpu);
 
-// The allocator of a GPU's memory, for all sessions. A tensor's memory is given back in the order of the stream that it
-// was asked for on, since that is where its last use is.
+// The allocator of a GPU's memory, for all sessions. A tensor's memory is freed in the order of the stream that it was
+// allocated on, since that is where its last use is.
 class GpuMemory : public OrtAllocator {
  public:
-  // `info` describes the memory, and belongs to this object from now on.
-  GpuMemory(const OrtApi& api, int gpu, OrtMemoryInfo* info);
-  ~GpuMemory();
+  // `info` describes the memory.
+  GpuMemory(const OrtApi& api, int gpu, Owned<OrtMemoryInfo> info);
+  ~GpuMemory() = default;
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
 
   int gpu() const { return gpu_; }
-  const OrtMemoryInfo* info() const { return info_; }
+  const OrtMemoryInfo* info() const { return info_.get(); }
   // To be called before a stream ends, when all work on it is done.
   void Forget(void* stream);
 
@@ -34,7 +34,7 @@ class GpuMemory : public OrtAllocator {
 
   const OrtApi& api_;
   const int gpu_;
-  OrtMemoryInfo* const info_;
+  const Owned<OrtMemoryInfo> info_;
   std::mutex mutex_;
   std::unordered_map<void*, void*> stream_of_;  // of memory that is in use
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -128,6 +129,10 @@ class Device:
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
+        self.library.gradfuse_describe_ops.restype = ctypes.c_char_p
+        self.signatures: dict[str, dict[str, Any]] = {
+            signature["name"]: signature for signature in json.loads(self.library.gradfuse_describe_ops())
+        }
         self.library.gradfuse_device_error.restype = ctypes.c_char_p
         self.library.gradfuse_device_workspace.restype = ctypes.c_int64
         for name in ("allocate", "event"):

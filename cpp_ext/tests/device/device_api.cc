@@ -21,8 +21,10 @@ class ArgumentReader {
       : tensors_(tensors), tensor_count_(tensor_count), attributes_(attributes), attribute_count_(attribute_count) {}
 
   void Input(const char* name, Tensor& tensor, const TypeSet&) { Required(name, tensor); }
-  void Input(const char*, std::optional<Tensor>& tensor, const TypeSet&) { tensor = Next(); }
-  void Output(const char* name, Tensor& tensor, const TypeSet&) {
+  void Input(const char*, std::optional<Tensor>& tensor, const TypeSet&) {
+    if (const GradfuseTensor* given = Next()) Point(*given, tensor.emplace());
+  }
+  void Output(const char* name, MutableTensor& tensor, const TypeSet&) {
     Required(name, tensor);
     outputs.push_back(tensor.shape);
   }
@@ -40,20 +42,29 @@ class ArgumentReader {
   std::vector<Shape> outputs;
 
  private:
-  void Required(const char* name, Tensor& tensor) {
-    if (std::optional<Tensor> next = Next()) {
-      tensor = *next;
+  template <class AnyTensor>
+  void Required(const char* name, AnyTensor& tensor) {
+    if (const GradfuseTensor* given = Next()) {
+      Point(*given, tensor);
     } else if (status.ok()) {
       status = Refuse(name, "absent", "a tensor");
     }
   }
-  std::optional<Tensor> Next() {
-    if (index_ >= tensor_count_) return std::nullopt;
+  // The next tensor of the call; null where it is absent.
+  const GradfuseTensor* Next() {
+    if (index_ >= tensor_count_) return nullptr;
     const GradfuseTensor& given = tensors_[index_++];
-    if (given.rank < 0) return std::nullopt;
-    Tensor tensor(given.data, static_cast<DType>(given.dtype), Shape(given.dims, static_cast<size_t>(given.rank)));
+    return given.rank < 0 ? nullptr : &given;
+  }
+  static TensorLayout LayoutOf(const GradfuseTensor& given) {
+    return {static_cast<DType>(given.dtype), Shape(given.dims, static_cast<size_t>(given.rank))};
+  }
+  static void Point(const GradfuseTensor& given, Tensor& tensor) {
+    tensor = Tensor(given.data, LayoutOf(given));
     tensor.on_host = given.on_host != 0;
-    return tensor;
+  }
+  static void Point(const GradfuseTensor& given, MutableTensor& tensor) {
+    tensor = MutableTensor(given.data, LayoutOf(given));
   }
   const GradfuseAttribute* Find(const char* name) const {
     for (int32_t index = 0; index < attribute_count_; ++index) {

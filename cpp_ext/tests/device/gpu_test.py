@@ -15,29 +15,32 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+import capi_ops
 import device_library
 import provider_test
-from cases import Case, cases
+from case import Case
+from cases import cases
 from device import Device, DeviceError, Operand
 
 
 def check(device: Device, case: Case, shift: int) -> str:
     """Run a case and compare: "" where all is well, else what is wrong."""
     inputs: list[Operand | None] = []
-    for index, values in enumerate(case.inputs):
+    for described, values in zip_longest(device.signatures[case.op]["inputs"], case.inputs):
         if values is None:
             inputs.append(None)
-        elif index in case.host_inputs:
+        elif described["read_by_host"]:
             inputs.append(Operand(values.bits, values.dtype, values.bits.shape))
         else:
             inputs.append(device.upload(values, shift=shift))
-    signature = {"CrossEntropyLossGrad": 6, "CtcLoss": 4, "CtcLossBackward": 7, "GroupedBiasAddGrad": 2}
-    inputs += [None] * (signature.get(case.op, 3) - len(inputs))
     results = []
     for _ in range(2):
         outputs = [device.empty(exact.shape, case.dtype, shift=shift) for exact in case.expected]
@@ -56,9 +59,7 @@ def check(device: Device, case: Case, shift: int) -> str:
 def run(device: Device, *, large: bool, only: str | None) -> int:
     """Check all cases; gives the number that failed."""
     counts: dict[tuple[str, str], list[int]] = {}
-    for case in cases(large=large):
-        if only not in (None, case.op):
-            continue
+    for case in cases(large=large, only=only):
         for shift in (0, 1):
             if shift and large and sum(v.bits.size for v in case.inputs if v is not None) > 10**7:
                 continue
@@ -75,12 +76,14 @@ def run(device: Device, *, large: bool, only: str | None) -> int:
     return sum(failed for _, failed in counts.values())
 
 
-def check_c_api(library: Path) -> int:
+def check_c_api(library: Path, signatures: Mapping[str, Any]) -> int:
     """Build and run the program that makes mistakes with the C API; gives 1 where not all are found."""
     root = Path(__file__).resolve().parents[2]
+    capi_ops.write(library.parent, signatures)
     program = library.parent / "capi_check"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", str(root / "tests" / "capi_check.cc")]
-    command += [f"-I{root / 'capi' / 'include'}", str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
+    command += [f"-I{root / 'capi' / 'include'}", f"-I{library.parent}", str(library)]
+    command += [f"-Wl,-rpath,{library.parent}", "-o", str(program)]
     subprocess.run(command, check=True)
     code = subprocess.run([program], env={**os.environ, "GRADFUSE_DEVICE": "cuda"}, check=False).returncode
     print(f"C API: {'passed' if code == 0 else f'failed with {code}'}")
@@ -135,7 +138,7 @@ def main() -> int:
     on_gpu = variant == "cuda"
     failed = run(device, large=on_gpu and not options.small, only=options.only)
     if on_gpu and options.only is None:
-        failed += check_c_api(library)
+        failed += check_c_api(library, device.signatures)
     if on_gpu and not options.no_tools:
         failed += sanitize(options.only)
         failed += provider_test.run("cuda-ort", options.only)

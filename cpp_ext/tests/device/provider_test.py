@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import device_library
-from cases import Case, cases
+from case import Case
+from cases import cases
 
 NAME = "GradfuseCudaExecutionProvider"
 ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16, "float64": 11, "int32": 6, "int64": 7, "bool": 9}
@@ -100,9 +101,7 @@ def run(variant: str, only: str | None) -> int:
     total = 0
     for gpu in gpus:
         counts = [0, 0]
-        for case in cases(large=False):
-            if only not in (None, case.op):
-                continue
+        for case in cases(large=False, only=only):
             try:
                 problem = check(case, gpu)
             except Exception as error:

@@ -37,7 +37,9 @@ class PlaceCheck {
   }
   template <class Value>
   void Attribute(const char*, const Value&) {}
-  void Output(const char* name, const Tensor& tensor, const TypeSet&) { Expect(name, tensor, true); }
+  void Output(const char* name, const MutableTensor& tensor, const TypeSet&) {
+    Expect(name, {tensor.data, tensor}, true);
+  }
 
   Status status;
 

@@ -17,10 +17,10 @@ import onnx.inliner
 import onnx_ir as ir
 
 from gradfuse import custom_ops, library
-from gradfuse.errors import GradfuseError, ModelError
-from gradfuse.models import files, model_io, scatters, validation
-
-Arrays = dict[str, npt.NDArray[Any]]
+from gradfuse.errors import GradfuseError, ModelError, one_line
+from gradfuse.models import files, scatters, validation, writing
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import copy_model, every_tensor, fits_one_message, to_proto
 
 FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 """The floating point types that a model may compute in, from narrow to wide."""
@@ -104,14 +104,14 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
         ModelError: onnxruntime cannot load the model.
     """
     with contextlib.ExitStack() as stack:
-        if model_io.fits_one_message(model):
+        if fits_one_message(model):
             content: bytes | str = _called_out(model, source).SerializeToString()
         else:
             folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
             content = os.path.join(folder, "model.onnx")
-            model_io.save(model, content)
+            writing.save(model, content)
         try:
-            # Without the fallback, which goes on with other providers than those that were asked for.
+            # Without the fallback, which silently uses other providers than those that were asked for.
             return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime's exception classes share no public base.
@@ -119,24 +119,24 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
 
 
 def _called_out(model: ir.Model, source: str) -> onnx.ModelProto:
-    """The model as one message, with its functions, but ours, in the place of their calls where these are many.
+    """Return the model as one message, with its functions (but ours) inlined if they have many calls.
 
-    onnxruntime does so itself, in a time that grows with the square of their number.
+    onnxruntime inlines them itself, in a time that grows with the square of the number of calls.
     """
-    proto = model_io.to_proto(model)
+    proto = to_proto(model)
     if not proto.functions or validation.inlined_nodes(model, source)[0] <= _MOST_INLINED:
         return proto
     ours = [(f.domain, f.name) for f in proto.functions if f.domain == custom_ops.DOMAIN]
     try:
         return onnx.inliner.inline_selected_functions(proto, ours, exclude=True)
     except Exception:
-        # onnx states no exception classes; onnxruntime says better what is wrong with a model.
+        # onnx documents no exceptions; onnxruntime reports better what is wrong with a model.
         return proto
 
 
 def float_types(model: ir.Model) -> set[ir.DataType]:
     """Return the floating point types that occur in a model."""
-    found = {tensor.dtype for tensor in model_io.tensors(model)}
+    found = {tensor.dtype for tensor in every_tensor(model)}
     for graph in model.graphs():
         found |= {value.dtype for value in (*graph.inputs, *graph.outputs) if value.dtype is not None}
         found |= {value.dtype for node in graph for value in node.outputs if value.dtype is not None}
@@ -146,7 +146,7 @@ def float_types(model: ir.Model) -> set[ir.DataType]:
 def widened(model: ir.Model, dtype: ir.DataType) -> ir.Model:
     """Return a copy in which every floating point type that is narrower than `dtype` is `dtype`."""
     narrow = set(FLOATS[: FLOATS.index(dtype)])
-    copy = model_io.copy_model(model)
+    copy = copy_model(model)
     inner = (graph for function in copy.functions.values() for graph in function.subgraphs())
     for graph in (*copy.graphs(), *inner):
         for value in (*graph.inputs, *graph.outputs, *graph.initializers.values(), *_results(graph)):
@@ -202,7 +202,7 @@ def _with_float32_borders(model: ir.Model) -> ir.Model:
     """Return a model whose bfloat16 inputs and outputs are float32: onnxruntime's Python API has no bfloat16 arrays."""
     if all(value.dtype != ir.DataType.BFLOAT16 for value in (*model.graph.inputs, *model.graph.outputs)):
         return model
-    copy = model_io.copy_model(model)
+    copy = copy_model(model)
     graph = copy.graph
     for value in list(graph.inputs):
         if value.dtype == ir.DataType.BFLOAT16 and value.name not in graph.initializers:
@@ -236,4 +236,4 @@ def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
 
 def reason(error: Exception) -> str:
     """Return the text of an exception of onnxruntime in one line."""
-    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", model_io.one_line(error))
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", one_line(error))

@@ -1,7 +1,7 @@
-"""Random inputs that a model accepts: class indices in range, masks that leave something, group ends that end.
+"""Random inputs that a model accepts: class indices in range, masks that do not mask everything, ends of groups.
 
-Nothing in an ONNX model says which integers an input may hold, so their ranges are read off what the graph does with
-them: index a dimension, count as a class, compare with a row number.
+An ONNX model does not tell which integers an input may hold. Their ranges follow from what the graph does with them:
+it indexes a dimension, takes them for classes, or compares them with row numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 
+from gradfuse.custom_ops import DOMAIN, OPS, Operator
+from gradfuse.custom_ops.operator import Classes, Ends
 from gradfuse.errors import ModelError
-from gradfuse.models import model_io, validation
+from gradfuse.models import validation
+from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
 
@@ -47,11 +50,11 @@ _TAKES_CLASSES = {
     ("com.microsoft", "SoftmaxCrossEntropyLossInternal"): (1, 0),
     ("com.microsoft", "SoftmaxCrossEntropyLossInternalGrad"): (2, 1),
     ("com.microsoft", "SoftmaxCrossEntropyLossGrad"): (2, 1),
-    ("aclnn", "CrossEntropyLossGrad"): (2, 1),
 }
-"""(domain, op) -> (input that holds class indices, input whose dimension 1 counts the classes)."""
-_CTC = {("aclnn", "CtcLoss"): 0, ("aclnn", "CtcLossBackward"): 1}
-"""(domain, op) -> the input log_probs (T, N, C); targets, input_lengths and target_lengths follow it."""
+"""(domain, op) -> (input that holds class indices, input whose dimension 1 counts the classes).
+
+What the integers of our own operators are stands in :class:`gradfuse.custom_ops.operator.Input`.
+"""
 
 
 @dataclasses.dataclass
@@ -108,7 +111,7 @@ def random_inputs(
         name = str(value.name)
         assert value.dtype is not None
         feeds[name] = _random(value.dtype, shapes[name], uses.get(name, _Use()), rng)
-    _fill_ctc(graph, feeds, rng)
+    _fill_lengths(graph, feeds, rng)
     return feeds
 
 
@@ -200,9 +203,7 @@ def _short(shape: tuple[int, ...]) -> str:
 
 def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Model:
     """Return a copy for analysis: sizes put in and propagated, functions but ours inlined, large tensors left out."""
-    import gradfuse.custom_ops  # registers the schemas that shape inference needs
-
-    copy = model_io.copy_model(model)
+    copy = copy_model(model)
     bindings = {
         dim.value: size
         for value in copy.graph.inputs
@@ -228,7 +229,7 @@ def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Mode
                 copy.graph.inputs.append(value)
     proto = ir.to_proto(copy)
     try:
-        ours = [(f.domain, f.name) for f in proto.functions if f.domain == gradfuse.custom_ops.DOMAIN]
+        ours = [(f.domain, f.name) for f in proto.functions if f.domain == DOMAIN]
         proto = onnx.inliner.inline_selected_functions(proto, ours, exclude=True)
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:
@@ -276,13 +277,9 @@ def _note(use: _Use, node: ir.Node, index: int, guarded: bool, shape: tuple[int,
         use.unguarded = True
     if limit is not None:
         use.limits.append(limit)
-    if kind == ("aclnn", "GroupedBiasAddGrad") and index == 1:
-        use.ends = _dim(node.inputs[0], 0)
-    elif kind in _CTC:
-        first = _CTC[kind]
-        if index == first + 1:
-            use.limits += [n for n in [_dim(node.inputs[first], 2)] if n is not None]
-            use.forbidden.add(node.attributes.get_int("blank", 0))
+    operator = _operator(node)
+    if operator is not None:
+        _note_ours(use, node, operator, index)
     elif kind == ("", "Equal"):
         _note_equal(use, _constant(node.inputs[1 - index]))
     elif node.domain == "" and node.op_type in _COMPARES:
@@ -291,6 +288,32 @@ def _note(use: _Use, node: ir.Node, index: int, guarded: bool, shape: tuple[int,
         use.positive = True
     elif kind == ("", "Div") and index == 1:
         use.least = 1
+
+
+def _operator(node: ir.Node) -> Operator | None:
+    return OPS.get(node.op_type) if node.domain == DOMAIN else None
+
+
+def _named_inputs(node: ir.Node, operator: Operator) -> dict[str, ir.Value | None]:
+    return {i.name: value for i, value in zip(operator.inputs, node.inputs, strict=False)}
+
+
+def _note_ours(use: _Use, node: ir.Node, operator: Operator, index: int) -> None:
+    """What one of our operators says about the integers of an input."""
+    inputs = _named_inputs(node, operator)
+    match operator.inputs[index].holds if index < len(operator.inputs) else None:
+        case Classes() as classes:
+            limit = _dim(inputs.get(classes.tensor), classes.axis)
+            if limit is not None:
+                use.limits.append(limit)
+            ignored = node.attributes.get_int(classes.ignored, None)
+            if ignored is not None:
+                use.ignored.add(ignored)
+            if classes.never:
+                (default,) = (a.default for a in operator.attributes if a.name == classes.never)
+                use.forbidden.add(node.attributes.get_int(classes.never, int(default)))
+        case Ends() as ends:
+            use.ends = _dim(inputs.get(ends.tensor), ends.axis)
 
 
 def _note_equal(use: _Use, other: _Array | None) -> None:
@@ -389,16 +412,17 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> _Array:
     return values
 
 
-def _fill_ctc(graph: ir.Graph, feeds: dict[str, _Array], rng: np.random.Generator) -> None:
-    """Give the lengths of CTC losses values for which an alignment exists."""
+def _fill_lengths(graph: ir.Graph, feeds: dict[str, _Array], rng: np.random.Generator) -> None:
+    """Give the lengths of labels and steps that are aligned, as in CTC losses, values for which an alignment exists."""
     for node in graph.all_nodes():
-        first = _CTC.get((node.domain, node.op_type))
-        if first is None:
+        operator = _operator(node)
+        if operator is None or operator.alignment is None:
             continue
-        steps, targets = _dim(node.inputs[first], 0), node.inputs[first + 1]
+        alignment, inputs = operator.alignment, _named_inputs(node, operator)
+        steps, targets = _dim(inputs.get(alignment.scores), 0), inputs.get(alignment.labels)
         if steps is None or targets is None or targets.shape is None:
             continue
-        input_lengths, target_lengths = (_origin(node.inputs[first + k]) for k in (2, 3))
+        input_lengths, target_lengths = (_origin(inputs.get(name)) for name in (alignment.steps, alignment.lengths))
         shortest = (steps + 1) // 2
         if input_lengths in feeds:
             feed = feeds[input_lengths]

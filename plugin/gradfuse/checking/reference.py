@@ -15,9 +15,11 @@ import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx_ir.passes.common import InlinePass
 
-from gradfuse.checking.execution import FLOATS, Arrays, import_onnxruntime, reason, widened
+from gradfuse.checking.execution import FLOATS, import_onnxruntime, reason, widened
 from gradfuse.errors import ModelError
-from gradfuse.models import model_io, scatters
+from gradfuse.models import scatters
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
 
@@ -84,7 +86,7 @@ def moved(model: ir.Model, size: float) -> ir.Model:
     them does not round. Results of nodes that choose or rearrange values stay too, and what is inside of subgraphs and
     functions.
     """
-    copy = model_io.copy_model(model)
+    copy = copy_model(model)
     graph = copy.graph
     seeds = itertools.count()
     first = graph[0] if len(graph) else None

@@ -13,13 +13,14 @@ from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS, entry_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
-from gradfuse.models import model_io
+from gradfuse.models import reading
 from gradfuse.models.inlining import inline
+from gradfuse.models.tensors import with_tensors_in_memory
 from gradfuse.passes import shapes
 from gradfuse.training.step import GRADIENT_SUFFIX
 
 if TYPE_CHECKING:
-    from gradfuse.models.model_io import ModelLike
+    from gradfuse.models.reading import ModelLike
 
 OLDEST_OPSET = 17
 """Older models are raised to it: from 15 to 17 operators only gained types and attributes."""
@@ -50,7 +51,7 @@ def differentiate(
         ArgumentError: a name is unknown or no float, `of` is not clear, or the output does not depend on a name.
         ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
     """
-    loaded = model_io.load(model)
+    loaded = reading.load(model)
     work = prepared(loaded.ir)
     outputs = _outputs(work.graph, of, seeds)
     values = {str(value.name): value for value in (*work.graph.inputs, *work.graph.initializers.values())}
@@ -70,7 +71,7 @@ def differentiate(
 
 def prepared(model: ir.Model) -> ir.Model:
     """Return the model with its functions inlined, in an opset that rules are written for, and with shapes."""
-    model = model_io.with_tensors_in_memory(model)
+    model = with_tensors_in_memory(model)
     inline(model, lambda function: True)
     model.opset_imports[""] = max(model.opset_imports[""], OLDEST_OPSET)
     _expand_functions(model)

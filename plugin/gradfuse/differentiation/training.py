@@ -18,13 +18,15 @@ from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError, ModelError
-from gradfuse.models import model_io
+from gradfuse.models import reading
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import copy_model
 from gradfuse.passes import shapes
 from gradfuse.training import optimizers
-from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, Arrays, TrainingStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, TrainingStep
 
 if TYPE_CHECKING:
-    from gradfuse.models.model_io import ModelLike
+    from gradfuse.models.reading import ModelLike
     from gradfuse.optimizers import OptimizerOptions
 
 _WHO = "build_training_step"
@@ -72,14 +74,14 @@ def build_training_step(
             f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses or None"
         )
     _require_options(optimizer, max_grad_norm, accumulate)
-    loaded = model_io.load(model)
+    loaded = reading.load(model)
     work = prepared(loaded.ir)
     graph = work.graph
     initializers = {name: value for name, value in graph.initializers.items() if value.dtype in FLOATS}
     asked = _asked(graph, initializers, trainable, frozen)
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
-    evaluation = model_io.copy_model(work)
+    evaluation = copy_model(work)
 
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     result, targets = _loss(graph, tape, criterion)

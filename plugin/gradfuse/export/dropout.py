@@ -1,8 +1,8 @@
-"""Dropout that an exported step and PyTorch draw alike: its masks are a function of a seed.
+"""Dropout with the same masks in an exported step and in PyTorch: a seed determines them.
 
 Element i of the n-th dropout of a step is kept if a hash of (seed, n, i) is at least p of its range. The seed is a
-buffer of the step, which adds 1 to it. ONNX's random operators would give other numbers in every runtime, and no way to
-go on where a training was stopped. This module imports torch.
+buffer of the step, and each step adds 1 to it. ONNX's random operators would give other numbers in every runtime, and
+training could not be resumed. This module imports torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradfuse.export import _torch_private as private
 from gradfuse.export.translation import function_caller
 
 _WORD = 2**32
 _SEED_FACTOR, _LAYER_FACTOR = 0x9E3779B1, 0x85EBCA77
-# Of multiply and xor-shift rounds that let every bit reach every other; the last product's high bits decide.
+# Rounds of multiplication and xor-shift mix all bits; the high bits of the last product decide.
 _FACTORS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
 _SHIFTS = (15, 13)
 
@@ -33,7 +33,7 @@ torch.library.register_fake(
 )
 
 
-class SeededDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draw the masks of every dropout that runs under it on the CPU as an exported step does.
 
     Args:
@@ -49,9 +49,9 @@ class SeededDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What all of PyTorch's dropouts draw their noise by, when they are not traced.
+        # All of PyTorch's dropouts draw their noise by this operator when they are not traced.
         if func is torch.ops.aten.bernoulli_.float:
-            # PyTorch leaves out an argument that is the default.
+            # PyTorch omits an argument that is the default.
             noise, share = args if len(args) > 1 else (*args, 0.5)
             noise.copy_(mask(self.seed, self.count, noise, 1 - share))
             self.count += 1
@@ -82,7 +82,7 @@ def native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor,
     if not train:
         return input, torch.ones_like(input, dtype=torch.bool)
     if p == 1:
-        # Nothing is kept; nor does PyTorch draw any number then.
+        # Nothing is kept, and PyTorch draws no number either.
         return input * 0.0, torch.zeros_like(input, dtype=torch.bool)
     kept: Tensor = torch.ops.gradfuse.dropout_mask(input, p)
     return kept * input * (1.0 / (1.0 - p)), kept

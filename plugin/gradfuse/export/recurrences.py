@@ -1,9 +1,9 @@
 """GRU and LSTM layers as one operator each way, for sequences of any length: their steps are an ONNX Scan.
 
 PyTorch traces a recurrent layer step by step, which fixes the length of its sequences. Under `scanned()` the steps of a
-layer are `torch.ops.gradfuse.gru_steps` or `lstm_steps`, whose backward passes are operators too, and all else (the
-projection of the input, gradients of the weights) are matrix products over the whole sequence. `translations()` has
-the ONNX text of each. This module imports torch.
+layer are one operator, `torch.ops.gradfuse.gru_steps` or `lstm_steps`, and their backward passes are operators too.
+Everything else (the projection of the input, gradients of the weights) is matrix products over the whole sequence.
+`translations()` has the ONNX text of each operator. This module imports torch.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _stacked(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return what all layers make of a sequence, and the last states of each layer and direction, stacked."""
+    """Run a sequence through all layers; return the result and the last states of each layer and direction, stacked."""
     each = 4 if has_biases else 2
     directions = 2 if bidirectional else 1
     x = x.transpose(0, 1) if batch_first else x

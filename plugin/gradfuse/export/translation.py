@@ -28,8 +28,8 @@ _NONE, _MEAN = 0, 1
 def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
     """Return what `torch.onnx.export` takes as `custom_translation_table`: overloads -> functions that emit nodes.
 
-    - `aten._ctc_loss` and `aten._ctc_loss_backward` become `CtcLoss` and `CtcLossBackward`. torch.export cannot trace
-      them with lengths in tensors, for want of fake kernels; these are registered for as long as the table lives.
+    - `aten._ctc_loss` and `aten._ctc_loss_backward` become `CtcLoss` and `CtcLossBackward`. With lengths in tensors,
+      torch.export needs fake kernels to trace them, which are registered as long as the table lives.
     - `aten.mse_loss_backward` becomes `MseLossBackward`.
     - `torch.ops.aclnn` operators, where they are registered, become the nodes of their operators.
     - `aten.nll_loss_forward` gives the total weight that a mean divides by, which torch.onnx leaves at 1.
@@ -76,12 +76,12 @@ def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[...
 
         outputs = getattr(opset, operator.name)(*inputs, **attributes)
         node = (outputs[0] if isinstance(outputs, Sequence) else outputs).producer()
-        # Says what the operator does not take in place of an invalid model.
+        # Raises a clear error instead of giving an invalid model.
         operator.infer(described(operator, node))
         return outputs
 
     translate.__name__ = operator.stem
-    # The fake kernels go with the last function that needs them.
+    # The fake kernels are unregistered with the last function that needs them.
     vars(translate)["kernels"] = kernels
     return translate
 
@@ -112,11 +112,12 @@ def _fake_kernels() -> torch.library.Library:
     """Register the fake kernels that PyTorch lacks for its CTC operators; they are there while the library lives."""
     import torch
 
+    from gradfuse.export import _torch_private as private
+
     def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *attributes: Any) -> Any:
         steps, items = log_probs.shape[0], log_probs.shape[1]
-        # 2 max(target_lengths) + 1. In aten.ctc_loss, which torch.export keeps, it is of no output.
-        with log_probs.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
-            states = torch.library.get_ctx().new_dynamic_size()
+        # 2 max(target_lengths) + 1. It is not the size of an output of aten.ctc_loss, which torch.export keeps.
+        states = private.unchecked_size(log_probs)
         return log_probs.new_empty((items,)), log_probs.new_empty((items, steps, states))
 
     def ctc_loss_backward(grad: Any, log_probs: Any, *others: Any) -> Any:
@@ -153,24 +154,22 @@ def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore
 
 
 def function_caller(text: str) -> Callable[..., Any]:
-    """Return a translation that calls an ONNX function, given as text, which is put among those of the model.
+    """Return a translation that calls an ONNX function, given as text, which becomes a function of the model.
 
-    The exporter's optimizer puts such functions in the place of their calls.
+    The exporter's optimizer inlines such functions.
     """
     import onnx
     import onnx_ir as ir
-    from onnxscript import evaluator
+
+    from gradfuse.export import _torch_private as private
 
     proto = onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {_LOCAL_OPSET}]>{text}')
 
     def call(*arguments: Any, **attributes: Any) -> Any:
         function = ir.serde.deserialize_function(proto)
-        # torch.onnx takes nodes and functions from its evaluator.
-        recorder: Any = evaluator.default()
-        recorder.functions[function.identifier()] = function
         outputs = len(function.outputs)
         node = ir.node(function.name, list(arguments), attributes=attributes, domain=LOCAL_DOMAIN, num_outputs=outputs)
-        recorder.nodes.append(node)
+        private.record_call(function, node)
         return node.outputs if outputs > 1 else node.outputs[0]
 
     return call

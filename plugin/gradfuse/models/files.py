@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and never in the place of something that is not theirs.
+"""Writes files atomically, and never replaces what belongs to something else.
 
-A file is written in a temporary folder beside its place, and renamed. The folder is locked as long as its process
-lives, so that the next write to the same path clears what a killed process has left, and nothing of one that is alive.
+A file is written in a temporary folder beside its place, and then renamed. The folder is locked while its process
+lives: the next write to the same path clears what a killed process has left, and nothing of one that is alive.
 """
 
 from __future__ import annotations

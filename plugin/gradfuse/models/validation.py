@@ -1,6 +1,6 @@
-"""What a model must be before any of its tensors is looked at: what onnx's checker asks, and what it does not.
+"""Validates a model before any of its tensors is read: what onnx's checker asks for, and what it does not.
 
-Tensors are asked for at any depth: initializers, attributes, sparse ones, those of subgraphs and of functions.
+Tensors are validated at any depth: initializers, attributes, sparse ones, those of subgraphs and of functions.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.errors import GradfuseError, ModelError
-from gradfuse.models.model_io import one_line
-from gradfuse.training.step import Arrays
+from gradfuse.errors import GradfuseError, ModelError, one_line
+from gradfuse.models.arrays import Arrays
 
 try:
     from flatbuffers import number_types

@@ -1,8 +1,11 @@
 """`to_stock`: the artifacts of onnxruntime-training as a training step for stock onnxruntime.
 
-The way of the artifacts: the training model loses what adds up gradients between calls, and its operators of the
-training build make place for standard ones; it is fused; the optimizer's update goes into it; values come from the
-checkpoint; and the evaluation model is what the eval model computes ahead of the loss.
+The way of the artifacts:
+
+1. Remove from the training model what adds up gradients between calls.
+2. Replace the operators of the training build by standard ones, and fuse the model.
+3. Add the optimizer's update, with values from the checkpoint.
+4. Cut the loss off the eval model, which gives the evaluation model.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse.errors import ArgumentError, ModelError
-from gradfuse.models import model_io
+from gradfuse.models import reading
+from gradfuse.models.arrays import Arrays
 from gradfuse.models.scatters import replace_scatter_nd
+from gradfuse.models.tensors import data_files, with_tensors_in_memory
 from gradfuse.ort_training import operators
 from gradfuse.ort_training.operators import DOMAIN
 from gradfuse.passes import shapes
 from gradfuse.training import optimizers
-from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
     from gradfuse.ort_training.checkpoint import Checkpoint
@@ -106,12 +111,12 @@ def to_stock(
         evaluation_model = _evaluation_model(files.eval, constants, {*values, *targets})
         _require_same_inputs(evaluation_model.graph, graph, files)
     return TrainingStep(
-        ir.to_proto(model),
-        parameters,
-        {name: values[name] for name in buffers},
-        tuple(name for name in batch if name not in targets),
-        targets,
-        report,
+        model=ir.to_proto(model),
+        parameters=parameters,
+        buffers={name: values[name] for name in buffers},
+        input_names=tuple(name for name in batch if name not in targets),
+        target_names=targets,
+        report=report,
         optimizer_state={} if optimizer is None else optimizer.initial_state(parameters),
         hyperparameters={} if optimizer is None else optimizer.hyperparameters(),
         constants=constants,
@@ -130,7 +135,7 @@ def files_of(artifacts_dir: str | os.PathLike[str], checkpoint: str | os.PathLik
 
     found = _Files.of(artifacts_dir, checkpoint)
     models = [path for path in (found.training, found.optimizer, found.eval) if path is not None]
-    data = [file for path in models for file in model_io.data_files(model_io.load(path).ir)]
+    data = [file for path in models for file in data_files(reading.load(path).ir)]
     return [*models, *data, found.checkpoint, found.checkpoint + checkpoints.EXTERNAL]
 
 
@@ -156,7 +161,7 @@ class _Files:
 
         def optional(name: str) -> str | None:
             path = folder / (prefix + name)
-            # Whatever is there is read, also to say that it is no file.
+            # Whatever is there is read, if only to report that it is no file.
             return str(path) if os.path.lexists(path) else None
 
         return cls(
@@ -169,9 +174,9 @@ class _Files:
 
 def _load(path: str) -> ir.Model:
     """Read a model, with the opset and the types of values that the replacements need."""
-    model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+    model = with_tensors_in_memory(reading.load(path).ir)
     # From 15 to 17 operators were only added, or got types and attributes that change nothing where they are not used.
-    model.opset_imports[""] = max(model.opset_imports[""], operators.OLDEST_OPSET)
+    model.opset_imports[""] = max(model.opset_imports[""], operators.REPLACEMENT_OPSET)
     nodes = list(model.graph.all_nodes())
     for node in nodes:
         training = node.attributes.get("training_mode")
@@ -191,7 +196,7 @@ def _infer(model: ir.Model, values: Iterable[ir.Value | None]) -> None:
 
 
 def _add_in_order(model: ir.Model) -> None:
-    """Let onnxruntime's threads lose no addend: see `gradfuse.models.scatters`."""
+    """Replace each ScatterND of which onnxruntime's threads may lose updates: see `gradfuse.models.scatters`."""
     _infer(model, (value for node in model.graph.all_nodes() if node.op_type == "ScatterND" for value in node.inputs))
     replace_scatter_nd(model)
 
@@ -245,7 +250,7 @@ def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.O
     max_grad_norm = None
     algorithms = []
     options: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
-    for node in model_io.load(path).ir.graph:
+    for node in reading.load(path).ir.graph:
         match node.op_type:
             case "InplaceClipGradNorm":
                 max_grad_norm = _number(node, "max_norm", path)
@@ -277,7 +282,7 @@ def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.O
     options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
     group = optimizers.ParameterGroup(tuple(parameters), options)
     steps = dict.fromkeys(parameters, saved.steps)
-    optimizer = optimizers.Optimizer(algorithms[0], (group,), steps, {}, max_grad_norm)
+    optimizer = optimizers.Optimizer(algorithm=algorithms[0], groups=(group,), steps=steps, max_grad_norm=max_grad_norm)
     return dataclasses.replace(optimizer, state=_state(saved, optimizer, parameters, path))
 
 

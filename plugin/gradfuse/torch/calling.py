@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from gradfuse.custom_ops.operator import Operator
 from gradfuse.errors import ArgumentError, GradfuseError
+from gradfuse.export import _torch_private as private
 from gradfuse.library import get_aclnn_library_path
 
 _DTYPES = {
@@ -94,7 +94,7 @@ class Kernel:
         self._operator = operator
         self._torch_op = operator.torch_op
         self._who = f"aclnn::{operator.stem}"
-        arguments = torch._C.parse_schema(f"{self._who}{operator.torch_op.schema}").arguments
+        arguments = private.schema_arguments(f"{self._who}{operator.torch_op.schema}")
         self._names = [argument.name for argument in arguments]
         self._defaults = tuple(argument.default_value for argument in arguments)
         self._attribute_types = [_ATTRIBUTE_TYPES[str(argument.type)] for argument in arguments[len(operator.inputs) :]]
@@ -102,7 +102,7 @@ class Kernel:
 
     def __call__(self, *given: Any) -> Tensor | tuple[Tensor, ...]:
         # torch.library knows no forward-mode derivatives: the tangents of the results would be zero.
-        if forward_ad._current_level >= 0:
+        if private.forward_mode_is_on():
             raise NotImplementedError(f"forward-mode derivative for {self._who} is not implemented")
         args = self._complete(given)
         device = args[0].device

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
 from gradfuse.errors import ArgumentError
 
 _REDUCTIONS = ("none", "mean", "sum")
-_MAX_GROUPS = 2048
 
 
 def ctc_loss(
@@ -168,8 +168,8 @@ def grouped_bias_add(input: Tensor, bias: Tensor, offs: Tensor | None = None) ->
         raise ArgumentError(f"grouped_bias_add: shape of input and bias is {found}; expected {wanted}")
     if offs is not None and offs.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"grouped_bias_add: offs is {_type_of(offs)}; expected int32 or int64")
-    if offs is not None and len(offs) > _MAX_GROUPS:
-        raise ArgumentError(f"grouped_bias_add: offs is of {len(offs)} groups; expected at most {_MAX_GROUPS}")
+    if offs is not None and len(offs) > MAX_GROUPS:
+        raise ArgumentError(f"grouped_bias_add: offs is of {len(offs)} groups; expected at most {MAX_GROUPS}")
     if torch.float64 in (input.dtype, bias.dtype):
         return _add_bias(input, bias, offs)
     result: Tensor = _GroupedBiasAdd.apply(input, bias, offs)  # type: ignore[no-untyped-call]

@@ -1,11 +1,10 @@
 """`TrainingSession`: training steps in stock onnxruntime, whose parameters never leave the device.
 
-Neither torch nor what exports a step is needed.
+This module needs neither torch nor the exporter.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,9 +16,20 @@ import onnx_ir as ir
 
 from gradfuse import library
 from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, reason
-from gradfuse.errors import ArgumentError, GradfuseError, ModelError
-from gradfuse.models import model_io
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, Arrays, TrainingStep
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
+from gradfuse.models import writing
+from gradfuse.models.arrays import Arrays
+from gradfuse.training.arguments import (
+    TensorType,
+    as_array,
+    checked_providers,
+    contiguous,
+    in_short,
+    require_path,
+    require_rates,
+    require_shapes,
+)
+from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep
 
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
@@ -30,13 +40,13 @@ class TrainingSession:
     """Trains a step in stock onnxruntime, 1.18 or newer.
 
     Parameters, buffers and optimizer state are bound to the session on its device. Each step reads one set of tensors
-    and writes another, and the next step takes them the other way round, so that nothing is copied between steps.
+    and writes another. The next step swaps the two, so that nothing is copied between steps.
 
     Args:
         step: a step, or the path of one that `TrainingStep.save` wrote.
         providers: onnxruntime's execution providers, as for `onnxruntime.InferenceSession`; None: the CPU.
-        session_options: an `onnxruntime.SessionOptions`, used as it is; None: the usual ones, in which gradfuse's
-            kernels are registered if there is a compiled library.
+        session_options: an `onnxruntime.SessionOptions`, used as it is; None: the default ones, with gradfuse's kernels
+            registered if there is a compiled library.
 
     Raises:
         ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
@@ -44,7 +54,7 @@ class TrainingSession:
         GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
 
     Attributes:
-        training_step: the step, with the values that training began at.
+        training_step: the step, with the values that training started from.
     """
 
     def __init__(
@@ -56,7 +66,7 @@ class TrainingSession:
     ) -> None:
         onnxruntime = import_onnxruntime()
         self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        self._providers = _checked_providers(providers)
+        self._providers = checked_providers(providers, _WHO)
         if session_options is None:
             session_options = onnxruntime.SessionOptions()
             session_options.log_severity_level = SILENT
@@ -71,13 +81,13 @@ class TrainingSession:
             self.training_step = step
         else:
             self.training_step = TrainingStep.load(step)
-            self._files = [os.fspath(step), model_io.data_path(step)]
+            self._files = [os.fspath(step), writing.data_path(step)]
         self.training_step.require_consistent(_WHO)
         self._session = self._inference_session(self.training_step.model)
         self._evaluation: Any = None
         graph = self.training_step.model.graph
-        self._inputs = {value.name: _Tensor.of(value) for value in graph.input}
-        outputs = {value.name: _Tensor.of(value) for value in graph.output}
+        self._inputs = {value.name: TensorType.of(value) for value in graph.input}
+        outputs = {value.name: TensorType.of(value) for value in graph.output}
         self._device = _device(self._providers[0])
 
         batch = {*self.training_step.input_names, *self.training_step.target_names}
@@ -116,11 +126,11 @@ class TrainingSession:
         names, known = self.training_step.input_names, self._inputs
         feeds = self._batch_of(inputs, names, "step", "inputs", known)
         feeds |= self._batch_of(targets, self.training_step.target_names, "step", "targets", known)
-        _require_shapes(f"{_WHO}.step", feeds, known)
+        require_shapes(f"{_WHO}.step", feeds, known)
         if names and not any(feeds[name].size for name in names):
-            # The mean of nothing is NaN, and would not leave running statistics again.
+            # The mean of nothing is NaN, which would stay in running statistics.
             first = feeds[names[0]]
-            got = _Tensor(first.dtype, first.shape)
+            got = TensorType(first.dtype, first.shape)
             raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
         self._has_run = False
         self._run(self._session, self._bindings[self._turn], feeds, "step")
@@ -145,9 +155,9 @@ class TrainingSession:
         model = self.training_step.evaluation_model
         if model is None:
             raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
-        known = {value.name: _Tensor.of(value) for value in model.graph.input}
+        known = {value.name: TensorType.of(value) for value in model.graph.input}
         feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate", "inputs", known)
-        _require_shapes(f"{_WHO}.evaluate", feeds, known)
+        require_shapes(f"{_WHO}.evaluate", feeds, known)
         if self._evaluation is None:
             self._evaluation = self._inference_session(model)
         binding = self._evaluation.io_binding()
@@ -191,12 +201,12 @@ class TrainingSession:
     def learning_rate(self, value: float | Sequence[float]) -> None:
         names = self._learning_rates()
         wanted = "a number" if len(names) == 1 else f"a number or one each of {len(names)}"
-        rates = _array(value, f"{_WHO}: learning_rate", wanted)
+        rates = as_array(value, f"{_WHO}: learning_rate", wanted)
         if rates.dtype.kind not in "fiu" or rates.shape not in ((), (len(names),)):
-            raise ArgumentError(f"{_WHO}: learning_rate is {_shown(value)}; expected {wanted}")
+            raise ArgumentError(f"{_WHO}: learning_rate is {in_short(value)}; expected {wanted}")
         with np.errstate(over="ignore"):
             rates = np.broadcast_to(rates, len(names)).astype(np.float32)
-        _require_rates(rates, f"{_WHO}: learning_rate is {_shown(value)}")
+        require_rates(rates, f"{_WHO}: learning_rate is {in_short(value)}")
         self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
 
     @property
@@ -235,8 +245,8 @@ class TrainingSession:
     def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Write a safetensors file, whole or not at all.
 
-        It holds `state_dict()` and, under the names of the model's inputs, what the optimizer needs to go on as if it
-        had not stopped: its state, the number of steps, and the learning rates.
+        It holds `state_dict()` and, under the names of the model's inputs, what resuming needs: the optimizer's state,
+        the number of steps, and the learning rates.
 
         Args:
             path: the file.
@@ -247,7 +257,7 @@ class TrainingSession:
             ModelError: the file cannot be written, or is the one of the step.
             GradfuseError: safetensors is not installed.
         """
-        _require_path(path, "save")
+        require_path(path, f"{_WHO}.save")
         tensors = self.state_dict()
         if optimizer:
             # Buffers too: some are not part of the module's state_dict.
@@ -257,31 +267,30 @@ class TrainingSession:
             {name: np.asarray(array, order="C") for name, array in tensors.items()},
             metadata={"format": "pt"},
         )
-        model_io.write_file(path, content, self._files)
+        writing.write_file(path, content, self._files)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
-        After one with the optimizer's state, training goes on as it would have gone on, bit for bit, with the same
-        model, kernels and number of threads. After one without, the optimizer begins as it was at export, and so do
-        buffers that no `state_dict()` has.
+        With the optimizer's state, resuming is bit-identical, given the same model, kernels and number of threads.
+        Without it, the optimizer starts as it was at export, and so do buffers that are not in `state_dict()`.
 
         Raises:
             ArgumentError: `path` is no path.
-            ModelError: the file cannot be read, or holds not what the step needs (as for `load_state_dict`, or only
-                a part of the optimizer's state). Nothing is changed then.
+            ModelError: the file cannot be read, or does not hold what the step needs (as for `load_state_dict`, or
+                only a part of the optimizer's state). Nothing is changed then.
             GradfuseError: safetensors is not installed.
         """
-        _require_path(path, "load")
+        require_path(path, f"{_WHO}.load")
         safetensors = _safetensors()
         if os.path.exists(path) and not os.path.isfile(path):
-            # A pipe would be waited for.
+            # Reading a pipe would wait for a writer.
             raise ModelError(f"{os.fspath(path)}: is no file; expected one that save wrote")
         try:
             tensors = safetensors.load_file(os.fsdecode(path))
         except Exception as error:
             # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
-            raise ModelError(f"{os.fspath(path)}: cannot read the file: {model_io.one_line(error)}") from error
+            raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
         step = self.training_step
         named = set(step.state_dict_names.values())
         unnamed = {name: array for name, array in {**step.parameters, **step.buffers}.items() if name not in named}
@@ -318,14 +327,14 @@ class TrainingSession:
         binding.bind_ortvalue_output(LOSS, self._loss)
         return binding
 
-    def _allocate(self, name: str, tensor: _Tensor, device: tuple[str, int]) -> Any:
+    def _allocate(self, name: str, tensor: TensorType, device: tuple[str, int]) -> Any:
         if not all(isinstance(size, int) for size in tensor.shape):
             raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
         return self._new_value(list(tensor.shape), tensor.dtype, *device)
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         # All copies are made before anything is changed.
-        for name, array in {name: _plain(array) for name, array in arrays.items()}.items():
+        for name, array in {name: contiguous(array) for name, array in arrays.items()}.items():
             self.ort_values[name].update_inplace(array)
 
     def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
@@ -338,7 +347,7 @@ class TrainingSession:
             raise ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}") from error
 
     def _batch_of(
-        self, given: Any, names: Sequence[str], method: str, what: str, known: Mapping[str, _Tensor]
+        self, given: Any, names: Sequence[str], method: str, what: str, known: Mapping[str, TensorType]
     ) -> Arrays:
         """Return a part of the batch by names."""
         where = f"{_WHO}.{method}"
@@ -346,7 +355,7 @@ class TrainingSession:
             missing = [name for name in names if name not in given]
             unknown = [name for name in given if name not in names]
             if missing or unknown:
-                fault = f"lack {missing[0]!r}" if missing else f"have {_shown(unknown[0])}"
+                fault = f"lack {missing[0]!r}" if missing else f"have {in_short(unknown[0])}"
                 raise ArgumentError(f"{where}: {what} {fault}; expected {', '.join(names)}")
             values: Iterable[Any] = [given[name] for name in names]
         else:
@@ -354,7 +363,7 @@ class TrainingSession:
             if len(values) != len(names):
                 raise ArgumentError(f"{where}: {what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
         return {
-            name: _plain(_array(value, f"{where}: {name!r}", str(known[name])))
+            name: contiguous(as_array(value, f"{where}: {name!r}", str(known[name])))
             for name, value in zip(names, values, strict=True)
         }
 
@@ -372,7 +381,7 @@ class TrainingSession:
             raise ArgumentError(f"{where}: state_dict is {got}; expected a mapping of names to arrays")
         unknown = [name for name in state_dict if name not in step.state_dict_names]
         if unknown:
-            raise ArgumentError(f"{where}: {_shown(unknown[0])} is unknown; expected the names of state_dict()")
+            raise ArgumentError(f"{where}: {in_short(unknown[0])} is unknown; expected the names of state_dict()")
         found = {step.state_dict_names[name] for name in state_dict}
         missing = [name for name, source in step.state_dict_names.items() if source not in found]
         if strict and missing:
@@ -382,8 +391,8 @@ class TrainingSession:
             if name not in state_dict:
                 continue
             known = step.constants.get(source)
-            wanted = self._inputs[source] if known is None else _Tensor(known.dtype, known.shape)
-            array = _array(state_dict[name], f"{where}: {name!r}", str(wanted))
+            wanted = self._inputs[source] if known is None else TensorType(known.dtype, known.shape)
+            array = as_array(state_dict[name], f"{where}: {name!r}", str(wanted))
             if known is not None:
                 if not (array.dtype == known.dtype and np.array_equal(array, known)):
                     raise ArgumentError(f"{where}: {name!r} is a constant of the model; expected its value")
@@ -397,107 +406,18 @@ class TrainingSession:
     def _fitting(self, name: str, value: Any, method: str, shown: str | None = None) -> npt.NDArray[Any]:
         """Return the value of an input of the model, checked."""
         where, known, shown = f"{_WHO}.{method}", self._inputs[name], shown or name
-        array = _array(value, f"{where}: {shown!r}", str(known))
-        _require_shapes(where, {shown: array}, {shown: known})
+        array = as_array(value, f"{where}: {shown!r}", str(known))
+        require_shapes(where, {shown: array}, {shown: known})
         if name in self.training_step.hyperparameters:
-            _require_rates(array, f"{where}: {shown!r} is {array}")
+            require_rates(array, f"{where}: {shown!r} is {array}")
         elif name in self.training_step.optimizer_state and array.dtype == np.int64 and array < 0:
             raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """Type and shape of an input or output; dimensions that vary are names or None."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int | str | None, ...]
-
-    @classmethod
-    def of(cls, value: onnx.ValueInfoProto) -> _Tensor:
-        tensor = value.type.tensor_type
-        shape = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
-        return cls(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), tuple(shape))
-
-    def __str__(self) -> str:
-        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
-        return f"{self.dtype} of shape ({sizes}{',' if len(self.shape) == 1 else ''})"
-
-
-def _require_shapes(where: str, feeds: Arrays, known: Mapping[str, _Tensor]) -> None:
-    """Refuse an array of another type or shape; dimensions of one name have one size."""
-    sizes: dict[str, int] = {}
-    for name, array in feeds.items():
-        wanted = known[name]
-        fits = array.dtype == wanted.dtype and len(array.shape) == len(wanted.shape)
-        for size, dim in zip(array.shape, wanted.shape, strict=False):
-            fits = fits and (dim is None or size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim))
-        if not fits:
-            bound = "".join(f", {dim} = {sizes[dim]}" for dim in wanted.shape if isinstance(dim, str) and dim in sizes)
-            raise ArgumentError(f"{where}: {name!r} is {_Tensor(array.dtype, array.shape)}; expected {wanted}{bound}")
-
-
-def _require_rates(rates: npt.NDArray[Any], what: str) -> None:
-    if not (np.isfinite(rates) & (rates >= 0)).all():
-        raise ArgumentError(f"{what}; expected finite numbers from 0 on")
-
-
-def _require_path(path: Any, method: str) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentError(f"{_WHO}.{method}: path is {_shown(path)}; expected a path")
-
-
-def _checked_providers(providers: Any) -> list[Any]:
-    """Return execution providers of a form that onnxruntime takes: of others it says so, and goes on without them."""
-    if providers is None:
-        return ["CPUExecutionProvider"]
-
-    def is_one(provider: Any) -> bool:
-        match provider:
-            case str() | (str(), Mapping()):
-                return True
-        return False
-
-    if isinstance(providers, str) or not isinstance(providers, Sequence) or not all(map(is_one, providers)):
-        wanted = "a list of names, or of pairs of a name and its options"
-        raise ArgumentError(f"{_WHO}: providers is {_shown(providers)}; expected {wanted}")
-    return list(providers) or ["CPUExecutionProvider"]
-
-
 def _device(provider: Any) -> tuple[str, int]:
     name, options = (provider, {}) if isinstance(provider, str) else provider
     return _DEVICES.get(name, "cpu"), int(options.get("device_id", 0)) if name in _DEVICES else 0
-
-
-def _array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
-    """Return a numpy array of what may be a torch tensor, without importing torch.
-
-    Args:
-        value: what was given.
-        what: what to call it in messages.
-        wanted: what it is to be.
-
-    Raises:
-        ArgumentError: it cannot be one, such as a tensor of a type that numpy does not have, or has a mask.
-    """
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError(f"{what} is a masked array; expected {wanted}")
-    try:
-        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
-    except Exception as error:
-        # torch has an exception for each of its kinds of tensors that numpy does not have.
-        raise ArgumentError(f"{what} cannot be an array: {model_io.one_line(error)}; expected {wanted}") from error
-
-
-def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array as onnxruntime takes its memory: contiguous and aligned."""
-    return np.require(array, requirements=("C", "A"))
-
-
-def _shown(value: Any) -> str:
-    """Return what a value looks like, in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _copied(value: Any) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""A training step as data: the ONNX model, the values that training begins with, and the file that holds both.
+"""A training step as data: the ONNX model, the values that training starts from, and the file that holds both.
 
 This module needs neither torch nor onnxruntime.
 """
@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from gradfuse.errors import ModelError
-from gradfuse.models import files, model_io
+from gradfuse.errors import ModelError, one_line
+from gradfuse.models import files, reading, writing
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import to_proto, with_tensors_in_memory
 
 if TYPE_CHECKING:
     from gradfuse.passes.report import Report
@@ -30,8 +31,6 @@ LEARNING_RATE = "learning_rate"
 STEP = "step"
 DROPOUT_SEED = "dropout_seed"
 METADATA_KEY = "gradfuse.training_step"
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 _EVALUATION = ".eval"
 _TENSORS = ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants")
@@ -93,12 +92,12 @@ class TrainingStep:
 
         Args:
             path: the file to write. A step that is there is replaced, with its evaluation model and its data.
-            inputs: files that must stay as they are, as the step was made from them.
+            inputs: files that the step was made from, which must stay as they are.
             force: replace an evaluation model or a data file that does not belong to a step at `path`.
 
         Raises:
-            ModelError: a file cannot be written, or would take the place of something that is no step: a folder, a
-                pipe, a device, one of the inputs, or, without `force`, another evaluation model or data file.
+            ModelError: a file cannot be written, or would replace something that is no step: a folder, a pipe, a
+                device, one of the inputs, or, without `force`, another evaluation model or data file.
         """
         model = ir.from_proto(self.model)
         by_name = {str(value.name): value for value in model.graph.inputs}
@@ -126,11 +125,11 @@ class TrainingStep:
         )
         inputs = list(inputs)
         if self.evaluation_model is not None:
-            # Before anything is written, as the step would lack its evaluation model.
+            # Before anything is written: a step without its evaluation model would be incomplete.
             _require_own(path, evaluation_path, inputs, force)
-        model_io.save(model, path, inputs=inputs, force=force)
+        writing.save(model, path, inputs=inputs, force=force)
         if self.evaluation_model is not None:
-            model_io.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
+            writing.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -139,7 +138,7 @@ class TrainingStep:
         Raises:
             ModelError: the file cannot be read, or is an ONNX model but no saved training step.
         """
-        model = model_io.with_tensors_in_memory(model_io.load(path).ir)
+        model = with_tensors_in_memory(reading.load(path).ir)
         initializers = model.graph.initializers
         try:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
@@ -148,12 +147,12 @@ class TrainingStep:
                 field: {name: np.array(_tensor(value).numpy()) for name, value in found.items()}
                 for field, found in values.items()
             }
-            batch = _names(stored["inputs"]), _names(stored["targets"])
+            input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
             state_dict_names, evaluation_file = dict(stored["state_dict"]), stored["evaluation_model"]
             if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
                 raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
         except (KeyError, ValueError, TypeError, RecursionError) as error:
-            reason = model_io.one_line(ValueError(repr(error)))
+            reason = one_line(ValueError(repr(error)))
             raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
         for field, found in values.items():
             for name, value in found.items():
@@ -166,18 +165,18 @@ class TrainingStep:
         if evaluation_file is not None:
             beside = os.path.join(os.path.dirname(path), evaluation_file)
             if os.path.exists(beside):
-                evaluation_model = model_io.to_proto(model_io.load(beside).ir)
+                evaluation_model = to_proto(reading.load(beside).ir)
         step = cls(
-            ir.to_proto(model),
-            arrays["parameters"],
-            arrays["buffers"],
-            *batch,
-            None,
-            arrays["optimizer_state"],
-            arrays["hyperparameters"],
-            arrays["constants"],
-            state_dict_names,
-            evaluation_model,
+            model=ir.to_proto(model),
+            parameters=arrays["parameters"],
+            buffers=arrays["buffers"],
+            input_names=input_names,
+            target_names=target_names,
+            optimizer_state=arrays["optimizer_state"],
+            hyperparameters=arrays["hyperparameters"],
+            constants=arrays["constants"],
+            state_dict_names=state_dict_names,
+            evaluation_model=evaluation_model,
         )
         step.require_consistent(os.fspath(path))
         return step
@@ -222,7 +221,7 @@ def _evaluation_path(path: str | os.PathLike[str]) -> str:
 
 
 def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Iterable[str], force: bool) -> None:
-    """Refuse to write an evaluation model in the place of what does not belong to the step that is at `path` now."""
+    """Refuse to replace an evaluation model that does not belong to the step that is at `path` now."""
     wanted = "the evaluation model"
     files.require_regular(evaluation_path, wanted)
     files.require_other(evaluation_path, inputs, wanted)
@@ -234,9 +233,9 @@ def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Ite
 
 
 def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the evaluation model of the step at `path`; None where there is no step, or none with one."""
+    """Return the name of the evaluation model of the step at `path`; None if there is no step, or it has none."""
     try:
-        metadata = model_io.read_metadata(path)
+        metadata = reading.read_metadata(path)
         stored = json.loads(metadata.get(METADATA_KEY, "{}"))
     except (ModelError, ValueError, RecursionError):
         return None

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from gradfuse import fuse
-from gradfuse.passes.matching import rewriting
+from gradfuse.passes.matching import cost
 
 VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Shape"}
 SIZES = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2, TensorProto.BOOL: 1, TensorProto.INT64: 8}
@@ -73,9 +73,9 @@ def attention(batch: int | str) -> onnx.ModelProto:
 
 def test_symbolic_dimensions_count_as_the_assumed_size() -> None:
     (symbolic,) = fuse(attention("n"), policy="all").report.fusions
-    (known,) = fuse(attention(rewriting.ASSUMED_DIM), policy="all").report.fusions
+    (known,) = fuse(attention(cost.ASSUMED_DIM), policy="all").report.fusions
     assert (symbolic.bytes_before, symbolic.bytes_after) == (known.bytes_before, known.bytes_after)
-    (twice,) = fuse(attention(2 * rewriting.ASSUMED_DIM), policy="all").report.fusions
+    (twice,) = fuse(attention(2 * cost.ASSUMED_DIM), policy="all").report.fusions
     assert twice.bytes_after == 2 * known.bytes_after
 
 

@@ -20,8 +20,8 @@ from graphs import parsed
 from producers import COMMITTED, Case, cases, run
 
 from gradfuse import fuse
-from gradfuse.passes.matching import rewriting
-from gradfuse.passes.proving import proof
+from gradfuse.passes.matching import Rewrite, Site, fuse_pass
+from gradfuse.passes.proving import Refuted, proof
 
 Change = Callable[[ir.Node], bool]
 
@@ -88,15 +88,15 @@ def test_wrong_rule_is_reported_and_changes_nothing(name: str, monkeypatch: pyte
     operator, change = WRONG[name]
     refused: list[str] = []
 
-    def proved(site: rewriting.Site, rewrite: rewriting.Rewrite, tolerance: float) -> None:
+    def proved(site: Site, rewrite: Rewrite, tolerance: float) -> None:
         if rewrite.operator == operator and change(rewrite.fused[0]):
-            with pytest.raises(proof.Refuted) as error:
+            with pytest.raises(Refuted) as error:
                 proof.prove(site, rewrite, tolerance)
             refused.append(str(rewrite.fused[0].name))
             raise error.value
         proof.prove(site, rewrite, tolerance)
 
-    monkeypatch.setattr(rewriting, "prove", proved)
+    monkeypatch.setattr(fuse_pass, "prove", proved)
     reported = total = 0
     for case in _cases(operator):
         refused.clear()

@@ -106,6 +106,16 @@ def test_forms_of_nodes_that_differ_by_which_operands_are_the_same() -> None:
 _PAIRS = [("a", "x", "y"), ("b", "y", "x"), ("c", "x", "x"), ("d", "z", "z"), ("e", "y", "z"), ("f", "aMul", "z")]
 
 
+def test_forms_of_nodes_that_differ_by_the_sign_of_indices() -> None:
+    text = """<ir_version: 8, opset_import: ["": 18]> g (float[100] x) => (float[80] y, float[80] z)
+        { i = Identity(a) u = Gather(x, i) y = Exp(u) j = Identity(b) v = Gather(x, j) z = Exp(v) }"""
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    indices = {"a": rng.integers(0, 100, 80), "b": rng.integers(-100, 0, 80)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in indices.items())
+    assert _compared(ir.from_proto(model), {"x": rng.normal(size=100).astype(np.float32)})[0] == 2
+
+
 def test_forms_of_a_graph_do_not_depend_on_those_of_another() -> None:
     feeds = {name: np.arange(100, dtype=np.float32) for name in ("x", "y")}
 

@@ -30,7 +30,7 @@ struct CrossEntropyLossGradArgs {
   int64_t ignore_index = -100;
   float label_smoothing = 0;
   float lse_square_scale_for_zloss = 0;
-  Tensor grad_input;  // (N, C)
+  MutableTensor grad_input;  // (N, C)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

@@ -30,8 +30,8 @@ struct CtcLossArgs {
   Tensor target_lengths;  // (N,)
   int64_t blank = 0;
   int64_t zero_infinity = 0;
-  Tensor neg_log_likelihood;  // (N,)
-  Tensor log_alpha;           // (N, T, 2 max(target_lengths) + 1)
+  MutableTensor neg_log_likelihood;  // (N,)
+  MutableTensor log_alpha;           // (N, T, 2 max(target_lengths) + 1)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

@@ -29,7 +29,7 @@ struct CtcLossBackwardArgs {
   Tensor log_alpha;           // (N, T, X), X >= 2 max(target_lengths) + 1
   int64_t blank = 0;
   int64_t zero_infinity = 0;
-  Tensor grad_input;  // (T, N, C)
+  MutableTensor grad_input;  // (T, N, C)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

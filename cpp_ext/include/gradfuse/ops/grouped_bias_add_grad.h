@@ -19,7 +19,7 @@ struct GroupedBiasAddGradArgs {
 
   Tensor grad_y;
   std::optional<Tensor> group_idx;  // (G,): the end of each group
-  Tensor grad_bias;                 // (G, H)
+  MutableTensor grad_bias;          // (G, H)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

@@ -21,7 +21,7 @@ struct MseLossBackwardArgs {
   Tensor self;
   Tensor target;
   int64_t reduction = kMean;
-  Tensor grad_input;
+  MutableTensor grad_input;
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

@@ -21,7 +21,7 @@ struct ScaledMaskedSoftmaxBackwardArgs {
   std::optional<Tensor> mask;  // (B or 1, H or 1, S1, S2)
   float scale = 1;
   int64_t fix_triu_mask = 0;
-  Tensor grad_input;  // (B, H, S1, S2)
+  MutableTensor grad_input;  // (B, H, S1, S2)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 
+from gradfuse.export import _torch_private as private
 from gradfuse.export.decompositions import attention, index, pooling
 from gradfuse.export.decompositions.pooling import per_axis
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     # torch.onnx translates batch normalisation in training mode as if it were in evaluation mode.
-    known = get_decompositions([aten._native_batch_norm_legit_functional.default])
+    known = private.known_decompositions([aten._native_batch_norm_legit_functional.default])
     return {
         **known,
         **attention.table(),

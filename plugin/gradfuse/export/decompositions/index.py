@@ -34,7 +34,7 @@ def sort_stable(self: Tensor, *, stable: bool | None, dim: int = -1, descending:
 
 
 def argsort_stable(self: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> Tensor:
-    """aten::argsort.stable, which is there in programs without a backward pass only."""
+    """aten::argsort.stable, which only programs without a backward pass have."""
     return torch.sort(self, dim, descending)[1]
 
 

@@ -1,0 +1,69 @@
+"""Calls of an op with results in float64, by numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from device import EPS, Values
+
+Float64s = npt.NDArray[np.float64]
+
+SHORT = ("float32", "float16", "bfloat16")
+"""The types of most ops."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, its inputs in the order of its signature, and what must come out."""
+
+    name: str
+    op: str
+    dtype: str
+    inputs: Sequence[Values | None]
+    expected: Sequence[Float64s]
+    terms: Sequence[Any]  # for each output, the magnitude of what rounds on the way to it
+    attributes: dict[str, Any] = field(default_factory=dict)
+    fault: int = 0
+
+    def error_bounds(self) -> list[Float64s]:
+        """How far each output may be from what is expected: eight roundings of the result and of what leads to it."""
+        eps = EPS[self.dtype]
+        tiny = {"float16": 2.0**-24, "float64": 0.0}.get(self.dtype, 2.0**-126)
+        return [
+            8 * (eps * np.abs(np.nan_to_num(exact, posinf=0, neginf=0)) + np.asarray(terms) + tiny)
+            for exact, terms in zip(self.expected, self.terms, strict=True)
+        ]
+
+    def problem(self, results: Sequence[Float64s]) -> str:
+        """What is wrong with the outputs, or "" where they are right."""
+        for got, exact, bound in zip(results, self.expected, self.error_bounds(), strict=True):
+            if got.shape != exact.shape:
+                return f"has shape {list(got.shape)}; expected {list(exact.shape)}"
+            with np.errstate(invalid="ignore"):
+                error = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0.0, np.abs(got - exact))
+            wrong = ~(error <= bound)
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                off = f"{int(wrong.sum())} of {got.size} are off"
+                return f"is {got[at]:.9g} at {list(at)}; expected {exact[at]:.9g}; {off}"
+        return ""
+
+
+def arithmetic(dtype: str) -> float:
+    """The spacing at 1 of the type that an op computes in."""
+    return EPS["float64" if dtype == "float64" else "float32"]
+
+
+def int64s(values: Any) -> Values:
+    """Class indices, lengths and the like."""
+    return Values("int64", np.asarray(values, np.int64))
+
+
+def log_softmax(x: Float64s) -> Float64s:
+    """Along the last dimension."""
+    shifted = x - x.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))

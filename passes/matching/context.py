@@ -1,0 +1,102 @@
+"""What the passes share while they work on a model, and the passes that work in it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+import onnx_ir as ir
+
+from gradfuse import custom_ops
+from gradfuse.passes import shapes
+from gradfuse.passes.matching.graphs import Names
+from gradfuse.passes.matching.site import Site
+from gradfuse.passes.progress import Progress
+from gradfuse.passes.report import Report
+
+
+class Context:
+    """A model at work: a site for each of its graphs, and the report on what is done to them.
+
+    Used in a ``with`` statement. Types and shapes that the exporter left out are inferred on entry and dropped on exit.
+
+    Args:
+        model: the model, which passes change in place.
+        progress: what to tell of the work.
+    """
+
+    def __init__(self, model: ir.Model, progress: Progress | None = None) -> None:
+        self.model = model
+        self.progress = progress
+        self.report = Report()
+        self._sites: dict[ir.Graph, Site] = {}
+        self._inferred: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
+
+    def __enter__(self) -> Context:
+        graphs = _graphs(self.model)
+        values = [v for g in graphs for n in g for v in n.outputs]
+        invented = self._infer(values, _symbols(v for g in graphs for v in g.inputs))
+        names = {str(v.name) for v in values}
+        names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
+        names |= {str(n.name) for g in graphs for n in g}
+        shared = Names(names)
+        functions = {f.graph for f in self.model.functions.values()}
+        for graph, opset in graphs.items():
+            self._sites[graph] = Site(
+                graph, opset, shared, is_function=graph in functions, progress=self.progress, invented=invented
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for value, type_, shape in self._inferred:
+            value.type, value.shape = type_, shape
+        self._sites, self._inferred = {}, []
+
+    def _infer(self, values: list[ir.Value], given: set[str]) -> set[str]:
+        """Infers the types and shapes that are missing; the names of dimensions that this invents."""
+        if all(v.dtype is not None and v.shape is not None for v in values if v.name):
+            return set()
+        self._inferred = [(v, v.type, v.shape) for v in values]
+        known = given | _symbols(values)
+        shapes.infer(self.model, values)
+        return _symbols(values) - known
+
+    def sites(self) -> Iterator[Site]:
+        """The sites of the graphs that the model has; those that are dropped meanwhile do not come."""
+        for graph, site in list(self._sites.items()):
+            if graph in self._sites:
+                yield site
+
+    def drop(self, graphs: Iterable[ir.Graph]) -> None:
+        """Says that graphs are no longer part of the model."""
+        for graph in graphs:
+            self._sites.pop(graph, None)
+
+
+class ContextPass(ir.passes.InPlacePass):
+    """A pass that works in a context. As an onnx_ir pass of its own it makes one for each call."""
+
+    @abstractmethod
+    def run(self, context: Context) -> bool:
+        """Works on the context's model, adds to its report, and says whether the model changed."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        with Context(model) as context:
+            return ir.passes.PassResult(model, self.run(context))
+
+
+def _graphs(model: ir.Model) -> dict[ir.Graph, int]:
+    """The graphs of a model that are rewritten, with the version of the default domain in each."""
+    own = model.opset_imports.get("", 1)
+    functions = [f for f in model.functions.values() if f.domain != custom_ops.DOMAIN]
+    found = {model.graph: own} | {f.graph: f.opset_imports.get("", own) for f in functions}
+    return found | {sub: version for graph, version in found.items() for sub in graph.subgraphs()}
+
+
+def _symbols(values: Iterable[ir.Value]) -> set[str]:
+    """The names of symbolic dimensions."""
+    dims = (d for v in values if v.shape is not None for d in v.shape)
+    return {str(d.value) for d in dims if isinstance(d, ir.SymbolicDim) and d.value is not None}

@@ -1,0 +1,149 @@
+"""A rewrite: what a rule proposes, the check that the operator computes the same, and putting it into the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import Poly
+from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in, names_of, nodes_in
+from gradfuse.passes.matching.site import Site
+
+
+class Mismatch(Exception):
+    """The value has something of an op's form, but cannot be replaced; the text says why."""
+
+
+@dataclass
+class Rewrite:
+    """Nodes that are ready to be put in; `output` is what takes the place of the root, in its shape."""
+
+    operator: str
+    rule: str
+    root: ir.Value
+    nodes: list[ir.Node]
+    fused: list[ir.Node]
+    output: ir.Value
+    frontier: tuple[ir.Value, ...] = ()
+    """The values that the match takes as given. If empty: every value that the root's form does not express."""
+    ends: Mapping[ir.Value, Poly] = field(default_factory=dict)
+    """Those of them that are ends of groups, with the number of rows."""
+    by_body: bool = False
+    """Whether the nodes to go are the operator's own body, which is what a proof would run for the fused node."""
+
+
+def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None = None) -> None:
+    """Checks that the root computes the op's definition, written in the values that the op was bound to.
+
+    Args:
+        site: the graph of the root.
+        root: the value to replace.
+        expected: the definition.
+        known: what the root computes; its form if None.
+
+    Raises:
+        Mismatch: it computes something else.
+    """
+    assert root.dtype is not None
+    own, algebra = site.forms.form(root).poly if known is None else known, site.algebra
+    same = own.close_to(expected, 8 * TOLERANCE[root.dtype])
+    # Small terms beside large ones of the same kind may be all that a condition leaves.
+    for condition in algebra.indicators(expected) if same else ():
+        for case in (True, False):
+            left = algebra.given(own, condition, case)
+            same = same and left.close_to(algebra.given(expected, condition, case), 8 * TOLERANCE[root.dtype])
+    if not same:
+        raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
+
+
+def bypassed(site: Site, rewrite: Rewrite) -> Iterator[ir.Node]:
+    """The nodes between the values that the rewrite reads and the root."""
+    given = {v for node in rewrite.nodes for v in node.inputs}
+    todo, seen = [rewrite.root], {rewrite.root}
+    while todo:
+        node = todo.pop().producer()
+        if node is None or node.graph is not site.graph:
+            continue
+        yield node
+        for value in node.inputs:
+            if value is not None and value not in given and value not in seen:
+                seen.add(value)
+                todo.append(value)
+
+
+def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
+    """The nodes that nothing needs once the rewrite computes the root; none if its node has other outputs in use."""
+    needed = {v for node in rewrite.nodes for v in node.inputs if v is not None}
+    producer = rewrite.root.producer()
+    assert producer is not None
+    if any(v is not rewrite.root and (v.uses() or v.is_graph_output()) for v in producer.outputs):
+        return []
+    dead: dict[ir.Node, None] = {producer: None}
+    # With a node go all nodes of its branches and loop bodies.
+    todo = [producer, *nodes_in(producer)]
+    gone = set(todo)
+    while todo:
+        for value in todo.pop().inputs:
+            node = None if value is None else value.producer()
+            # Values of outer graphs stay.
+            if node is None or node in gone or node.graph is not site.graph:
+                continue
+            if all(
+                not v.is_graph_output() and v not in needed and all(u.node in gone for u in v.uses())
+                for v in node.outputs
+            ):
+                dead[node] = None
+                inside = nodes_in(node)
+                todo += [node, *inside]
+                gone |= {node, *inside}
+    return list(dead)
+
+
+def apply(site: Site, rewrite: Rewrite, dead: Sequence[ir.Node]) -> list[ir.Graph]:
+    """Puts the nodes of a rewrite before the root's, and cuts off those that it makes superfluous.
+
+    The latter stay in the graph, without inputs, until the caller removes them: removing many at once is faster.
+
+    Returns:
+        The branches and loop bodies that went with them.
+    """
+    root, output, replaced = rewrite.root, rewrite.output, names_of(dead)
+    anchor = root.producer()
+    assert anchor is not None
+    site.graph.insert_before(anchor, rewrite.nodes)
+    site.forms.place(rewrite.nodes, anchor)
+    name = root.name
+    root.name = site.names.fresh(f"{name}_plain")
+    output.name = name
+    output.shape, output.type = root.shape, root.type
+    output.doc_string = root.doc_string
+    output.metadata_props.update(root.metadata_props)
+    output.meta.update(root.meta)  # Quantization annotations are there.
+    for node in rewrite.nodes:
+        node.metadata_props["gradfuse.rule"] = rewrite.rule
+    for node in rewrite.fused:
+        node.metadata_props["gradfuse.replaced"] = ", ".join(replaced)
+    ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=root.is_graph_output())
+    site.forms.set(output, site.forms.form(root))
+    position = site.position[root]
+    _cut_off(site, dead)
+    site.enter(output, position)
+    return [graph for node in dead for graph in graphs_in(node)]
+
+
+def _cut_off(site: Site, dead: Sequence[ir.Node]) -> None:
+    gone = [*dead, *(inner for node in dead for inner in nodes_in(node))]
+    read = {v for node in gone for v in node.inputs if v is not None}
+    for node in gone:
+        for k in range(len(node.inputs)):
+            node.replace_input_with(k, None)
+    for value in read:
+        unused = not value.uses() and not value.is_graph_output() and not value.is_graph_input()
+        if unused and site.graph.initializers.get(str(value.name)) is value:
+            del site.graph.initializers[str(value.name)]
+            site.leave(value)
+    for node in dead:
+        for value in node.outputs:
+            site.leave(value)

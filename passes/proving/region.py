@@ -1,0 +1,300 @@
+"""The subgraph that a rewrite replaces, cut out together with the new nodes, as a model that NumPy runs in float64."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from gradfuse import custom_ops
+from gradfuse.custom_ops import functions
+from gradfuse.custom_ops.operator import OLDEST_OPSET
+from gradfuse.errors import ArgumentError
+from gradfuse.passes.algebra import Poly
+from gradfuse.passes.proving.verdicts import Refuted, Unproved
+from gradfuse.passes.reading import FLOATS, axes_of_size_one, has_reader, is_broadcast_axes, ort_training
+
+if TYPE_CHECKING:
+    from gradfuse.passes.matching import Rewrite, Site
+
+NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
+
+
+class Region:
+    """The nodes that compute the root of a rewrite and the output of its fused nodes.
+
+    Attributes:
+        site, rewrite: where the subgraph is, and what replaces it.
+        operator: what the fused nodes are.
+        nodes: in an order in which they can run.
+        leaves: the values that the nodes begin at.
+        shapes: values that hold sizes, with these sizes.
+        constants: the constants among the inputs; floats in float64.
+        names: what the values are called in `model`.
+        dims: the symbols in the sizes of leaves, in order of appearance.
+
+    Raises:
+        Unproved: there are too many nodes, or a size is not known.
+        Refuted: the operator does not accept the inputs or attributes of a fused node.
+    """
+
+    def __init__(self, site: Site, rewrite: Rewrite) -> None:
+        self.site = site
+        self.rewrite = rewrite
+        (operator,) = {node.op_type for node in rewrite.fused}
+        self.operator = custom_ops.OPS[operator]
+        self.nodes: list[ir.Node] = []
+        self.leaves: list[ir.Value] = []
+        self.shapes: dict[ir.Value, list[Poly]] = {}
+        self.constants: dict[ir.Value, npt.NDArray[Any]] = {}
+        self.names: dict[ir.Value, str] = {}
+        self._collect()
+        self.dims = self._dims()
+        self.model = self._model()
+
+    # Sizes
+
+    def extents(self, value: ir.Value) -> list[Poly]:
+        """Return the sizes of the dimensions of a value."""
+        if self.site.forms.get(value) is None:
+            raise Unproved(f"the shape of {value.name} is unknown")
+        return self.site.extents(value)
+
+    def size(self, size: Poly, env: Mapping[str, int], table: Mapping[int, int] | None = None) -> int:
+        """Return the number that a size is, for these sizes of symbols and these replacements of static sizes."""
+        total = 0
+        for monomial, c in size.terms.items():
+            factor = int(c)
+            term = table.get(factor, factor) if table else factor
+            for a, e in monomial:
+                name = str(self.site.algebra.atoms[a].args[0])
+                derived = self.site.algebra.derived.get(name)
+                sizes = [] if derived is None else [self.size(s, env, table) for s in derived.sizes]
+                term *= (env.get(name, 1) if derived is None else derived.of(sizes)) ** int(e)
+            total += term
+        if total < 0:
+            raise Unproved("a size is negative")
+        return total
+
+    def static_sizes(self) -> set[int]:
+        """Return the sizes that are numbers, of all values that have a form."""
+        values = [*self.leaves]
+        integers = [a for a in self.constants.values() if a.dtype.kind in "iu" and a.size <= 64]
+        found = {int(n) for a in integers for n in a.flat if n > 1}
+        values += [v for node in self.nodes for v in node.outputs if self.site.forms.get(v) is not None]
+        for value in values:
+            form = self.site.forms.get(value)
+            if form is not None:
+                found |= {n for s in (*form.sizes, *self.extents(value)) if (n := s.integer) is not None and n > 1}
+        return found
+
+    def same_as(self, value: ir.Value) -> int:
+        """Return the place of the first leaf that holds the same numbers."""
+        form = self.site.forms.form(value)
+        for k, leaf in enumerate(self.leaves):
+            other = self.site.forms.form(leaf)
+            if leaf is value or (other.groups == form.groups and other.poly == form.poly):
+                return k
+        return -1
+
+    def _dims(self) -> list[str]:
+        found: dict[str, None] = {}
+        todo = [size for value in self.leaves for size in self.extents(value)]
+        todo += [size for vector in self.shapes.values() for size in vector]
+        while todo:
+            for monomial in todo.pop(0).terms:
+                for a, _ in monomial:
+                    atom = self.site.algebra.atoms[a]
+                    if atom.kind != "dim":
+                        raise Unproved("a size is no function of dimensions")
+                    derived = self.site.algebra.derived.get(atom.args[0])
+                    if derived is None:
+                        found[str(atom.args[0])] = None
+                    else:
+                        todo += derived.sizes
+        return list(found)
+
+    # Cutting out
+
+    def _collect(self) -> None:
+        """Walk from both results up to the leaves, without recursion: a node comes after all that it reads."""
+        forms, rewrite = self.site.forms, self.rewrite
+        own = set(rewrite.nodes)
+        done: set[ir.Node] = set()
+        stack: list[tuple[ir.Value, bool]] = [(rewrite.output, False), (rewrite.root, False)]
+        while stack:
+            value, entered = stack.pop()
+            node = value.producer()
+            if entered:
+                assert node is not None
+                if node not in done:
+                    done.add(node)
+                    self.nodes.append(node)
+                    for v in node.outputs:
+                        self._name(v)
+                continue
+            if value in self.names or node in done:
+                continue
+            array = forms.constant(value)
+            if array is not None:
+                self._name(value)
+                self.constants[value] = array.astype(np.float64) if value.dtype in FLOATS else array
+            elif self._is_leaf(value, node, own):
+                self._name(value)
+                vector = forms.vector(value) if value not in rewrite.frontier else None
+                if vector is None:
+                    self.leaves.append(value)
+                else:
+                    self.shapes[value] = vector
+            else:
+                assert node is not None
+                if len(done) > NODE_LIMIT:
+                    raise Unproved(f"more than {NODE_LIMIT} nodes")
+                stack.append((value, True))
+                stack.extend((v, False) for v in node.inputs if v is not None)
+
+    def _name(self, value: ir.Value) -> None:
+        self.names.setdefault(value, f"v{len(self.names)}")
+
+    def _is_leaf(self, value: ir.Value, node: ir.Node | None, own: set[ir.Node]) -> bool:
+        forms, frontier = self.site.forms, self.rewrite.frontier
+        if node is None or value in frontier:
+            return True
+        if node.domain == "" and node.op_type in ("Shape", "Size"):
+            # What the graph computes a shape that is not known from is run with the rest.
+            return forms.vector(value) is not None
+        if node in own:
+            return False
+        if node.domain == "" and node.op_type in ("TopK", "ReduceMax"):
+            # Rules rely on the order that a sort makes; and where a maximum is infinite, so is one of its numbers.
+            return False
+        if node.domain == custom_ops.DOMAIN:
+            # What an earlier match put in is run by its body; nothing is known of one that the model came with.
+            return value in forms.opaque
+        if not has_reader(node):
+            return True
+        if frontier:
+            return False
+        if is_broadcast_axes(node):
+            return any(forms.vector(v) is None for v in node.inputs)
+        if node.op_type == "NonZero":
+            # Axes that are found by their size are no numbers to choose freely; the number of positions is.
+            return axes_of_size_one(forms, value) is None
+        return value in forms.opaque
+
+    # The model
+
+    def _model(self) -> onnx.ModelProto:
+        names = self.names
+        bodies: dict[str, onnx.FunctionProto] = {}
+        protos: list[onnx.NodeProto] = []
+        for node in self.nodes:
+            proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
+            proto.input.extend("" if v is None else names[v] for v in node.inputs)
+            proto.output.extend(names[v] for v in node.outputs)
+            if node.op_type == "OneHot" and not node.domain:
+                # onnx's evaluator wants the depth without dimensions.
+                depth = f"depth_{len(protos)}"
+                protos.append(onnx.helper.make_node("Squeeze", [proto.input[1]], [depth]))
+                proto.input[1] = depth
+            proto.attribute.extend(ir.serde.serialize_attribute(a) for a in node.attributes.values())
+            _to_float64(proto)
+            if node.domain == custom_ops.DOMAIN:
+                body = _body(node, self.site.opset, len(bodies))
+                bodies[body.name] = body
+                proto.op_type = body.name
+                given = {a.name for a in proto.attribute}
+                proto.attribute.extend(
+                    onnx.helper.make_attribute(a.name, a.default)
+                    for a in custom_ops.OPS[node.op_type].attributes
+                    if a.name not in given
+                )
+            protos.append(proto)
+        inputs = [*self.leaves, *self.shapes, *self.constants]
+        graph = onnx.helper.make_graph(
+            protos,
+            "match",
+            [onnx.helper.make_tensor_value_info(names[v], onnx.TensorProto.DOUBLE, None) for v in inputs],
+            [
+                onnx.helper.make_tensor_value_info(names[v], onnx.TensorProto.DOUBLE, None)
+                for v in (self.rewrite.root, self.rewrite.output)
+            ],
+        )
+        domains = {"": self.site.opset, custom_ops.DOMAIN: custom_ops.VERSION, ort_training.DOMAIN: 1}
+        return onnx.helper.make_model(
+            graph,
+            functions=list(bodies.values()),
+            opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in domains.items()],
+        )
+
+    @cached_property
+    def original(self) -> onnx.ModelProto:
+        """The model without the fused nodes and their output."""
+        output = self.names[self.rewrite.root]
+        part = onnx.ModelProto()
+        part.CopyFrom(self.model)
+        needed, nodes = {output}, []
+        for node in reversed(self.model.graph.node):
+            if needed.intersection(node.output):
+                needed.update(node.input)
+                nodes.append(node)
+        del part.graph.node[:], part.graph.output[:]
+        part.graph.node.extend(reversed(nodes))
+        part.graph.output.extend(o for o in self.model.graph.output if o.name == output)
+        return part
+
+    def key(self, tolerance: float) -> bytes:
+        """Return what a verdict depends on: equal for the same subgraph at another place, or with other names."""
+        digest = hashlib.sha256(self.model.SerializeToString(deterministic=True))
+        digest.update(repr((tolerance, len(self.dims))).encode())
+        # Symbols are told by sizes that no tensor has.
+        env = {dim: 10**9 + k for k, dim in enumerate(self.dims)}
+        for value in self.leaves:
+            sizes = [self.size(s, env) for s in self.extents(value)]
+            digest.update(repr((value.dtype, sizes, self.same_as(value), value in self.rewrite.ends)).encode())
+        for vector in self.shapes.values():
+            digest.update(repr([self.size(s, env) for s in vector]).encode())
+        for array in self.constants.values():
+            digest.update(repr((array.dtype, array.shape)).encode() + array.tobytes())
+        return digest.digest()
+
+
+def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:
+    """The body of a fused node's operator, computing in float64, under a name of its own."""
+    operator = custom_ops.OPS[node.op_type]
+    try:
+        call = functions.described(operator, node)
+        variant = operator.variant(call, max(opset, OLDEST_OPSET))
+    except ArgumentError as error:
+        raise Refuted(f"something that the fused op refuses: {error}") from None
+    body = operator.function(variant)
+    body.name = f"{operator.name}_{number}"
+    todo = list(body.node)
+    while todo:
+        inner = todo.pop()
+        for given in inner.attribute:
+            todo.extend(given.g.node)
+            if inner.op_type == "Constant" and given.name == "value_float":
+                value = call.attributes[given.ref_attr_name] if given.ref_attr_name else given.f
+                tensor = onnx.numpy_helper.from_array(np.asarray(value, np.float64))
+                given.CopyFrom(onnx.helper.make_attribute("value", tensor))
+        _to_float64(inner)
+    return body
+
+
+def _to_float64(node: onnx.NodeProto) -> None:
+    """Make a node's floats float64."""
+    if node.op_type == "ConstantOfShape" and not node.attribute:
+        node.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.zeros(1))))
+    for given in node.attribute:
+        if given.name == "to" and ir.DataType(given.i) in FLOATS:
+            given.i = onnx.TensorProto.DOUBLE
+        elif given.type == onnx.AttributeProto.TENSOR and ir.DataType(given.t.data_type) in FLOATS:
+            array = onnx.numpy_helper.to_array(given.t).astype(np.float64)
+            given.t.CopyFrom(onnx.numpy_helper.from_array(array))

@@ -1,0 +1,159 @@
+"""Readers of sums along dimensions, and of softmaxes, which have such a sum in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.reading.known import KnownForms
+from gradfuse.passes.reading.layouts import Form
+from gradfuse.passes.reading.nodes import Opaque, attribute, given, is_float
+from gradfuse.passes.reading.registry import reads
+
+
+def _row_sum_of_exp(forms: KnownForms, x: Form, axes: Sequence[int]) -> tuple[Poly, Poly]:
+    e = forms.algebra.exp(x.poly)
+    sizes = x.sizes
+    variables = {v: sizes[v] for axis in axes for v in x.variables(axis)}
+    return e, forms.algebra.sum(e, variables, dict(enumerate(sizes)))
+
+
+@reads("Softmax")
+def _softmax(forms: KnownForms, node: ir.Node) -> Form:
+    (x,) = forms.operands(node)
+    e, total = _row_sum_of_exp(forms, x, [attribute(node, "axis", -1) % len(x.groups)])
+    return Form(x.groups, forms.algebra.mul(e, forms.algebra.power(total, -1)))
+
+
+@reads("LogSoftmax")
+def _log_softmax(forms: KnownForms, node: ir.Node) -> Form:
+    (x,) = forms.operands(node)
+    return log_softmax(forms, x, attribute(node, "axis", -1) % len(x.groups))
+
+
+def log_softmax(forms: KnownForms, x: Form, axis: int) -> Form:
+    """The logarithm of the softmax of a form along an axis."""
+    _, total = _row_sum_of_exp(forms, x, [axis])
+    return Form(x.groups, x.poly - forms.algebra.log(total))
+
+
+@reads("SoftmaxCrossEntropyLoss")
+def _softmax_cross_entropy_loss(forms: KnownForms, node: ir.Node) -> list[Form | None]:
+    return [None, log_softmax(forms, forms.operand(node, 0), 1)]
+
+
+def reduced_axes(forms: KnownForms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
+    """The axes of a reduction, and the order of the dimensions that are left."""
+    rank = len(x.groups)
+    keep = bool(attribute(node, "keepdims", 1))
+    computed = node.inputs[1] if len(node.inputs) > 1 and forms.constant(node.inputs[1]) is None else None
+    tested = axes_of_size_one(forms, computed)
+    if tested is not None and keep and attribute(node, "noop_with_empty_axes", 0):
+        # Where the size that is tested is the dimension's own, there is nothing to sum either way.
+        if any(s != forms.extent(x.groups[a]) for a, s in enumerate(tested) if s.integer is None):
+            raise Opaque("axes are not constant")
+        axes = [a for a, s in enumerate(tested) if s.constant == 1]
+    elif (stretched := broadcast_axes(forms, computed)) is not None:
+        # Where the size is symbolic, and 1 in the end, there is nothing to sum either way.
+        known = all(s is None or s.integer or s == forms.extent(x.groups[a]) for a, s in stretched.items())
+        if not (keep and known and attribute(node, "noop_with_empty_axes", 0)):
+            raise Opaque("axes are not constant")
+        axes = list(stretched)
+    else:
+        everything = [] if attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
+        axes = forms.axes(node, 1, rank) or everything
+    return axes, [None if a in axes else a for a in range(rank) if keep or a not in axes]
+
+
+def axes_of_size_one(forms: KnownForms, value: ir.Value | None) -> list[Poly] | None:
+    """The sizes of which those axes are taken that have size 1, as NonZero(Equal(sizes, 1)); None for other axes."""
+    while value is not None and (node := forms.producer(value)) is not None and node.domain == "":
+        if node.op_type not in ("Squeeze", "Reshape", "Flatten", "Cast", "Identity", "NonZero", "Transpose"):
+            break
+        value = node.inputs[0]
+        if node.op_type == "NonZero":
+            equal = forms.producer(value)
+            if equal is None or equal.op_type != "Equal" or equal.domain:
+                return None
+            pair = [forms.vector(v) for v in equal.inputs]
+            return next((p for p, q in (pair, pair[::-1]) if q is not None and q == [UNIT]), None)
+    return None
+
+
+def is_broadcast_axes(node: ir.Node) -> bool:
+    """Whether a node gives the axes that broadcasting two shapes stretches: onnxruntime-training's way to undo it."""
+    return (node.domain, node.op_type) == ("com.microsoft", "BroadcastGradientArgs")
+
+
+def broadcast_axes(forms: KnownForms, value: ir.Value | None) -> dict[int, Poly | None] | None:
+    """The axes along which a shape is repeated to broadcast with another one, and the sizes that the other one has.
+
+    The size is None where the shape has no such axis. An axis whose size is symbolic is one only if that is not 1.
+    None for axes that come from elsewhere; raises Opaque where the sizes do not tell.
+    """
+    if value is None or (node := forms.producer(value)) is None or not is_broadcast_axes(node):
+        return None
+    own, other = (forms.vector(v) for v in (node.inputs if value is node.outputs[0] else reversed(node.inputs)))
+    if own is None or other is None:
+        raise Opaque("axes are not constant")
+    rank = max(len(own), len(other))
+    axes: dict[int, Poly | None] = {}
+    for axis in range(rank):
+        mine, theirs = (sizes[axis - rank] if axis >= rank - len(sizes) else None for sizes in (own, other))
+        if mine is None:
+            axes[axis] = None
+        elif theirs is None or mine == theirs or theirs == UNIT or (mine.integer or 0) > 1:
+            continue
+        elif mine == UNIT:
+            axes[axis] = theirs
+        else:
+            raise Opaque("a dimension may be repeated")
+    return axes
+
+
+@reads(
+    *("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"), uses_producers=True
+)
+def _reduce(forms: KnownForms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    x = forms.operand(node, 0)
+    if node.op_type not in ("ReduceSum", "ReduceSumSquare") and not is_float(given(node.inputs, 0)):
+        raise Opaque("a mean, root or logarithm of integers is rounded")
+    axes, order = reduced_axes(forms, node, x)
+    sizes = x.sizes
+    variables = {v: sizes[v] for axis in axes for v in x.variables(axis)}
+    if node.op_type == "ReduceLogSumExp":
+        poly = algebra.log(_row_sum_of_exp(forms, x, axes)[1])
+    else:
+        squares = node.op_type in ("ReduceSumSquare", "ReduceL2")
+        poly = algebra.sum(algebra.mul(x.poly, x.poly) if squares else x.poly, variables, dict(enumerate(sizes)))
+        if node.op_type == "ReduceMean":
+            poly = algebra.mul(poly, algebra.power(algebra.product(variables.values()), -1))
+        elif node.op_type == "ReduceL2":
+            poly = algebra.exponentiate(poly, 0.5)
+        elif node.op_type == "ReduceLogSum":
+            poly = algebra.log(poly)
+    groups = tuple(() if a in axes else g for a, g in enumerate(x.groups))
+    left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in variables)}
+    return forms.moved(Form(groups, algebra.substitute(poly, left)), order)
+
+
+@reads("CumSum")
+def _cumsum(forms: KnownForms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    x, axis = forms.operand(node, 0), forms.constant(given(node.inputs, 1))
+    if axis is None:
+        raise Opaque("an axis that is not constant")
+    variables = x.variables(int(axis.item()) % len(x.groups))
+    strict = bool(attribute(node, "exclusive", 0))
+    if len(variables) != 1:
+        if variables or strict:
+            raise Opaque("a sum along a composed dimension")
+        return x
+    sizes, v, (w,) = dict(enumerate(x.sizes)), variables[0], algebra.fresh(1)
+    ahead = algebra.var(w) - algebra.var(v) if attribute(node, "reverse", 0) else algebra.var(v) - algebra.var(w)
+    counts = algebra.less_than_zero(-ahead) if strict else UNIT - algebra.less_than_zero(ahead)
+    term = algebra.mul(counts, algebra.substitute(x.poly, {v: algebra.var(w)}))
+    return Form(x.groups, algebra.sum(term, {w: sizes[v]}, sizes))

@@ -1,0 +1,178 @@
+"""Every private API of PyTorch that gradfuse uses; no other module uses one.
+
+`tests/export/test_torch_private.py` has a test for each function, which says what the API is for and fails where a new
+version of PyTorch lacks it or behaves differently. ATen operators whose names begin with an underscore are not here:
+they are what traced programs consist of. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["TorchDispatchMode"]
+
+
+# Modules, tensors and optimizers.
+
+
+def parameter_entries(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dictionary in which a module keeps its own parameters; assigning to it replaces them."""
+    return module._parameters  # type: ignore[return-value]
+
+
+def buffer_entries(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dictionary in which a module keeps its own buffers; assigning to it replaces them."""
+    return module._buffers
+
+
+def submodule_entries(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary in which a module keeps its direct submodules."""
+    return module._modules
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that grows with each change of a tensor in place."""
+    return tensor._version
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Tell whether a hook of the user changes or observes the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a hook of the user runs before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def growth_tracker(grad_scaler: torch.amp.GradScaler) -> int:
+    """Return how many updates were made since the scale of the loss has changed."""
+    return int(grad_scaler.state_dict()["_growth_tracker"])
+
+
+def graph_leaves(value: Tensor) -> Iterator[Tensor]:
+    """Yield the leaf tensors that autograd would add the gradients of `value` to."""
+    pending, seen = [value.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        pending.extend(function for function, _ in node.next_functions)
+
+
+# Operators and trees of tensors.
+
+
+def forward_mode_is_on() -> bool:
+    """Tell whether forward-mode derivatives are being taken."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def operator_name(overload: Any) -> str:
+    """Return the qualified name of an operator without its overload, such as "aten::add"."""
+    return str(overload._schema.name)
+
+
+def is_mutable(overload: Any) -> bool:
+    """Tell whether an operator writes into one of its arguments."""
+    return bool(overload._schema.is_mutable)
+
+
+def schema_arguments(schema: str) -> list[Any]:
+    """Parse the schema of an operator, and return its arguments, each with `name`, `type` and `default_value`."""
+    return list(torch._C.parse_schema(schema).arguments)
+
+
+def tensors_in(tree: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dictionaries in the order that PyTorch flattens them."""
+    return _pytree.tree_leaves(tree)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested tuples, lists and dictionaries with a function applied to their tensors."""
+    return _pytree.tree_map_only(Tensor, function, tree)
+
+
+# Traced programs.
+
+
+def with_backward(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Extend a program that returns a loss by the gradients of its trainable inputs, as further outputs."""
+    from torch.export.experimental import _export_forward_backward
+
+    return _export_forward_backward(program)
+
+
+def known_decompositions(overloads: Iterable[Any]) -> Mapping[Any, Callable[..., Any]]:
+    """Return PyTorch's own decompositions of operators."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions(list(overloads))
+
+
+def with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Mark all outputs as outputs for the user: torch.onnx.export silently drops losses and gradients.
+
+    Raises:
+        ValueError: the program has no signature.
+    """
+    from torch.export.graph_signature import ConstantArgument, OutputKind, OutputSpec
+
+    signature = program.graph_signature
+    specs = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
+    signature = dataclasses.replace(signature, output_specs=specs)
+    calls = list(program.module_call_graph)
+    if calls[0].signature is None:
+        raise ValueError("the program has no signature")
+    _, out_spec = _pytree.tree_flatten(tuple(range(len(specs))))
+    # They have no names, as decompositions rename nodes without renaming the gradients here.
+    outputs: Any = [ConstantArgument(name="", value=None) for _ in specs]
+    calls[0] = dataclasses.replace(
+        calls[0], signature=dataclasses.replace(calls[0].signature, outputs=outputs, out_spec=out_spec)
+    )
+    program._module_call_graph = calls
+    return program._update(program.graph_module, signature)
+
+
+def unchecked_size(fake: Any) -> Any:
+    """Return a new symbolic size for a fake kernel, which need not be the size of one of its outputs."""
+    with fake.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+        return torch.library.get_ctx().new_dynamic_size()
+
+
+# torch.onnx.export.
+
+
+def record_call(function: ir.Function, call: ir.Node) -> None:
+    """Add a node, and the function that it calls, to the model that torch.onnx.export is making."""
+    from onnxscript import evaluator
+
+    # In a translation, the evaluator is the one of torch.onnx.
+    recorder: Any = evaluator.default()
+    recorder.functions[function.identifier()] = function
+    recorder.nodes.append(call)
+
+
+def untranslated_operator(error: BaseException) -> str | None:
+    """Return the operator for which torch.onnx.export has no translation, if that is why it failed.
+
+    Args:
+        error: one of the chain of exceptions that torch.onnx.export raised.
+    """
+    found = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>", str(error))
+    return None if found is None else f"{found[1]}.{found[2]}"

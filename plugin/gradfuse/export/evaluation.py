@@ -1,0 +1,90 @@
+"""The module of a step alone, in eval mode, as an ONNX model. This module imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from gradfuse.errors import one_line
+from gradfuse.export import _torch_private as private
+from gradfuse.export import onnx_model, recurrences, tracing
+from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.reporting import kind, quiet, refusal
+from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.verifying import Truth
+from gradfuse.models.arrays import Arrays
+
+
+def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str]) -> onnx.ModelProto:
+    """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
+
+    Args:
+        step: the step; the loss and autocast are left out.
+        shapes: its dynamic dimensions.
+        changed: the buffers that the step changes: they are inputs, as trainable parameters are; all others constants.
+
+    Raises:
+        ExportError: PyTorch cannot trace the module, or an output differs from PyTorch's.
+    """
+    names = tuple(step.state)
+    arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
+    dims = ((None,) * len(names), shapes.inputs)
+    step.module.eval()
+    try:
+        with quiet(), torch.no_grad():
+            native = _run(step, lambda tensor: tensor)
+            with recurrences.scanned():
+                program = torch.export.export(_Traced(step), arguments, dynamic_shapes=dims)
+    except Exception as error:
+        # A user's module may raise anything, and torch.export has no common base class for what it refuses.
+        raise refusal(f"torch.export cannot trace the module in eval mode: {one_line(error)}") from error
+    free = [name for name in names if name in step.trainable or name in changed]
+    model = onnx_model.translate(tracing.decomposed(program), step, names, free)
+    onnx_model.arrange_evaluation(model, step, free, native, shapes)
+    proto = onnx_model.in_order(ir.to_proto(model))
+    truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
+    truth.verify(proto, "evaluation")
+    return proto
+
+
+class _Traced(nn.Module):
+    """The module of a step, as a function of all tensors of the step."""
+
+    def __init__(self, step: TorchStep) -> None:
+        super().__init__()
+        # In a tuple, as this module must not own the tensors of the other.
+        self._traced = (step,)
+
+    def forward(self, values: Any, inputs: Any) -> Any:
+        (step,) = self._traced
+        # A graph must not write into its inputs.
+        copies = {
+            name: value.clone() if name in step.buffers else value
+            for name, value in zip(step.state, values, strict=True)
+        }
+        return _outputs(step, copies, inputs)
+
+
+def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    step.place(state)
+    leaves = private.tensors_in(step.module(*(one.clone() for one in inputs)))
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"it returns {kind(leaf)}; expected tensors")
+    return tuple(leaves)
+
+
+def _run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
+    """Return what the module gives, by the names of the model's outputs, as float64."""
+    with torch.no_grad():
+        state = {name: cast(tensor.detach().clone()) for name, tensor in step.state.items()}
+        leaves = _outputs(step, state, [cast(tensor.detach()) for tensor in step.inputs])
+    results = [f"output_{index}" for index in range(len(leaves))] if len(leaves) > 1 else ["output"]
+    results = [f"{name}_" if name in {*step.state, *step.batch} else name for name in results]
+    return {name: leaf.cpu().double().numpy() for name, leaf in zip(results, leaves, strict=True)}

@@ -1,0 +1,258 @@
+"""From a traced program to an ONNX model with the inputs, outputs and names of a training step.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import optimizer
+from torch.export import ExportedProgram
+
+from gradfuse import fusion
+from gradfuse.custom_ops import functions
+from gradfuse.errors import ExportError, one_line
+from gradfuse.export import _torch_private as private
+from gradfuse.export import dropout, recurrences
+from gradfuse.export.dynamic_shapes import AxisNames, DynamicShapes
+from gradfuse.export.reporting import quiet, refusal
+from gradfuse.export.torch_step import Outcome, TorchStep
+from gradfuse.export.translation import onnx_translation_table
+from gradfuse.models.arrays import to_numpy
+from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
+from gradfuse.passes.report import Report
+from gradfuse.training import optimizers
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
+
+OPSET = 20
+"""Default-domain opset of exported steps: the newest that onnxruntime 1.18 runs in full."""
+
+
+def translate(program: ExportedProgram, step: TorchStep, order: Sequence[str], free: Collection[str]) -> ir.Model:
+    """Translate a program and optimize the model.
+
+    Args:
+        program: takes the tensors `order` of the step first.
+        step: the step.
+        order: the names of the tensors.
+        free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
+
+    Raises:
+        ExportError: an operator has no ONNX translation, or torch.onnx.export fails.
+    """
+    table = {**onnx_translation_table(), **recurrences.translations(), **dropout.translations()}
+    try:
+        with quiet():
+            exported = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                opset_version=OPSET,
+                custom_translation_table=table,
+                optimize=False,
+                verbose=False,
+                external_data=False,
+            )
+    except Exception as error:
+        # torch.onnx has no common base class for what it raises.
+        raise _untranslated(error) from error
+    if exported is None:
+        raise refusal("torch.onnx.export gives no model")
+    model = exported.model
+    for name, value in zip(order, list(model.graph.inputs), strict=False):
+        if name not in free:
+            model.graph.inputs.remove(value)
+            value.name = name
+            value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)
+            model.graph.register_initializer(value)
+    # Only now: before, the optimizer would have taken the parameters for constants.
+    with quiet():
+        optimizer.optimize(model)
+    functions.attach(model)
+    return model
+
+
+def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: DynamicShapes) -> None:
+    """Order and name inputs, outputs and dynamic dimensions as `TrainingStep` documents them, and drop notes.
+
+    Parameters that the loss does not depend on get gradients of zeros.
+
+    Args:
+        model: the translation of `tracing.joint_program`.
+        step: the step.
+        native: what PyTorch's own run of it gave.
+        shapes: its dynamic dimensions.
+    """
+    graph = model.graph
+    changed, used = native.changed, tuple(native.gradients)
+    others = [name for name in step.state if name not in used and (name in step.trainable or name in changed)]
+    scale = (optimizers.LOSS_SCALE,) if step.scales_loss else ()
+    inputs = dict(zip((*used, *others, *step.batch, *scale), graph.inputs, strict=True))
+    results = (
+        *(f"scaled_{LOSS}" for _ in scale),
+        LOSS,
+        *(name + UPDATED_SUFFIX for name in changed),
+        *(name + GRADIENT_SUFFIX for name in used),
+    )
+    produced = dict(zip(results, graph.outputs, strict=True))
+    for name in step.trainable:
+        if name not in used:
+            produced[name + GRADIENT_SUFFIX] = _zeros_like(graph, inputs[name])
+    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *scale, *step.batch)]
+    wanted = (
+        LOSS,
+        *(name + GRADIENT_SUFFIX for name in step.trainable),
+        *(name + UPDATED_SUFFIX for name in changed),
+    )
+    graph.outputs.clear()
+    for name in wanted:
+        produced[name] = add_output(graph, produced[name])
+    _name(model, step, inputs | {name: produced[name] for name in wanted}, shapes)
+
+
+def arrange_evaluation(
+    model: ir.Model, step: TorchStep, free: Sequence[str], results: Collection[str], shapes: DynamicShapes
+) -> None:
+    """Name inputs, outputs and dynamic dimensions of an evaluation model, and drop inputs that nothing reads.
+
+    Args:
+        model: takes the tensors `free` of the step and the batch's inputs.
+        step: the step.
+        free: the names of the tensors.
+        results: the names of the outputs.
+        shapes: the dynamic dimensions.
+    """
+    graph = model.graph
+    inputs = dict(zip((*free, *step.input_names), graph.inputs, strict=True))
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    produced = {name: add_output(graph, value) for name, value in zip(results, outputs, strict=True)}
+    graph.inputs[:] = [value for name, value in inputs.items() if value.uses() or name in step.input_names]
+    _name(model, step, inputs | produced, shapes)
+
+
+def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model that adds up in a fixed order what belongs to one index."""
+    model = ir.from_proto(proto)
+    replace_scatter_nd(model)
+    return ir.to_proto(model)
+
+
+def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
+    """Return the fused model, which adds up in a fixed order, and the report."""
+    result = fusion.fuse(exported)
+    model, report = in_order(result.model), result.report
+    if not reduces_by_scatter_nd(ir.from_proto(model)):
+        # What the exporter wrote so that onnxruntime may lose updates is written in another way now.
+        kept = [warning for warning in report.warnings if warning.bug != "lost-updates"]
+        report = dataclasses.replace(report, warnings=kept)
+    return model, report
+
+
+def with_optimizer(proto: onnx.ModelProto, step: TorchStep, described: optimizers.Optimizer) -> onnx.ModelProto:
+    """Return the model of a step with the optimizer's update in the place of the gradients."""
+    model = ir.from_proto(proto)
+    optimizers.append(model, described, step.batch)
+    RemoveUnusedNodesPass()(model)
+    return ir.to_proto(model)
+
+
+def add_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Make a value an output of the graph; return it, or a copy if it must keep the name that it has."""
+    if value.is_graph_input() or value.is_initializer() or value.is_graph_output():
+        # A value has one name, and inputs, initializers and earlier outputs keep theirs.
+        copy = ir.node("Identity", [value])
+        copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+        graph.append(copy)
+        value = copy.outputs[0]
+    graph.outputs.append(value)
+    return value
+
+
+def every_value(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield inputs, initializers and the outputs of all nodes."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph.all_nodes():
+        yield from node.outputs
+
+
+def _untranslated(error: BaseException) -> ExportError:
+    """Return what stopped torch.onnx.export: the operator without a translation if it was one."""
+    # The chain of causes ends at the operator, whose name is what helps.
+    text, cause = one_line(error), error.__cause__ or error.__context__
+    while cause is not None:
+        operator = private.untranslated_operator(cause)
+        if operator is not None:
+            return refusal(f"{operator} has no ONNX translation")
+        text, cause = one_line(cause), cause.__cause__ or cause.__context__
+    return refusal(f"torch.onnx.export cannot translate the step: {text}")
+
+
+def _zeros_like(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Append nodes that make zeros in the static shape and the type of a value."""
+    assert value.dtype is not None and value.shape is not None
+    shape = ir.node("Constant", [], attributes={"value_ints": list(value.shape.numpy())})
+    zero = ir.tensor(np.zeros(1, dtype=value.dtype.numpy()), dtype=value.dtype)
+    zeros = ir.node("ConstantOfShape", [shape.outputs[0]], attributes={"value": zero})
+    zeros.outputs[0].type, zeros.outputs[0].shape = ir.TensorType(value.dtype), value.shape
+    graph.extend([shape, zeros])
+    return zeros.outputs[0]
+
+
+def _name(model: ir.Model, step: TorchStep, interface: Mapping[str, ir.Value], shapes: DynamicShapes) -> None:
+    """Give inputs, outputs, dimensions and the graph their names, and drop the exporter's notes."""
+    graph = model.graph
+    chosen = {id(value) for value in interface.values()}
+    for value in every_value(graph):
+        if id(value) not in chosen and value.name in interface:
+            value.name = f"{value.name}_inner"
+    for name, value in interface.items():
+        value.name = name
+    _name_dimensions(graph, interface, shapes.names)
+    _drop_notes(model)
+    graph.name = type(step.module).__name__
+
+
+def _name_dimensions(graph: ir.Graph, inputs: Mapping[str, ir.Value], names: AxisNames) -> None:
+    """Replace the tracer's symbols in all shapes by the names that the user gave to the axes of the batch."""
+    symbols: dict[str, str] = {}
+    for name, axes in names.items():
+        for axis, label in axes.items() if name in inputs else ():
+            shape = inputs[name].shape
+            dim = shape[axis] if shape is not None else None
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                symbols.setdefault(dim.value, label)
+    if not symbols:
+        return
+    pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols))
+    for value in every_value(graph):
+        if value.shape is None or value.shape.is_static():
+            continue
+        value.shape = ir.Shape(
+            pattern.sub(lambda found: symbols[found[0]], dim.value)
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+            else dim
+            for dim in value.shape
+        )
+
+
+def _drop_notes(model: ir.Model) -> None:
+    """Drop what the exporter notes about its source: stack traces hold the paths of the exporting machine."""
+    graph = model.graph
+    for value in every_value(graph):
+        value.metadata_props.clear()
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    model.metadata_props.clear()
+    graph.metadata_props.clear()
+    graph.doc_string = None

@@ -1,0 +1,116 @@
+"""Reads an optimizer of torch.optim, with the state that it has. This module imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradfuse.export import _torch_private as private
+from gradfuse.export.reporting import refusal
+from gradfuse.models.arrays import to_numpy
+from gradfuse.training.optimizers import LossScaling, Optimizer, ParameterGroup
+
+_ALGORITHMS = {torch.optim.SGD: "SGD", torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam"}
+
+
+def described(
+    optimizer: Any,
+    names: Mapping[int, str],
+    *,
+    max_grad_norm: float | None = None,
+    accumulate: int = 1,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Optimizer:
+    """Describe a `torch.optim.SGD`, `Adam` or `AdamW`, with the state that it has.
+
+    Args:
+        optimizer: the optimizer.
+        names: `id` of each trainable parameter -> its name.
+        max_grad_norm: see `Optimizer`.
+        accumulate: see `Optimizer`.
+        grad_scaler: how the loss is scaled, and the state to begin at; None, or one that is not enabled: it is not.
+
+    Raises:
+        ExportError: it is another optimizer or has hooks, an option cannot be part of a graph, or a parameter is not
+            among the names.
+    """
+    # A subclass may compute anything.
+    algorithm = _ALGORITHMS.get(type(optimizer))
+    if algorithm is None:
+        raise refusal(f"optimizer is {type(optimizer).__name__}; expected torch.optim.SGD, Adam or AdamW, no subclass")
+    if private.has_step_hooks(optimizer):
+        raise refusal("optimizer has a hook on its step; expected none")
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise refusal(f"max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise refusal(f"accumulate is {accumulate!r}; expected a positive integer")
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: _plain(value) for key, value in group.items() if key != "params"}
+        if options.get("differentiable"):
+            raise refusal(f"differentiable is True in parameter group {index}; expected False")
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise refusal(
+                    f"parameter group {index} of the optimizer has a tensor of shape {tuple(parameter.shape)} "
+                    "that is no trainable parameter of the module or the loss"
+                )
+        groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
+    description = Optimizer(
+        algorithm=algorithm,
+        groups=tuple(groups),
+        max_grad_norm=max_grad_norm,
+        accumulate=accumulate,
+        loss_scaling=_loss_scaling(grad_scaler),
+    )
+    state, steps = _state(optimizer, names, description)
+    return dataclasses.replace(description, state=state, steps=steps)
+
+
+def _loss_scaling(grad_scaler: Any) -> LossScaling | None:
+    if grad_scaler is None:
+        return None
+    if not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise refusal(f"grad_scaler is {type(grad_scaler).__name__}; expected torch.amp.GradScaler")
+    if not grad_scaler.is_enabled():
+        return None
+    return LossScaling(
+        scale=grad_scaler.get_scale(),
+        growth_factor=grad_scaler.get_growth_factor(),
+        backoff_factor=grad_scaler.get_backoff_factor(),
+        growth_interval=grad_scaler.get_growth_interval(),
+        growth_tracker=private.growth_tracker(grad_scaler),
+    )
+
+
+def _state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], description: Optimizer
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return `<parameter>.<state>` -> array, and parameter -> number of steps."""
+    known = description.state_names()
+    state: dict[str, Any] = {}
+    steps: dict[str, int] = {}
+    for parameter, entries in optimizer.state.items():
+        name = names[id(parameter)]
+        state |= {f"{name}.{key}": to_numpy(entries[key]) for key in known[name] if entries.get(key) is not None}
+        if entries.get("step") is not None:
+            steps[name] = int(entries["step"])
+        elif entries.get("momentum_buffer") is not None:
+            # SGD counts no steps; all that matters is that the first one is done.
+            steps[name] = 1
+    return state, steps
+
+
+def _plain(value: Any) -> Any:
+    """Return an option's value without tensors."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(one) for one in value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

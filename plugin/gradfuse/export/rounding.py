@@ -1,0 +1,68 @@
+"""What rounding does to a computation of PyTorch: runs it with every result of arithmetic moved a little.
+
+A comparison, a maximum or a sort whose operands lie within rounding of each other comes out either way in runs that are
+moved by more than rounding: a few such runs show how far the results may vary. This module imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfuse.export import _torch_private as private
+
+# Without what only chooses or rearranges values: it does not round, and gradients look for equal values in it.
+_ARITHMETIC = frozenset(
+    """
+    add sub rsub mul div reciprocal addcmul addcdiv lerp pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p
+    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc sigmoid logit log_sigmoid_forward
+    silu gelu mish elu celu selu softplus hardswish logaddexp sinc hypot
+    mm bmm addmm baddbmm addbmm addmv addr mv dot vdot convolution mkldnn_convolution _convolution
+    native_batch_norm _native_batch_norm_legit_functional native_layer_norm native_group_norm _fused_rms_norm
+    _softmax _log_softmax logsumexp sum mean var std var_mean std_mean norm linalg_vector_norm cumsum prod cumprod
+    avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    mse_loss huber_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits
+    _softmax_backward_data _log_softmax_backward_data index_add scatter_add scatter_reduce embedding_bag
+    """.split()
+)
+_BACKWARD = "_backward"
+
+
+class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Move the results of arithmetic that runs under it, by random relative amounts.
+
+    Whole numbers stay as they are: arithmetic on them does not round.
+
+    Args:
+        size: the largest relative amount.
+        seed: equal seeds move alike.
+    """
+
+    def __init__(self, size: float, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._size = size
+        self._generator = torch.Generator().manual_seed(seed)
+        self._moving = False
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a moved copy of a tensor of any type; one that is not floating point as it is."""
+        if not tensor.is_floating_point():
+            return tensor
+        self._moving = True
+        try:
+            amounts = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64)
+            factors = 1.0 + self._size * (2.0 * amounts - 1.0)
+            moved = (tensor * factors.to(tensor.device)).to(tensor.dtype)
+            return torch.where(tensor == tensor.round(), tensor, moved)
+        finally:
+            self._moving = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = private.operator_name(func).removeprefix("aten::")
+        if self._moving or private.is_mutable(func) or not (name in _ARITHMETIC or name.endswith(_BACKWARD)):
+            return result
+        return private.map_tensors(self.moved, result)

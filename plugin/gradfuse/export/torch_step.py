@@ -1,0 +1,404 @@
+"""A training step as PyTorch runs it: module and loss as one function of all their tensors and a batch.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfuse.errors import one_line
+from gradfuse.export import _torch_private as private
+from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.reporting import kind, refusal
+from gradfuse.export.translation import traceable_ctc
+from gradfuse.training.optimizers import Optimizer
+from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
+
+_TRIED_SEED = 1_234_567_891
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter or buffer: an entry of one of its dictionaries."""
+
+    entries: dict[str, Tensor | None]
+    key: str
+
+    def tensor(self) -> Tensor:
+        tensor = self.entries[self.key]
+        assert tensor is not None
+        return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run of a step gives.
+
+    Attributes:
+        loss: a scalar.
+        gradients: those of the trainable parameters that the loss depends on.
+        buffers: all buffers, as the run left them.
+        changed: the names of the buffers that the run changed.
+        dropouts: the number of dropouts.
+    """
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    changed: tuple[str, ...]
+    dropouts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchStep:
+    """A module and a loss as a function of all their tensors and a batch.
+
+    Attributes:
+        module: the module.
+        loss: a module or function.
+        inputs: the batch's inputs.
+        targets: the batch's targets.
+        state: parameters, then buffers, each once, by the first of its names.
+        places: where each of them is kept; tied ones in several places.
+        trainable: the names of the parameters that require gradients.
+        buffers: the names of the buffers.
+        input_names: the names of the inputs.
+        target_names: the names of the targets.
+        state_dict_names: each name of the `state_dict()` of module and loss -> the name in `state`.
+        optimizer: the optimizer; None without one.
+        autocast: the type that module and loss run in under `torch.autocast`; None: in their own types.
+    """
+
+    module: nn.Module
+    loss: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    state: dict[str, Tensor]
+    places: dict[str, list[Place]]
+    trainable: tuple[str, ...]
+    buffers: tuple[str, ...]
+    input_names: tuple[str, ...]
+    target_names: tuple[str, ...]
+    state_dict_names: dict[str, str]
+    optimizer: Optimizer | None
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(
+        cls,
+        module: Any,
+        loss: Any,
+        batch: Any,
+        describe_optimizer: Callable[[Mapping[int, str]], Optimizer | None],
+        autocast: torch.dtype | None,
+    ) -> TorchStep:
+        """Check the arguments of `export_training_step` and collect what the step consists of.
+
+        Args:
+            module, loss, batch, autocast: as for `export_training_step`.
+            describe_optimizer: returns the optimizer, given `id` -> name of the trainable parameters.
+
+        Raises:
+            ExportError: an argument is not as described there.
+        """
+        if not isinstance(module, nn.Module):
+            raise refusal(f"module is {type(module).__name__}; expected torch.nn.Module")
+        if not callable(loss):
+            raise refusal(f"loss is {type(loss).__name__}; expected a module or function")
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise refusal(f"batch is {kind(batch)}; expected (inputs, targets)")
+        inputs, targets = (_tensors(part, which) for part, which in zip(batch, ("inputs", "targets"), strict=True))
+
+        owners = _Owners.of(module, loss)
+        state, buffers = owners.state, owners.buffers
+        trainable = tuple(name for name, tensor in state.items() if tensor.requires_grad and name not in buffers)
+        if not trainable:
+            raise refusal("module has no parameter that requires a gradient; expected at least one")
+        for name in trainable:
+            # The step runs on copies of the parameters, which have no hooks.
+            if private.has_gradient_hooks(state[name]):
+                raise refusal(f"parameter {name!r} has a hook on its gradient; expected none")
+
+        optimizer = describe_optimizer({key: name for key, name in owners.names.items() if name in trainable})
+        reserved = _reserved_names(trainable, buffers, optimizer)
+        clash = next((name for name in state if name in reserved), None)
+        if clash is not None:
+            raise refusal(f"the parameter or buffer {clash!r} has the name of an output; rename it")
+        taken = {*state, *reserved}
+        loss_function = loss.forward if isinstance(loss, nn.Module) else loss
+        return cls(
+            module=module,
+            loss=loss,
+            inputs=inputs,
+            targets=targets,
+            state=state,
+            places=owners.places,
+            trainable=trainable,
+            buffers=buffers,
+            input_names=_argument_names(module.forward, 0, len(inputs), "input", taken),
+            target_names=_argument_names(loss_function, 1, len(targets), "target", taken),
+            state_dict_names=owners.state_dict_names(),
+            optimizer=optimizer,
+            autocast=autocast,
+        )
+
+    def with_dropout_seed(self) -> TorchStep:
+        """Return the step with the seed of its dropouts as one more buffer."""
+        if DROPOUT_SEED in {*self.state, *self.batch}:
+            raise refusal(f"a tensor has the name {DROPOUT_SEED!r}, which dropout needs; rename it")
+        seed = torch.zeros((), dtype=torch.int64)
+        return dataclasses.replace(
+            self,
+            state=self.state | {DROPOUT_SEED: seed},
+            places=self.places | {DROPOUT_SEED: [Place({DROPOUT_SEED: seed}, DROPOUT_SEED)]},
+            buffers=(*self.buffers, DROPOUT_SEED),
+        )
+
+    def with_distinct_counters(self, native: Outcome) -> TorchStep:
+        """Return the step with a seed and counters that differ from each other: in a fresh module all are 0."""
+        counters = [
+            name
+            for name in native.changed
+            if not native.buffers[name].is_floating_point()
+            and native.buffers[name].dim() == 0
+            and bool(native.buffers[name] == self.state[name] + 1)
+        ]
+        state = {
+            name: self.state[name] + (_TRIED_SEED if name == DROPOUT_SEED else number)
+            for number, name in enumerate(counters, 2)
+        }
+        return dataclasses.replace(self, state=self.state | state)
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        """The tensors of the batch by their names."""
+        return dict(zip(self.input_names + self.target_names, self.inputs + self.targets, strict=True))
+
+    @property
+    def eps(self) -> float:
+        """The largest spacing at 1 of the trainable parameters' types."""
+        return max(torch.finfo(self.state[name].dtype).eps for name in self.trainable)
+
+    @property
+    def eps_of_activations(self) -> float:
+        """The same, or the spacing of the type of autocast if that is larger."""
+        return max(self.eps, 0.0 if self.autocast is None else torch.finfo(self.autocast).eps)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is multiplied by a scale before its gradients are taken."""
+        return self.optimizer is not None and self.optimizer.loss_scaling is not None
+
+    def place(self, state: Mapping[str, Tensor]) -> None:
+        """Put `state` in the place of the tensors of module and loss."""
+        for name, tensor in state.items():
+            for place in self.places[name]:
+                place.entries[place.key] = tensor
+
+    def apply(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss with `state` in place of the module's tensors, and the buffers as the run left them."""
+        self.place(state)
+        device = next(iter(state.values())).device.type
+        with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
+            output = self.module(*inputs)
+            value = self.loss(output, *targets)
+        after = {name: self.places[name][0].tensor() for name in self.buffers}
+        if DROPOUT_SEED in after:
+            after[DROPOUT_SEED] = after[DROPOUT_SEED] + 1
+        return value, after
+
+    def run(self, cast: Callable[[Tensor], Tensor] | None = None) -> Outcome:
+        """Run forward and backward eagerly on copies of all tensors, to which `cast` is applied first.
+
+        Raises:
+            ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
+        """
+
+        def copy(tensor: Tensor) -> Tensor:
+            copied = tensor.detach().clone()
+            return cast(copied) if cast is not None else copied
+
+        state = {name: copy(tensor) for name, tensor in self.state.items()}
+        leaves = {name: state[name].requires_grad_() for name in self.trainable}
+        inputs, targets = tuple(map(copy, self.inputs)), tuple(map(copy, self.targets))
+        versions = {name: private.version(tensor) for name, tensor in state.items()}
+        before = {name: state[name].clone() for name in self.buffers}
+        try:
+            with SeededDropout(state.get(DROPOUT_SEED)) as drawn:
+                value, after = self.apply(state, inputs, targets)
+        except Exception as error:
+            # A user's module may raise anything.
+            raise refusal(f"the module or the loss fails on the batch: {one_line(error)}") from error
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
+        if not value.requires_grad:
+            raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
+        _refuse_foreign_leaves(value, leaves)
+        for name, tensor in state.items():
+            if name not in self.buffers and private.version(tensor) != versions[name]:
+                raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
+        # Kernels that write running statistics do not count versions.
+        changed = (
+            name
+            for name, tensor in after.items()
+            if tensor is not state[name]
+            or private.version(tensor) != versions[name]
+            or not torch.equal(tensor, before[name])
+        )
+        return Outcome(
+            loss=value.detach(),
+            gradients=_gradients(value, leaves),
+            buffers={name: tensor.detach() for name, tensor in after.items()},
+            changed=tuple(changed),
+            dropouts=drawn.count,
+        )
+
+
+@contextlib.contextmanager
+def undisturbed(step: TorchStep) -> Iterator[None]:
+    """Let a step be run and traced, and leave module, loss and PyTorch's random state as they were."""
+    owners = _restored(step.module), _restored(step.loss)
+    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc():
+        yield
+
+
+@contextlib.contextmanager
+def _restored(owner: object) -> Iterator[None]:
+    """At the end, restore every attribute, parameter and buffer of a module and its submodules."""
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(module), dict(vars(module))) for module in modules]
+    kept += [
+        (entries, dict(entries))
+        for module in modules
+        for entries in (
+            private.parameter_entries(module),
+            private.buffer_entries(module),
+            private.submodule_entries(module),
+        )
+    ]
+    try:
+        yield
+    finally:
+        for entries, before in kept:
+            entries.clear()
+            entries.update(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owners:
+    """A module and a loss, and their tensors.
+
+    Attributes:
+        owners: (prefix of names, module); the loss is left out if it is a function.
+        state, places, buffers: as in `TorchStep`.
+        names: `id` of a tensor -> its name.
+    """
+
+    owners: list[tuple[str, nn.Module]]
+    state: dict[str, Tensor]
+    places: dict[str, list[Place]]
+    buffers: tuple[str, ...]
+    names: dict[int, str]
+
+    @classmethod
+    def of(cls, module: nn.Module, loss: Callable[..., Tensor]) -> _Owners:
+        # The loss's tensors come under a prefix; those that it shares with the module keep the module's names.
+        owners = [("", module), *([("loss.", loss)] if isinstance(loss, nn.Module) else [])]
+        state: dict[str, Tensor] = {}
+        places: dict[str, list[Place]] = {}
+        names: dict[int, str] = {}
+        parameters = 0
+        for entries_of in (private.parameter_entries, private.buffer_entries):
+            parameters = len(state)
+            for prefix, owner in owners:
+                for path, submodule in owner.named_modules():
+                    entries = entries_of(submodule)
+                    for key, tensor in entries.items():
+                        if tensor is None:
+                            continue
+                        if id(tensor) not in names:
+                            name = prefix + (f"{path}.{key}" if path else key)
+                            if name in state:
+                                raise refusal(f"module and loss both have a tensor {name!r}; rename one")
+                            names[id(tensor)] = name
+                            state[name] = tensor
+                        places.setdefault(names[id(tensor)], []).append(Place(entries, key))
+        return cls(owners, state, places, tuple(state)[parameters:], names)
+
+    def state_dict_names(self) -> dict[str, str]:
+        return {
+            prefix + name: self.names[id(tensor)]
+            for prefix, owner in self.owners
+            for name, tensor in owner.state_dict(keep_vars=True).items()
+            if id(tensor) in self.names
+        }
+
+
+def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer: Optimizer | None) -> list[str]:
+    """Return the names of the outputs, and of the inputs that the optimizer adds."""
+    added = [] if optimizer is None else optimizer.input_names()
+    reserved = [LOSS, *(name + GRADIENT_SUFFIX for name in trainable)]
+    reserved += [name + UPDATED_SUFFIX for name in (*(trainable if optimizer else ()), *buffers)]
+    return [*reserved, *added, *(name + UPDATED_SUFFIX for name in added)]
+
+
+def _tensors(part: Any, which: str) -> tuple[Tensor, ...]:
+    tensors = tuple(part) if isinstance(part, (tuple, list)) else (part,)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise refusal(f"{which} of the batch hold {kind(tensor)}; expected tensors")
+    return tensors
+
+
+def _argument_names(
+    function: Callable[..., Any], skip: int, count: int, default: str, taken: set[str]
+) -> tuple[str, ...]:
+    """Name `count` positional arguments of a function after the first `skip`, unlike any in `taken`, which grows."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [parameter.name for parameter in parameters if parameter.kind in positional][skip:]
+    names = []
+    for index in range(count):
+        name = known[index] if index < len(known) else f"{default}_{index}" if count > 1 else default
+        while name in taken:
+            name = f"{default}_{name}"
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the leaves that a value depends on."""
+    try:
+        gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
+    except RuntimeError as error:
+        raise refusal(f"PyTorch's own backward pass fails: {one_line(error)}") from error
+    found = {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+    for name, gradient in found.items():
+        if gradient.layout != torch.strided:
+            raise refusal(f"the gradient of {name!r} is {gradient.layout}; expected torch.strided")
+    return found
+
+
+def _refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing."""
+    known = {id(leaf) for leaf in leaves.values()}
+    for leaf in private.graph_leaves(value):
+        if id(leaf) not in known:
+            raise refusal(
+                f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
+                "or the loss; expected a loss that is a module with this parameter"
+            )

@@ -1,0 +1,404 @@
+"""The judge of exported models: every output is compared with PyTorch's, within what rounding does to the step.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from gradfuse.checking import bounds
+from gradfuse.checking.execution import Session, float_types, widened
+from gradfuse.checking.reference import ReferenceSession
+from gradfuse.errors import ExportError, GradfuseError, ModelError
+from gradfuse.export import onnx_model
+from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.rounding import Rounding
+from gradfuse.export.torch_step import Outcome, TorchStep, undisturbed
+from gradfuse.models.arrays import Arrays, to_numpy
+from gradfuse.training import optimizers
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
+
+Run = Callable[[TorchStep, Callable[[Tensor], Tensor]], Arrays]
+"""Returns the outputs of a step to whose tensors a function is applied first."""
+
+
+def has_onnxruntime() -> bool:
+    """Tell whether onnxruntime is installed: without it nothing is compared."""
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def truth_of(step: TorchStep, native: Outcome) -> Truth:
+    """Return what PyTorch computes for a step, with a seed and counters other than 0 if the step runs on them."""
+
+    def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
+        with undisturbed(step):
+            return _named(step.run(cast), native.changed)
+
+    distinct = step.with_distinct_counters(native)
+    try:
+        own = run(distinct, lambda tensor: tensor)
+    except ExportError:
+        # A counter may be the index of something.
+        distinct, own = step, _named(native, native.changed)
+    return Truth.of(distinct, own, run, (*step.trainable, *native.changed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """What PyTorch computes for a step, and what rounding does to it: the measure of a model's outputs.
+
+    Attributes:
+        step: the step.
+        own: the outputs in the step's own types.
+        exact: the outputs in float64; None if the module insists on another type.
+        kernels: what the rounding of another runtime's kernels may do.
+        constants: what the rounding of a model's constants may do.
+        run: runs the step.
+        free: the names of the step's tensors that are inputs of the model.
+    """
+
+    step: TorchStep
+    own: Arrays
+    exact: Arrays | None
+    kernels: _Spread
+    constants: _Spread
+    run: Run
+    free: tuple[str, ...]
+
+    @classmethod
+    def of(cls, step: TorchStep, own: Arrays, run: Run, free: tuple[str, ...]) -> Truth:
+        """Return the truth for the outputs `own`, in the step's own types."""
+        exact: Arrays | None
+        try:
+            exact = run(step, _widen)
+        except Exception:
+            # A user's module may raise anything.
+            exact = None
+        reference = own if exact is None else exact
+
+        def moved(roundings: float, seed: int) -> Arrays:
+            with Rounding(roundings * step.eps_of_activations, seed) as rounding:
+                return run(step, lambda tensor: rounding.moved(tensor if exact is None else _widen(tensor)))
+
+        narrow = step.eps_of_activations > np.finfo(np.float32).eps
+        return cls(
+            step=step,
+            own=own,
+            exact=exact,
+            kernels=_Spread(
+                moved, bounds.ROUNDINGS_OF_NARROW_KERNELS if narrow else bounds.ROUNDINGS_OF_KERNELS, reference
+            ),
+            constants=_Spread(moved, bounds.SMALL_ROUNDING, reference),
+            run=run,
+            free=free,
+        )
+
+    def elsewhere(self, seed: int) -> Truth:
+        """Return the same for parameters, buffers and a batch that are a thousandth larger or smaller."""
+        rounding = Rounding(bounds.OTHER_SIZE, seed)
+        state = {name: rounding.moved(self.step.state[name].detach()) for name in self.free}
+        inputs, targets = (
+            tuple(rounding.moved(tensor.detach()) for tensor in part) for part in (self.step.inputs, self.step.targets)
+        )
+        step = dataclasses.replace(self.step, state=self.step.state | state, inputs=inputs, targets=targets)
+        return Truth.of(step, self.run(step, lambda tensor: tensor), self.run, self.free)
+
+    def verify(self, model: onnx.ModelProto, which: str) -> None:
+        """Compare a model with PyTorch in its own types and in float64.
+
+        Args:
+            model: a model whose outputs have names of PyTorch's.
+            which: what to call it in messages.
+
+        Raises:
+            ExportError: an output differs, or onnxruntime cannot run the model.
+        """
+        self.compare(model, which)
+        self.compare_in_float64(model, which)
+
+    def verify_fused(self, fused: onnx.ModelProto, unfused: onnx.ModelProto) -> None:
+        """Compare the fused model with PyTorch, after the one that it was made from.
+
+        Raises:
+            ExportError: an output differs; an error that the unfused model has too is said to be its.
+        """
+        self.compare(unfused, "exported")
+        self.compare(fused, "fused")
+        try:
+            self.compare_in_float64(fused, "fused")
+        except ExportError:
+            self.compare_in_float64(unfused, "exported")
+            raise
+
+    def compare(self, model: onnx.ModelProto, which: str) -> None:
+        """Run a model in stock onnxruntime and compare every output, by its name, with PyTorch.
+
+        An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
+        spacing of the parameters' type at 1 and G the largest output of the step: what should be 0 can be no better
+        than the terms that cancel in it. If not, max|actual - exact| may be larger by 4 max|moved - exact|, with the
+        largest of up to 16 runs in which every result of arithmetic is moved by up to 64 roundings: an activation that
+        rounding may put on the other side of a kink lies there in half of them. Integers must be equal.
+        """
+        results = _run(model, self.feeds(model), which)
+        if results is None:
+            return
+        reference = self.own if self.exact is None else self.exact
+        eps = self.step.eps
+        scale = max((bounds.magnitude(array) for array in reference.values()), default=0.0)
+        for name, array in results.items():
+            wanted = self._wanted(reference, name, array, which)
+            bound = 16 * difference(self.own.get(name, wanted), wanted) + 64 * eps * bounds.magnitude(wanted)
+            bound = bound + 8 * eps * scale if array.dtype.kind not in "biu" else 0.0
+            error = difference(array.astype(np.float64), wanted)
+            if error > bound:
+                bound += bounds.MOVED_SHARE * self.kernels.largest(name, (error - bound) / bounds.MOVED_SHARE)
+            _require(error <= bound, name, which, error, bound)
+
+    def compare_in_float64(self, model: onnx.ModelProto, which: str) -> None:
+        """Run a model in float64 and compare every output with PyTorch's float64: no rounding hides an error.
+
+        An output passes if max|actual - exact| <= 64 eps max|exact| + 64 max|moved - exact|, where results are moved by
+        up to one rounding to the step's own types, in which the model's constants are. (They are moved by 2^-10 of
+        that, which decides nothing near a kink, and the change is taken 2^10 times; it is the median of three runs.)
+        What does not pass must pass at parameters and a batch that are a thousandth larger or smaller: a constant whose
+        rounding moves an activation over a kink will not do so there. Without float64 kernels for the model, or a
+        float64 run of the module, nothing is compared.
+        """
+        if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
+            return
+        try:
+            session = ReferenceSession(ir.from_proto(model), f"{WHO}: the {which} model")
+            results = session.run(self.feeds(model))
+        except GradfuseError:
+            return
+        try:
+            self._judge_in_float64(results, which)
+        except ExportError as error:
+            for seed in range(bounds.OTHER_NUMBERS):
+                try:
+                    other = self.elsewhere(seed)
+                    other._judge_in_float64(session.run(other.feeds(model)), which)
+                    return
+                except Exception:
+                    # Refused again, or numbers that the module does not take.
+                    continue
+            raise error
+
+    def feeds(self, model: onnx.ModelProto) -> Arrays:
+        """Return the inputs of a model at the values of the step."""
+        feeds = {name: to_numpy(tensor) for name, tensor in (self.step.state | self.step.batch).items()}
+        if self.step.optimizer is not None:
+            # At this scale the gradients are those of the loss itself.
+            feeds[optimizers.LOSS_SCALE] = np.array(self.step.optimizer.accumulate, dtype=np.float32)
+        return {value.name: feeds[value.name] for value in model.graph.input}
+
+    def _judge_in_float64(self, results: Arrays, which: str) -> None:
+        assert self.exact is not None
+        eps = self.step.eps
+        for name, array in results.items():
+            wanted = self._wanted(self.exact, name, array, which)
+            error = difference(array.astype(np.float64), wanted)
+            bound = 64 * eps * bounds.magnitude(wanted) if array.dtype.kind == "f" else 0.0
+            if error > bound:
+                bound += bounds.ROUNDINGS_OF_CONSTANTS / bounds.SMALL_ROUNDING * self.constants.usual(name)
+            _require(error <= bound, name, f"{which} (float64)", error, bound)
+
+    def _wanted(self, reference: Arrays, name: str, array: npt.NDArray[Any], which: str) -> npt.NDArray[Any]:
+        wanted = reference.get(name, np.zeros(array.shape))
+        if array.shape != wanted.shape:
+            raise refusal(f"output {name!r} of the {which} model has shape {array.shape}; expected {wanted.shape}")
+        return wanted
+
+
+class _Spread:
+    """How far each output goes from the exact one when results are moved by a number of roundings.
+
+    Args:
+        moved: (roundings, seed) -> the outputs of a run that is moved by so many.
+        roundings: by how many.
+        reference: the exact outputs.
+    """
+
+    def __init__(self, moved: Callable[[float, int], Arrays], roundings: float, reference: Arrays) -> None:
+        self._moved = moved
+        self._roundings = roundings
+        self._reference = reference
+        self._changes: list[dict[str, float]] = []
+
+    def largest(self, name: str, enough: float) -> float:
+        """Return the largest change of an output; no run is made after one whose change is `enough`."""
+        largest = 0.0
+        for run in range(bounds.MOVED_RUNS):
+            largest = max(largest, self._change(run, name))
+            if largest >= enough:
+                break
+        return largest
+
+    def usual(self, name: str) -> float:
+        """Return the median change of an output."""
+        return sorted(self._change(run, name) for run in range(bounds.SMALL_RUNS))[bounds.SMALL_RUNS // 2]
+
+    def _change(self, run: int, name: str) -> float:
+        while run >= len(self._changes):
+            try:
+                outputs = self._moved(self._roundings, len(self._changes))
+            except Exception:
+                # Values that a user's module refuses.
+                outputs = self._reference
+            with np.errstate(invalid="ignore"):
+                changes = {key: bounds.magnitude(outputs[key] - wanted) for key, wanted in self._reference.items()}
+            self._changes.append(changes)
+        return self._changes[run].get(name, 0.0)
+
+
+def compare_update(
+    model: onnx.ModelProto,
+    step: TorchStep,
+    described: optimizers.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    state: Arrays,
+) -> None:
+    """Compare the update that a model makes of its gradients with the one that the optimizer itself makes of them.
+
+    A parameter passes if max|actual - exact| <= 16 max|native - exact| + 16 eps (max|exact| + max|change|), where the
+    exact one is a float64 run of the optimizer. Both start from the model's own gradients: Adam makes a change of full
+    size even from a gradient that is nothing but rounding.
+
+    Args:
+        model: the model with the optimizer in it.
+        step: the step, without the optimizer.
+        described: the optimizer that is in the model.
+        optimizer: PyTorch's; it is not changed.
+        state: the optimizer's state and hyperparameters by the names of the model's inputs.
+
+    Raises:
+        ExportError: a parameter differs, or onnxruntime cannot run the model.
+    """
+    # A copy of the model in which the gradients are outputs too.
+    observed = ir.from_proto(model)
+    values = {str(value.name): value for value in onnx_model.every_value(observed.graph)}
+    for name in described.parameters:
+        onnx_model.add_output(observed.graph, values[name + GRADIENT_SUFFIX])
+    feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()} | state
+    if optimizers.MICRO_STEP in feeds:
+        # The call that makes the update.
+        feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
+    results = _run(ir.to_proto(observed), feeds, "updating")
+    if results is None:
+        return
+    # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
+    scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
+    gradients = {
+        name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / scale for name in described.parameters
+    }
+    own = _updated(step, described, optimizer, gradients, None)
+    reference = _updated(step, described, optimizer, gradients, torch.float64)
+    for name, wanted in reference.items():
+        before = to_numpy(step.state[name]).astype(np.float64)
+        output = name + UPDATED_SUFFIX
+        eps = torch.finfo(step.state[name].dtype).eps
+        error = difference(results[output].astype(np.float64), wanted)
+        size = bounds.magnitude(wanted) + bounds.magnitude(wanted - before)
+        bound = 16 * difference(own[name], wanted) + 16 * eps * size
+        _require(error <= bound, output, "updating", error, bound)
+
+
+def _updated(
+    step: TorchStep,
+    described: optimizers.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    gradients: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> Arrays:
+    """Return what an optimizer makes of copies of the parameters, computed in a type; None: in their own."""
+    names = {id(tensor): name for name, tensor in step.state.items()}
+    groups = []
+    copies = {}
+    for group in optimizer.param_groups:
+        members = []
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            copy = parameter.detach().to(dtype or parameter.dtype, copy=True).cpu()
+            if name in gradients:
+                copy.grad = gradients[name].to(copy.dtype)
+            copies[name] = copy
+            members.append(copy)
+        # The rate as the model has it, and an implementation that runs anywhere.
+        rate = float(np.float32(group["lr"]))
+        groups.append({**group, "lr": rate, "foreach": None, "fused": None, "capturable": False, "params": members})
+    create: Any = type(optimizer)
+    twin = create(groups)
+    state_dict = deepcopy(optimizer.state_dict())
+    twin.load_state_dict({**state_dict, "param_groups": twin.state_dict()["param_groups"]})
+    if described.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(list(copies.values()), described.max_grad_norm)
+    skipped = described.loss_scaling is not None and not all(one.isfinite().all() for one in gradients.values())
+    if not skipped:
+        twin.step()
+    return {name: copies[name].double().numpy() for name in gradients}
+
+
+def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Return the largest absolute difference; NaN does not differ from NaN, nor an infinity from itself."""
+    if a.size == 0:
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        differences = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    return float(np.where(np.isnan(differences), np.inf, differences).max())
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _named(outcome: Outcome, changed: Sequence[str]) -> Arrays:
+    """Return the outputs of a step by their names in the model, as float64."""
+    tensors = {LOSS: outcome.loss}
+    tensors |= {name + GRADIENT_SUFFIX: tensor for name, tensor in outcome.gradients.items()}
+    tensors |= {name + UPDATED_SUFFIX: outcome.buffers[name] for name in changed}
+    return {name: tensor.detach().cpu().double().numpy() for name, tensor in tensors.items()}
+
+
+def _require(within: bool, name: str, which: str, error: float, bound: float) -> None:
+    if not within:
+        raise refusal(
+            f"output {name!r} of the {which} model differs from PyTorch by {error:.3g}; expected at most {bound:.3g}"
+        )
+
+
+def _run(model: onnx.ModelProto, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> Arrays | None:
+    """Run a model in onnxruntime, in float32 where that lacks its 16-bit kernels; None without onnxruntime."""
+    if not has_onnxruntime():
+        return None
+    loaded = ir.from_proto(model)
+    source = f"{WHO}: the {which} model"
+    needed = {value.name: feeds[value.name] for value in model.graph.input}
+    narrow = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+    try:
+        return Session(loaded, source).run(needed)
+    except ModelError as error:
+        if not float_types(loaded) & narrow:
+            raise ExportError(str(error)) from error
+    wide = {
+        name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in narrow else array
+        for name, array in needed.items()
+    }
+    try:
+        return Session(widened(loaded, ir.DataType.FLOAT), source).run(wide)
+    except ModelError as error:
+        raise ExportError(str(error)) from error

@@ -1,0 +1,283 @@
+"""onnx's shape inference, in a process of its own: on some models it aborts the process, or does not return.
+
+The process is a worker that is started when first needed and then serves all models of this process. It is a new
+interpreter, not a fork: a process with threads, such as those of torch and onnxruntime, cannot be forked safely.
+It ends with this process. After a fork the child starts a worker of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.spawn
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, TypeVar
+
+import onnx
+
+from gradfuse.custom_ops.operator import DOMAIN
+from gradfuse.errors import WorkerError
+from gradfuse.models import inference_worker
+from gradfuse.models.inference_worker import ANSWER, MAGIC, READY, REQUEST
+
+_Answer = TypeVar("_Answer")
+
+SECONDS = 120
+"""The most that an inference, and the start of a worker, may take."""
+_POLL_SECONDS = 0.5
+_END_SECONDS = 5
+# The exit codes of an interpreter that ends by itself. All others are those of a crash, and so is 0 while at work: it
+# is what is known of a process where the system does not keep the exit codes (SIGCHLD is ignored).
+_OWN_CODES = (1, 2, 120)
+
+
+def infer(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Return a copy of a model with the types and shapes that onnx infers.
+
+    None where onnx cannot do it: it raises an error, ends its process, or takes longer than `SECONDS`.
+    Threads take turns.
+
+    Raises:
+        WorkerError: the worker fails for a reason that is not the model.
+    """
+    imports = [*model.opset_import, *(entry for function in model.functions for entry in function.opset_import)]
+    with_schemas = any(entry.domain == DOMAIN for entry in imports)
+    try:
+        content = model.SerializeToString()
+    except Exception:  # Beyond the limit of a message; protobuf's implementations raise different errors.
+        return None
+    answer = ask(content, with_schemas)
+    if answer is None:
+        return None
+    try:
+        return onnx.load_model_from_string(answer)
+    except Exception as error:
+        raise WorkerError("shape inference: what the worker process answered is no model") from error
+
+
+class _Died(Exception):
+    """The worker ended while it had a model, with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+
+class _Worker:
+    """One process, which is ready when this returns.
+
+    Raises:
+        WorkerError: it cannot be started.
+    """
+
+    def __init__(self) -> None:
+        executable = multiprocessing.spawn.get_executable()
+        if not executable:
+            raise _failure("cannot be started: sys.executable is not known; multiprocessing.set_executable can say it")
+        # By its path, so that neither the user's __main__ nor a module of the current folder is imported.
+        command = [os.fsdecode(executable), "-P", str(inference_worker.__file__), *sys.path]
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                bufsize=0,
+                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )
+        except OSError as error:
+            raise _failure(f"cannot be started: {error}") from error
+        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
+        self._files: list[IO[bytes]] = [file for file in pipes if file is not None]
+        self._talk: threading.Thread | None = None
+        with self._stopped_on_error():
+            if self._in_time(self._wait_until_ready) is None:
+                code = self._process.poll()
+                what = f"does not start in {SECONDS} s" if code is None else f"ends at its start with exit code {code}"
+                raise _failure(f"{what}{self._last_words()}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, model: bytes, with_schemas: bool) -> bytes | None:
+        """Return the model with inferred shapes; None where onnx raised an error or took too long.
+
+        Raises:
+            _Died: the process ended.
+            WorkerError: the answer makes no sense.
+        """
+        with self._stopped_on_error():
+            answer = self._in_time(lambda: self._exchange(model, with_schemas))
+            if answer is None:
+                code = self._process.poll()
+                if code is None:
+                    self.stop()
+                    return None
+                raise _Died(code)
+        has_shapes, inferred = answer
+        return inferred if has_shapes else None
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        if self._talk is not None:
+            self._talk.join(_END_SECONDS)
+            if self._talk.is_alive():
+                return  # It reads from a pipe that a fork of this process holds open: its number must not be reused.
+        self._close()
+
+    def forget(self) -> None:
+        """Let go of the process of a parent, in its fork."""
+        self._close()
+        self._process.returncode = 0
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    @contextlib.contextmanager
+    def _stopped_on_error(self) -> Iterator[None]:
+        """Stop the process at any error, an interrupt too: nobody knows any more what it is to answer next."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+
+    def _in_time(self, talk: Callable[[], _Answer | None]) -> _Answer | None:
+        """Return what `talk` does; None where the process ends first, or the time does.
+
+        It talks in a thread, as pipes have no time limit that all systems know.
+        """
+        answers: list[_Answer | None] = []
+        errors: list[WorkerError] = []
+
+        def run() -> None:
+            try:
+                answers.append(talk())
+            except WorkerError as error:
+                errors.append(error)
+            except (OSError, ValueError):
+                pass  # The process ended, or was stopped and its pipes are closed.
+
+        self._talk = threading.Thread(target=run, name="gradfuse shape inference", daemon=True)
+        try:
+            self._talk.start()
+        except RuntimeError as error:
+            self._talk = None
+            raise _failure(f"cannot be talked to: {error}") from error
+        end = time.monotonic() + SECONDS
+        while self._talk.is_alive() and self.is_alive and time.monotonic() < end:
+            self._talk.join(_POLL_SECONDS)
+        if not self.is_alive:
+            self._talk.join(_END_SECONDS)
+        if errors:
+            raise errors[0]
+        answer = answers[0] if answers else None
+        if answer is None and not self._talk.is_alive():
+            # It has closed its pipes, and so is about to end.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        return answer
+
+    def _wait_until_ready(self) -> bool | None:
+        """Read up to the line that it writes when it is ready: before, what the interpreter imports may print."""
+        line = b""
+        while character := self._read(1):
+            line += character
+            if line.endswith(b"\n"):
+                if line == READY:
+                    return True
+                line = b""
+        return None
+
+    def _exchange(self, model: bytes, with_schemas: bool) -> tuple[bool, bytes] | None:
+        stdin = self._files[0]
+        for part in (REQUEST.pack(with_schemas, len(model)), model):
+            left = memoryview(part)
+            while left:
+                left = left[stdin.write(left) :]
+        head = self._read(ANSWER.size)
+        if len(head) < ANSWER.size:
+            return None
+        magic, has_shapes, size = ANSWER.unpack(head)
+        if magic != MAGIC:
+            raise _failure("gives an answer that makes no sense")
+        inferred = self._read(size)
+        return (has_shapes, inferred) if len(inferred) == size else None
+
+    def _read(self, size: int) -> bytes:
+        """So many bytes, or fewer where the process ends."""
+        parts = []
+        while size and (part := self._files[1].read(min(size, 1 << 20))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _last_words(self) -> str:
+        """The last line of what a process that ended wrote to its standard error."""
+        if self.is_alive:
+            return ""
+        lines = self._files[2].read(1 << 16).decode(errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip()]
+        return f": {said[-1]}" if said else ""
+
+
+def _failure(what: str) -> WorkerError:
+    return WorkerError(f"shape inference: the worker process {what}")
+
+
+class _Workers:
+    """The worker of this process, where it has one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        atexit.register(self.stop)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def ask(self, model: bytes, with_schemas: bool) -> bytes | None:
+        """As `_Worker.ask`, but None where the model makes the worker crash."""
+        with self._lock:
+            if self._worker is not None and self._worker.is_alive:
+                try:
+                    return self._worker.ask(model, with_schemas)
+                except _Died:
+                    pass  # Of this model, of what one before did to it, or killed by someone: a new one will tell.
+            if self._worker is not None:
+                self._worker.stop()
+            self._worker = _Worker()
+            try:
+                return self._worker.ask(model, with_schemas)
+            except _Died as death:
+                if death.code in _OWN_CODES:
+                    raise _failure(f"ends with exit code {death.code}") from None
+                return None
+
+    def stop(self) -> None:
+        """End the worker, also while it is at work; the next model gets a new one."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+
+    def _forget(self) -> None:
+        # A thread that the fork does not have may hold the lock.
+        self._lock = threading.Lock()
+        if self._worker is not None:
+            self._worker.forget()
+        self._worker = None
+
+
+_workers = _Workers()
+ask: Callable[[bytes, bool], bytes | None] = _workers.ask
+"""What :func:`infer` asks; :func:`inference_worker.infer` in its place works in this process."""

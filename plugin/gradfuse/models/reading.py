@@ -1,0 +1,229 @@
+"""Reads and validates models of every kind that gradfuse takes: files, protos, onnx_ir and torch.onnx programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import onnx
+import onnx.version_converter
+import onnx_ir as ir
+
+from gradfuse.custom_ops.operator import OLDEST_OPSET
+from gradfuse.errors import ArgumentError, ModelError, one_line
+from gradfuse.models import validation
+from gradfuse.models.tensors import PROTOBUF_LIMIT, copy_model, every_tensor, serialized, to_proto
+
+if TYPE_CHECKING:
+    import torch
+
+    ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model | torch.onnx.ONNXProgram | LoadedModel"
+
+_IrModel = ir.Model
+
+NEWEST_OPSET = onnx.defs.onnx_opset_version()
+_CONVERTIBLE_OPSET = 7  # older versions still broadcast by attributes
+_OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
+
+
+class _Kind(enum.Enum):
+    PATH = "path"
+    PROTO = "onnx.ModelProto"
+    IR = "onnx_ir.Model"
+    PROGRAM = "torch.onnx.ONNXProgram"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model as gradfuse works on it.
+
+    Attributes:
+        ir: a private copy; tensors are shared with the argument of `load`, and they are immutable.
+        source: what to call the model in messages: the path, or the model's kind.
+        older: the model before onnx.version_converter raised its default opset, None where it did not.
+    """
+
+    ir: _IrModel
+    source: str
+    _kind: _Kind
+    _argument: Any
+    older: _IrModel | None = None
+
+    def restore(self, model: _IrModel) -> Any:
+        """Return `model` as the kind of model that was loaded.
+
+        A path gives an `onnx.ModelProto` with its tensors in it, so that it can be saved anywhere; only one that would
+        exceed a protobuf message (2 GB) keeps referring to the data files beside the path.
+        """
+        if self._kind is _Kind.IR:
+            return model
+        if self._kind is _Kind.PROGRAM:
+            return type(self._argument)(model, self._argument.exported_program)
+        if self._kind is _Kind.PATH:
+            return to_proto(model)
+        return serialized(model)
+
+
+def load(model: ModelLike) -> LoadedModel:
+    """Read and validate a model; the argument is never changed.
+
+    Args:
+        model: a path, an `onnx.ModelProto`, an `onnx_ir.Model`, a `torch.onnx.ONNXProgram`, or what was loaded before.
+
+    Raises:
+        ModelError: not an ONNX model, truncated, invalid, external data missing or too short, or an unknown or too old
+            opset or IR version.
+        ArgumentError: `model` is something else.
+    """
+    if isinstance(model, LoadedModel):
+        return dataclasses.replace(model, ir=copy_model(model.ir))
+    if isinstance(model, (str, os.PathLike)):
+        path = os.fspath(model)
+        return _raised(LoadedModel(_load_path(path), path, _Kind.PATH, None))
+    if isinstance(model, onnx.ModelProto):
+        _check_versions(model, "ModelProto")
+        # A proto does not tell which folder its data files are in.
+        validation.check_tensors(model, "ModelProto", None)
+        # The checker refuses larger messages.
+        if model.ByteSize() <= PROTOBUF_LIMIT:
+            _check(model, None, "ModelProto")
+        return _raised(LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None))
+    kind, inner = (_Kind.IR, model) if isinstance(model, ir.Model) else (_Kind.PROGRAM, getattr(model, "model", None))
+    if not isinstance(inner, ir.Model) or (kind is _Kind.PROGRAM and not hasattr(model, "exported_program")):
+        raise ArgumentError(
+            f"model is {type(model).__name__}; "
+            "expected a path, onnx.ModelProto, onnx_ir.Model or torch.onnx.ONNXProgram"
+        )
+    _check_opset(inner.opset_imports, kind.value)
+    try:
+        copy = copy_model(inner)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
+        ) from error
+    return _raised(LoadedModel(_with_one_default_domain(copy), kind.value, kind, model))
+
+
+def _raised(loaded: LoadedModel) -> LoadedModel:
+    """Return the model with a default opset that is at least `OLDEST_OPSET`."""
+    validation.check_calls(loaded.ir, loaded.source)
+    opset = loaded.ir.opset_imports[""]
+    if opset >= OLDEST_OPSET:
+        return loaded
+    reason = "onnx.version_converter does not keep functions"
+    if not loaded.ir.functions:
+        try:
+            proto = onnx.version_converter.convert_version(to_proto(loaded.ir), OLDEST_OPSET)
+            return dataclasses.replace(loaded, ir=_from_proto(proto, loaded.source), older=loaded.ir)
+        except Exception as error:
+            # The converter's adapters raise exceptions without a common base.
+            reason = f"onnx.version_converter cannot raise it: {one_line(error)}"
+    raise ModelError(f"{loaded.source}: the default opset is {opset}; expected {_OPSETS}; {reason}")
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the metadata of the model at `path`, whether the model is valid or not.
+
+    Raises:
+        ModelError: there is no ONNX model.
+    """
+    try:
+        return {entry.key: entry.value for entry in parse(os.fspath(path)).metadata_props}
+    except OSError as error:
+        raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _load_path(path: str) -> ir.Model:
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
+        raise ModelError(f"{path}: {what}; expected an ONNX file")
+    proto = parse(path)
+    _check_versions(proto, path)
+    folder = os.path.dirname(path) or os.curdir
+    # Before anything else, so that nothing reads a file outside the model's folder.
+    validation.check_tensors(proto, path, folder)
+    text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
+    _check(proto, path if text_format in (None, "protobuf") else None, path)
+    model = _from_proto(proto, path)
+    for tensor in every_tensor(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.base_dir = folder
+    return model
+
+
+def parse(path: str) -> onnx.ModelProto:
+    try:
+        size = os.path.getsize(path)
+        if size > PROTOBUF_LIMIT:
+            raise ModelError(
+                f"{path}: is one file of {size} bytes; expected at most {PROTOBUF_LIMIT}, with external data for more"
+            )
+        proto = onnx.load(path, load_external_data=False)
+    except (OSError, MemoryError) as error:
+        raise ModelError(f"{path}: cannot read the file: {one_line(error)}") from error
+    except ModelError:
+        raise
+    except Exception as error:
+        # protobuf's decoders for the binary and the text formats have different exceptions.
+        with open(path, "rb") as file:
+            begins_like_onnx = file.read(1) == b"\x08"
+        what = "is truncated or damaged" if begins_like_onnx else "is not an ONNX model"
+        raise ModelError(f"{path}: {what}: {one_line(error)}") from error
+    if not proto.ir_version or not proto.HasField("graph"):
+        raise ModelError(f"{path}: is not an ONNX model: it has no IR version or no graph")
+    return proto
+
+
+def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
+    # onnx_ir silently drops these.
+    if proto.training_info:
+        raise ModelError(f"{source}: has training_info; expected a model without, as gradfuse could not keep it")
+    validation.refuse_sparse(proto, source)
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:
+        # The deserializer documents no exceptions; whatever it raises, the model is malformed.
+        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
+    return _with_one_default_domain(model)
+
+
+def _with_one_default_domain(model: ir.Model) -> ir.Model:
+    """Make "" the only name of the default domain in opset imports, as onnx_ir does for nodes."""
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for holder in holders:
+        version = holder.opset_imports.pop("ai.onnx", None)
+        if version is not None:
+            holder.opset_imports.setdefault("", version)
+    return model
+
+
+def _check_versions(proto: onnx.ModelProto, source: str) -> None:
+    if proto.ir_version > onnx.IR_VERSION:
+        raise ModelError(f"{source}: the IR version is {proto.ir_version}; expected at most {onnx.IR_VERSION}")
+    _check_opset({opset.domain: opset.version for opset in proto.opset_import}, source)
+
+
+def _check_opset(imports: Mapping[str, int], source: str) -> None:
+    version = imports.get("", imports.get("ai.onnx"))
+    if version is None:
+        raise ModelError(f"{source}: the default opset is not imported; expected {_OPSETS}")
+    if not _CONVERTIBLE_OPSET <= version <= NEWEST_OPSET:
+        hint = f", or {_CONVERTIBLE_OPSET} and up to be converted" if version < OLDEST_OPSET else ""
+        raise ModelError(f"{source}: the default opset is {version}; expected {_OPSETS}{hint}")
+
+
+def _check(model: onnx.ModelProto, path: str | None, source: str) -> None:
+    try:
+        validation.check_structure(model, path)
+    except Exception as error:
+        # ValidationError, and for some malformed models ValueError or RuntimeError.
+        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error

@@ -1,0 +1,135 @@
+"""The tensors of a model: how large they are, whether they lie in files, and copies of a model with them in memory.
+
+External data is read only where it is needed. Until then, tensors in files stay memory maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from gradfuse.errors import ModelError, one_line
+
+PROTOBUF_LIMIT = 2**31 - 1
+# Room for everything of a message that is not tensor data.
+_MESSAGE_ROOM = 2**27
+
+
+def every_tensor(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Yield every tensor of a model: initializers and attributes, of subgraphs and functions too."""
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    for graph in graphs:  # The list grows: subgraphs are appended as they are found.
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.is_ref():
+                    continue
+                match attribute.type:
+                    case ir.AttributeType.TENSOR:
+                        yield attribute.as_tensor()
+                    case ir.AttributeType.TENSORS:
+                        yield from attribute.as_tensors()
+                    case ir.AttributeType.GRAPH:
+                        graphs.append(attribute.as_graph())
+                    case ir.AttributeType.GRAPHS:
+                        graphs += attribute.as_graphs()
+
+
+def tensor_bytes(model: ir.Model) -> int:
+    """Return how many bytes the tensors of a model take, in files or in memory."""
+    return sum(tensor.nbytes for tensor in every_tensor(model))
+
+
+def fits_one_message(model: ir.Model) -> bool:
+    """Tell whether a model with all its tensors fits into one protobuf message."""
+    return tensor_bytes(model) + _MESSAGE_ROOM <= PROTOBUF_LIMIT
+
+
+def fits_one_message_without_files(model: ir.Model) -> bool:
+    """Tell whether a model fits into one protobuf message if tensors that are in files stay there."""
+    embedded = sum(tensor.nbytes for tensor in every_tensor(model) if not isinstance(tensor, ir.ExternalTensor))
+    return embedded + _MESSAGE_ROOM <= PROTOBUF_LIMIT
+
+
+def has_external_data(model: ir.Model) -> bool:
+    """Tell whether any tensor of a model lives in a file beside it."""
+    return any(isinstance(tensor, ir.ExternalTensor) for tensor in every_tensor(model))
+
+
+def data_files(model: ir.Model) -> list[str]:
+    """Return the files that the external tensors of a model are in."""
+    return list(dict.fromkeys(tensor.path for tensor in every_tensor(model) if isinstance(tensor, ir.ExternalTensor)))
+
+
+def copy_model(model: ir.Model) -> ir.Model:
+    """Return a copy of which nothing but the tensors, which are immutable, is shared with `model`.
+
+    `ir.Model.clone` shares the types of values, and setting `Value.dtype` changes a type in place.
+    """
+    copy = model.clone()
+    for graph in copy.graphs():
+        for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)):
+            if isinstance(value.type, ir.TensorType):
+                value.type = ir.TensorType(value.type.dtype, denotation=value.type.denotation)
+    return copy
+
+
+def with_tensors_in_memory(model: ir.Model) -> ir.Model:
+    """Return the model, or a copy with every external tensor read into memory where it has any.
+
+    Raises:
+        ModelError: external data cannot be read.
+    """
+    if not has_external_data(model):
+        return model
+    copy = copy_model(model)
+    read_attribute_tensors(copy)
+    for graph in copy.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _read_tensor(value.const_value)
+    return copy
+
+
+def read_attribute_tensors(model: ir.Model) -> None:
+    """Read external tensors in attributes into memory, as no ONNX writer moves their files."""
+    nodes = [model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())]
+    for group in nodes:
+        for node in group:
+            for attribute in list(node.attributes.values()):
+                if (
+                    not attribute.is_ref()
+                    and attribute.type == ir.AttributeType.TENSOR
+                    and isinstance(attribute.value, ir.ExternalTensor)
+                ):
+                    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, _read_tensor(attribute.value))
+
+
+def _read_tensor(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    try:
+        values = tensor.numpy().copy()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the external data of {tensor.name!r}: {one_line(error)}") from error
+    return ir.Tensor(values, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, doc_string=tensor.doc_string)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Return an `onnx.ModelProto` that holds its tensors; if it would exceed 2 GB, external tensors stay external."""
+    return serialized(with_tensors_in_memory(model) if fits_one_message(model) else model)
+
+
+def serialized(model: ir.Model) -> onnx.ModelProto:
+    """Return an `onnx.ModelProto` whose external tensors stay in their files.
+
+    Raises:
+        ModelError: the model is malformed.
+    """
+    try:
+        return ir.to_proto(model)
+    except Exception as error:
+        # The serializer documents no exceptions; whatever it raises, the model is malformed.
+        raise ModelError(f"onnx_ir.Model: is not a valid ONNX model: {one_line(error)}") from error

@@ -1,0 +1,137 @@
+"""Writes models and other files atomically: a file is written whole or not at all.
+
+A model that does not fit into one protobuf message (2 GB) is written with its tensors in a file beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from gradfuse.errors import ModelError, one_line
+from gradfuse.models import files, validation
+from gradfuse.models.reading import parse
+from gradfuse.models.tensors import (
+    copy_model,
+    data_files,
+    fits_one_message_without_files,
+    has_external_data,
+    read_attribute_tensors,
+)
+
+_DATA = ".data"
+"""The suffix of files with external data."""
+_OUTPUT = "the model"
+
+
+def save(
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    *,
+    keep_references: bool = False,
+    inputs: Iterable[str] = (),
+    force: bool = False,
+) -> None:
+    """Write a model and its external data, whole or not at all.
+
+    The tensors of a model that has external tensors, or is too large for one protobuf message, go to `<path>.data`,
+    unless the model keeps referring to the files that have them. Everything is written to a temporary folder beside
+    `path` and then renamed: if anything fails, what was at `path` before is still there.
+
+    Args:
+        model: the model; it is not changed.
+        path: the file to write; its ending chooses the format, as for `onnx.save`.
+        keep_references: external tensors keep referring to their files, which must be beside `path`.
+        inputs: files that the model was made from, which must stay as they are.
+        force: replace a `<path>.data` that does not belong to a model at `path`.
+
+    Raises:
+        ModelError: the model cannot be written, or would replace something else: a folder, a pipe, a device, one of the
+            inputs, a file with external tensors of the model, or a `<path>.data` of something else.
+    """
+    path = os.fspath(path)
+    # Of a link, the target is replaced.
+    folder, name = os.path.split(os.path.realpath(path))
+    references_hold = keep_references and folder == os.path.dirname(os.path.abspath(path))
+    inputs = list(inputs)
+    files.require_regular(path, _OUTPUT)
+    files.require_other(path, [*inputs, *data_files(model)], _OUTPUT)
+    external = not references_hold and has_external_data(model)
+    external = external or not fits_one_message_without_files(model)
+    if external:
+        _require_free_data(path, data_path(path), inputs, force)
+
+    def make(written: str) -> None:
+        if not external:
+            ir.save(model, written)
+            return
+        copy = copy_model(model)
+        read_attribute_tensors(copy)
+        ir.save(copy, written, external_data=f"{name}{_DATA}")
+        # The data file is empty if all tensors are small, as small ones stay in the model.
+        data = written + _DATA
+        if not os.path.getsize(data):
+            os.remove(data)
+
+    try:
+        files.write(path, make, data=f"{name}{_DATA}")
+    except ModelError:
+        raise
+    except Exception as error:
+        # Errors of the disk, protobuf and numpy have no common base. All mean that nothing was written.
+        raise ModelError(f"{path}: cannot write the model: {one_line(error)}") from error
+
+
+def write_file(path: str | os.PathLike[str], content: bytes, inputs: Iterable[str] = ()) -> None:
+    """Write a file whole or not at all.
+
+    Args:
+        path: the file to write; where it is a link, its target.
+        content: what is in it.
+        inputs: files that must stay as they are.
+
+    Raises:
+        ModelError: the file cannot be written, or would replace a folder, a pipe, a device or an input.
+    """
+    path = os.fspath(path)
+    files.require_regular(path, "a file")
+    files.require_other(path, inputs, "a file")
+
+    def make(written: str) -> None:
+        with open(written, "wb") as file:
+            file.write(content)
+
+    try:
+        files.write(path, make)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
+
+
+def data_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of the data file of a model at `path`."""
+    return os.path.realpath(path) + _DATA
+
+
+def _require_free_data(path: str, data: str, inputs: Iterable[str], force: bool) -> None:
+    """Refuse to replace a data file that does not belong to the model that is at `path` now."""
+    wanted = "the external data of the model"
+    if os.path.islink(data):
+        raise ModelError(f"{data}: is a symbolic link; expected a path for {wanted}")
+    files.require_regular(data, wanted)
+    files.require_other(data, inputs, wanted)
+    is_free = force or not os.path.exists(data) or not os.path.getsize(data)
+    if not is_free and not _refers_to(path, os.path.basename(data)):
+        raise ModelError(
+            f"{data}: exists and does not belong to a model at {path}; expected a path for {wanted}, or force"
+        )
+
+
+def _refers_to(path: str, location: str) -> bool:
+    """Tell whether there is a model at `path` with external data in the file `location` beside it."""
+    try:
+        proto = parse(path)
+    except ModelError:
+        return False
+    return location in validation.external_locations(proto)

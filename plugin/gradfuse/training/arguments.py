@@ -1,0 +1,108 @@
+"""What users hand to a training session: arrays, paths and execution providers, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from gradfuse.errors import ArgumentError, one_line
+from gradfuse.models.arrays import Arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorType:
+    """Type and shape of an input or output; dimensions that vary are names or None."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int | str | None, ...]
+
+    @classmethod
+    def of(cls, value: onnx.ValueInfoProto) -> TensorType:
+        tensor = value.type.tensor_type
+        shape = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
+        return cls(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), tuple(shape))
+
+    def __str__(self) -> str:
+        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype} of shape ({sizes}{',' if len(self.shape) == 1 else ''})"
+
+
+def require_shapes(where: str, feeds: Arrays, known: Mapping[str, TensorType]) -> None:
+    """Refuse an array of another type or shape; dimensions of one name have one size."""
+    sizes: dict[str, int] = {}
+    for name, array in feeds.items():
+        wanted = known[name]
+        fits = array.dtype == wanted.dtype and len(array.shape) == len(wanted.shape)
+        for size, dim in zip(array.shape, wanted.shape, strict=False):
+            fits = fits and (dim is None or size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim))
+        if not fits:
+            bound = "".join(f", {dim} = {sizes[dim]}" for dim in wanted.shape if isinstance(dim, str) and dim in sizes)
+            raise ArgumentError(
+                f"{where}: {name!r} is {TensorType(array.dtype, array.shape)}; expected {wanted}{bound}"
+            )
+
+
+def require_rates(rates: npt.NDArray[Any], what: str) -> None:
+    """Refuse learning rates that are negative or not finite; `what` begins the message."""
+    if not (np.isfinite(rates) & (rates >= 0)).all():
+        raise ArgumentError(f"{what}; expected finite numbers from 0 on")
+
+
+def require_path(path: Any, where: str) -> None:
+    """Refuse what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"{where}: path is {in_short(path)}; expected a path")
+
+
+def checked_providers(providers: Any, where: str) -> list[Any]:
+    """Return execution providers, after checking their form: onnxruntime prints a warning and ignores others."""
+    if providers is None:
+        return ["CPUExecutionProvider"]
+
+    def is_one(provider: Any) -> bool:
+        match provider:
+            case str() | (str(), Mapping()):
+                return True
+        return False
+
+    if isinstance(providers, str) or not isinstance(providers, Sequence) or not all(map(is_one, providers)):
+        wanted = "a list of names, or of pairs of a name and its options"
+        raise ArgumentError(f"{where}: providers is {in_short(providers)}; expected {wanted}")
+    return list(providers) or ["CPUExecutionProvider"]
+
+
+def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
+    """Return a numpy array of what may be a torch tensor, without importing torch.
+
+    Args:
+        value: what was given.
+        what: what to call it in messages.
+        wanted: what it is to be.
+
+    Raises:
+        ArgumentError: it cannot be one, such as a tensor of a type that numpy does not have, or has a mask.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{what} is a masked array; expected {wanted}")
+    try:
+        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except Exception as error:
+        # For each kind of tensor that numpy lacks, torch raises another exception.
+        raise ArgumentError(f"{what} cannot be an array: {one_line(error)}; expected {wanted}") from error
+
+
+def contiguous(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array as onnxruntime takes its memory: contiguous and aligned."""
+    return np.require(array, requirements=("C", "A"))
+
+
+def in_short(value: Any) -> str:
+    """Return what a value looks like, in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."

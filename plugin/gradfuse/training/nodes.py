@@ -1,0 +1,125 @@
+"""Graph nodes written as arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+
+class Nodes:
+    """Collects nodes, and gives names, types and shapes to their outputs.
+
+    Args:
+        prefix: what the names of nodes and values begin with.
+
+    Attributes:
+        tape: what holds the nodes.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.tape = ir.tape.Tape()
+        self._prefix = prefix
+        self._constants: dict[tuple[float, ir.DataType], GraphTensor] = {}
+
+    def op(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        dtype: ir.DataType,
+        shape: Any,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> GraphTensor:
+        """Append a node with one output of a type and shape."""
+        name = f"{self._prefix}/{op_type}_{len(self.tape.nodes)}"
+        output = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        return GraphTensor(self, self.tape.op(op_type, inputs, attributes, name=name, output=output))
+
+    def constant(self, number: float, dtype: ir.DataType) -> GraphTensor:
+        """Return a scalar of a type; equal ones share a node."""
+        if (number, dtype) not in self._constants:
+            tensor = ir.tensor(np.array(number, dtype=dtype.numpy()), dtype=dtype)
+            self._constants[number, dtype] = self.op("Constant", [], dtype, (), {"value": tensor})
+        return self._constants[number, dtype]
+
+    def of(self, value: ir.Value) -> GraphTensor:
+        """Return a value with arithmetic that appends to these nodes."""
+        return GraphTensor(self, value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GraphTensor:
+    """A value of a graph with Python's arithmetic, of which each operation appends a node.
+
+    A number as an operand becomes a constant of the value's type.
+    """
+
+    nodes: Nodes
+    value: ir.Value
+
+    @property
+    def dtype(self) -> ir.DataType:
+        assert self.value.dtype is not None
+        return self.value.dtype
+
+    @property
+    def shape(self) -> ir.Shape:
+        assert self.value.shape is not None
+        return self.value.shape
+
+    def op(self, op_type: str, *others: GraphTensor | float, dtype: ir.DataType | None = None) -> GraphTensor:
+        """Append an elementwise operator; all operands have one shape, or none."""
+        operands = [self, *(o if isinstance(o, GraphTensor) else self.nodes.constant(o, self.dtype) for o in others)]
+        shape = max((operand.shape for operand in operands), key=len)
+        return self.nodes.op(op_type, [operand.value for operand in operands], dtype or self.dtype, shape)
+
+    def __add__(self, other: GraphTensor | float) -> GraphTensor:
+        return self.op("Add", other)
+
+    def __sub__(self, other: GraphTensor | float) -> GraphTensor:
+        return self.op("Sub", other)
+
+    def __mul__(self, other: GraphTensor | float) -> GraphTensor:
+        return self.op("Mul", other)
+
+    def __truediv__(self, other: GraphTensor | float) -> GraphTensor:
+        return self.op("Div", other)
+
+    def __neg__(self) -> GraphTensor:
+        return self.op("Neg")
+
+    def __rtruediv__(self, other: float) -> GraphTensor:
+        return self.nodes.constant(other, self.dtype) / self
+
+    def __rsub__(self, other: float) -> GraphTensor:
+        return self.nodes.constant(other, self.dtype) - self
+
+    def __rpow__(self, other: float) -> GraphTensor:
+        return self.nodes.constant(other, self.dtype).op("Pow", self)
+
+    def sqrt(self) -> GraphTensor:
+        return self.op("Sqrt")
+
+    def maximum(self, other: GraphTensor) -> GraphTensor:
+        return self.op("Max", other)
+
+    def equals(self, number: float) -> GraphTensor:
+        return self.op("Equal", number, dtype=ir.DataType.BOOL)
+
+    def where(self, chosen: GraphTensor, other: GraphTensor | float) -> GraphTensor:
+        """Return `chosen` where this truth value, of shape (), holds, else the other."""
+        otherwise = other if isinstance(other, GraphTensor) else self.nodes.constant(other, chosen.dtype)
+        inputs = [self.value, chosen.value, otherwise.value]
+        return self.nodes.op("Where", inputs, chosen.dtype, max((chosen.shape, otherwise.shape), key=len))
+
+    def cast(self, dtype: ir.DataType) -> GraphTensor:
+        if dtype == self.dtype:
+            return self
+        return self.nodes.op("Cast", [self.value], dtype, self.shape, {"to": dtype})
+
+    def norm(self) -> GraphTensor:
+        """Return the 2-norm of all elements, of shape ()."""
+        return self.nodes.op("ReduceL2", [self.value], self.dtype, (), {"keepdims": 0})

@@ -1,0 +1,122 @@
+"""The algorithms of torch.optim as nodes of an ONNX graph.
+
+`RULES` has one entry an algorithm. Its update is written with the arithmetic of `torch.optim`'s implementations on
+single tensors, one node for each of their operations. What PyTorch has as Python floats, such as the bias correction
+of Adam, is float64 in the graph too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradfuse.training.nodes import GraphTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One parameter in an update; all tensors have the type that is computed in."""
+
+    parameter: GraphTensor
+    gradient: GraphTensor
+    state: Mapping[str, GraphTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """An algorithm: which state it keeps, and its update."""
+
+    states: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    """options -> the names of the state that is kept for each parameter."""
+    counts_steps: Callable[[Mapping[str, Any]], bool]
+    """options -> whether the update depends on the number of steps done."""
+    update: Callable[
+        [Mapping[str, Any], GraphTensor, GraphTensor | None, Slot], tuple[GraphTensor, dict[str, GraphTensor]]
+    ]
+    """(options, learning rate, steps done before (both float64), slot) -> new parameter, new state."""
+
+
+def _sgd(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    parameter, gradient, dtype = slot.parameter, slot.gradient, slot.parameter.dtype
+    new_state = {}
+    if options["weight_decay"]:
+        gradient = gradient + parameter * options["weight_decay"]
+    if options["momentum"]:
+        fresh = gradient
+        if options["dampening"]:
+            # In the first step the buffer is the gradient itself, without dampening.
+            assert step is not None
+            one = step.nodes.constant(1.0, step.dtype)
+            fresh = gradient * step.equals(0).where(one, 1 - options["dampening"]).cast(dtype)
+        buffer = slot.state["momentum_buffer"] * options["momentum"] + fresh
+        new_state["momentum_buffer"] = buffer
+        gradient = gradient + buffer * options["momentum"] if options["nesterov"] else buffer
+    return parameter - gradient * rate.cast(dtype), new_state
+
+
+def _adam(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    parameter, gradient, dtype = slot.parameter, slot.gradient, slot.parameter.dtype
+    beta1, beta2 = options["betas"]
+    assert step is not None
+    count = step + 1
+    if options["weight_decay"]:
+        if options["decoupled_weight_decay"]:
+            parameter = parameter * (1 - rate * options["weight_decay"]).cast(dtype)
+        else:
+            gradient = gradient + parameter * options["weight_decay"]
+    mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
+    # As torch.lerp, which begins at the nearer end.
+    weight = 1 - beta1
+    change = gradient - mean
+    mean = mean + change * weight if weight < 0.5 else gradient - change * (1 - weight)
+    square = square * beta2 + gradient * (1 - beta2) * gradient
+    new_state = {"exp_avg": mean, "exp_avg_sq": square}
+    if options["amsgrad"]:
+        square = new_state["max_exp_avg_sq"] = slot.state["max_exp_avg_sq"].maximum(square)
+    step_size = rate / (1 - beta1**count)
+    denominator = square.sqrt() / (1 - beta2**count).sqrt().cast(dtype) + options["eps"]
+    return parameter - mean * step_size.cast(dtype) / denominator, new_state
+
+
+def _transformers_adamw(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    """The former AdamW of transformers, which onnxruntime-training has: epsilon without bias correction, decay last."""
+    beta1, beta2 = options["betas"]
+    gradient, dtype = slot.gradient, slot.parameter.dtype
+    mean = slot.state["exp_avg"] * beta1 + gradient * (1 - beta1)
+    square = slot.state["exp_avg_sq"] * beta2 + gradient * (1 - beta2) * gradient
+    step_size = rate
+    if options["correct_bias"]:
+        assert step is not None
+        count = step + 1
+        step_size = rate * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    parameter = slot.parameter - mean * step_size.cast(dtype) / (square.sqrt() + options["eps"])
+    if options["weight_decay"]:
+        parameter = parameter - parameter * (rate * options["weight_decay"]).cast(dtype)
+    return parameter, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+RULES: Mapping[str, Rule] = {
+    "SGD": Rule(
+        lambda options: ("momentum_buffer",) if options["momentum"] else (),
+        lambda options: bool(options["momentum"] and options["dampening"]),
+        _sgd,
+    ),
+    "Adam": Rule(
+        lambda options: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())),
+        lambda options: True,
+        _adam,
+    ),
+    "TransformersAdamW": Rule(
+        lambda options: ("exp_avg", "exp_avg_sq"),
+        lambda options: True,
+        _transformers_adamw,
+    ),
+}
+"""By the name of the algorithm; AdamW is Adam with the option `decoupled_weight_decay`."""

@@ -1,0 +1,27 @@
+"""The function body of every operator, in stock onnxruntime and in onnx.reference, against PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import BACKENDS, opsets, run
+from operators import SAMPLES
+
+from gradfuse.custom_ops import OPS
+
+CASES = [
+    (op, dtype, opset)
+    for op, operator in OPS.items()
+    for dtype in SAMPLES[op].dtypes
+    for opset in opsets()
+    if opset >= operator.oldest_opset
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op, dtype, opset", CASES, ids=lambda value: str(value).removeprefix("torch."))
+def test_agrees_with_pytorch(backend: str, op: str, dtype: torch.dtype, opset: int) -> None:
+    for sample in SAMPLES[op].all_typical(dtype):
+        ranks = [output.dim() for output in SAMPLES[op].expected(sample, torch.float64)]
+        outputs = run(op, backend, *sample.inputs, ranks=ranks, opset=opset, **sample.attributes)
+        SAMPLES[op].assert_close([output.to(dtype) for output in outputs], sample, dtype)

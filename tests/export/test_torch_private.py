@@ -1,0 +1,304 @@
+"""Each private API of PyTorch that gradfuse relies on is there, and behaves as relied upon.
+
+When a new version of PyTorch fails here, `_torch_private.py` is the one file to change.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+import gradfuse
+from gradfuse.export import _torch_private as private
+from gradfuse.export import translation
+
+PACKAGE = Path(gradfuse.__file__).parent
+ONES = np.ones((2, 3), np.float32)
+
+
+@contextlib.contextmanager
+def needed(name: str, purpose: str) -> Iterator[None]:
+    """Say of a failure which API is concerned, and what it is for."""
+    try:
+        yield
+    except Exception as error:
+        pytest.fail(
+            f"PyTorch {torch.__version__} lacks {name}, or it behaves differently ({type(error).__name__}: {error}). "
+            f"gradfuse needs it to {purpose}."
+        )
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    """A library of operators that are gone after the test."""
+    with torch.library._scoped_library("gradfuse_test", "FRAGMENT") as made:
+        yield made
+
+
+class Loss(nn.Module):
+    """A linear layer's output as the loss of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def to_onnx(module: nn.Module, table: dict[Any, Any] | None = None) -> ir.Model:
+    program = torch.export.export(module, (torch.ones(2, 3),))
+    exported = torch.onnx.export(
+        program, (), dynamo=True, verbose=False, optimize=False, custom_translation_table=table or {}
+    )
+    assert exported is not None
+    return exported.model
+
+
+def test_parameter_entries() -> None:
+    with needed("nn.Module._parameters", "run a module on other tensors than its parameters"):
+        layer, other = nn.Linear(2, 3), torch.ones(3, 2)
+        assert set(private.parameter_entries(layer)) == {"weight", "bias"}
+        private.parameter_entries(layer)["weight"] = other
+        assert layer.weight is other
+
+
+def test_buffer_entries() -> None:
+    with needed("nn.Module._buffers", "run a module on other tensors than its buffers"):
+        layer, other = nn.BatchNorm1d(2), torch.ones(2)
+        assert "running_mean" in private.buffer_entries(layer)
+        private.buffer_entries(layer)["running_mean"] = other
+        assert layer.running_mean is other
+
+
+def test_submodule_entries() -> None:
+    with needed("nn.Module._modules", "restore a module after it was traced"):
+        inner = nn.ReLU()
+        assert private.submodule_entries(nn.Sequential(inner)) == {"0": inner}
+
+
+def test_version() -> None:
+    with needed("Tensor._version", "see that a step changes a parameter in place"):
+        tensor = torch.zeros(2)
+        before = private.version(tensor)
+        assert private.version(tensor) == before
+        tensor.add_(1)
+        assert private.version(tensor) > before
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_has_gradient_hooks(register: str) -> None:
+    with needed("Tensor._backward_hooks or _post_accumulate_grad_hooks", "refuse hooks that it would ignore"):
+        parameter = nn.Parameter(torch.zeros(2))
+        assert not private.has_gradient_hooks(parameter)
+        getattr(parameter, register)(lambda tensor: None)
+        assert private.has_gradient_hooks(parameter)
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_has_step_hooks(register: str) -> None:
+    with needed("Optimizer._optimizer_step_pre_hooks or _post_hooks", "refuse hooks that it would ignore"):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+        assert not private.has_step_hooks(optimizer)
+        getattr(optimizer, register)(lambda *_: None)
+        assert private.has_step_hooks(optimizer)
+
+
+def test_growth_tracker() -> None:
+    with needed('GradScaler.state_dict()["_growth_tracker"]', "go on with the loss scaling of a GradScaler"):
+        scaler = torch.amp.GradScaler("cpu")
+        assert private.growth_tracker(scaler) == 0
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 7})
+        assert private.growth_tracker(scaler) == 7
+
+
+def test_graph_leaves() -> None:
+    with needed("AccumulateGrad.variable", "refuse a loss with trainable tensors that no module has"):
+        a, b, frozen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), torch.ones(2)
+        leaves = list(private.graph_leaves(((a * b).exp() * frozen + a).sum()))
+        assert {id(leaf) for leaf in leaves} == {id(a), id(b)}
+
+
+def test_forward_mode_is_on() -> None:
+    with needed("forward_ad._current_level", "refuse forward-mode derivatives, which its operators lack"):
+        assert not private.forward_mode_is_on()
+        with torch.autograd.forward_ad.dual_level():
+            assert private.forward_mode_is_on()
+
+
+def test_operator_name() -> None:
+    with needed("OpOverload._schema.name", "know which operators round"):
+        assert private.operator_name(torch.ops.aten.add.Tensor) == "aten::add"
+
+
+def test_is_mutable() -> None:
+    with needed("OpOverload._schema.is_mutable", "leave results alone that are written into arguments"):
+        assert private.is_mutable(torch.ops.aten.add_.Tensor)
+        assert not private.is_mutable(torch.ops.aten.add.Tensor)
+
+
+def test_schema_arguments() -> None:
+    with needed("torch._C.parse_schema", "read the arguments of its operators for PyTorch"):
+        x, scale = private.schema_arguments("aclnn::f(Tensor x, float scale=0.5) -> Tensor")
+        assert (x.name, str(x.type)) == ("x", "Tensor")
+        assert (scale.name, str(scale.type), scale.default_value) == ("scale", "float", 0.5)
+
+
+def test_tensors_in() -> None:
+    with needed("torch.utils._pytree.tree_leaves", "find the outputs of a module in eval mode"):
+        a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+        found = private.tensors_in((a, [b], {"last": c}))
+        assert [id(one) for one in found] == [id(a), id(b), id(c)]
+
+
+def test_map_tensors() -> None:
+    with needed("torch.utils._pytree.tree_map_only", "move the results of operators by their rounding"):
+        tensor, (number, listed) = private.map_tensors(lambda one: one + 1, (torch.zeros(1), (3, [torch.ones(1)])))
+        assert (float(tensor), number, float(listed[0])) == (1.0, 3, 2.0)
+
+
+def test_torch_dispatch_mode() -> None:
+    with needed("torch.utils._python_dispatch.TorchDispatchMode", "draw the masks of dropout, and see operators run"):
+        seen = []
+
+        class Recording(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(private.operator_name(func))
+                return func(*args, **(kwargs or {}))
+
+        ones = torch.ones(2)
+        with Recording():  # type: ignore[no-untyped-call]
+            F.softplus(ones)
+        assert seen == ["aten::softplus"]
+
+
+def test_with_backward() -> None:
+    with needed("torch.export.experimental._export_forward_backward", "derive the backward pass of a step"):
+        program = private.with_backward(torch.export.export(Loss(), (torch.ones(2, 3),)))
+        loss, *gradients = program.graph_module.graph.output_node().args[0]
+        assert [tuple(one.meta["val"].shape) for one in (loss, *gradients)] == [(), (1, 3), (1,)]
+
+
+def test_with_user_outputs() -> None:
+    with needed("ExportedProgram._update and _module_call_graph", "keep the gradients, which torch.onnx would drop"):
+        joint = private.with_backward(torch.export.export(Loss(), (torch.ones(2, 3),)))
+        program = private.with_user_outputs(joint)
+        assert {spec.kind.name for spec in program.graph_signature.output_specs} == {"USER_OUTPUT"}
+        exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
+        assert exported is not None
+        assert [tuple(value.shape or ()) for value in exported.model.graph.outputs] == [(), (1, 3), (1,)]
+
+
+def test_known_decompositions() -> None:
+    with needed("torch._decomp.get_decompositions", "translate batch normalization in training mode"):
+        overload = torch.ops.aten._native_batch_norm_legit_functional.default
+        function = private.known_decompositions([overload])[overload]
+        x = torch.arange(6.0).view(3, 2)
+        zeros, ones = torch.zeros(2), torch.ones(2)
+        arguments = (x, ones, zeros, zeros, ones, True, 0.1, 1e-5)
+        for got, wanted in zip(function(*arguments), overload(*arguments), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_unchecked_size(library: Any) -> None:
+    with needed("ShapeEnv.ignore_fresh_unbacked_symbols", "trace CTC losses with lengths in tensors"):
+        library.define("f(Tensor x) -> Tensor")
+
+        def fake(x: Tensor) -> Tensor:
+            assert not isinstance(private.unchecked_size(x), int)
+            return x.new_empty(x.shape)
+
+        torch.library.register_fake("gradfuse_test::f", fake, lib=library)
+
+        class Calling(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.gradfuse_test.f(x)  # type: ignore[no-any-return]
+
+        program = torch.export.export(Calling(), (torch.ones(2, 3),))
+        assert any(node.target is torch.ops.gradfuse_test.f.default for node in program.graph.nodes)
+
+
+def test_record_call() -> None:
+    with needed("the evaluator of torch.onnx with its nodes and functions", "translate operators as ONNX functions"):
+        double = translation.function_caller("Double (x) => (y) { y = Add(x, x) }")
+        model = to_onnx(nn.ReLU(), {torch.ops.aten.relu.default: double})
+        (result,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {str(model.graph.inputs[0].name): ONES})
+        np.testing.assert_array_equal(result, 2 * ONES)
+
+
+def test_untranslated_operator(library: Any) -> None:
+    with needed("the text of torch.onnx's error for an unknown operator", "name the operator that has no translation"):
+        library.define("g(Tensor x) -> Tensor")
+        torch.library.register_fake("gradfuse_test::g", torch.empty_like, lib=library)
+
+        class Calling(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.gradfuse_test.g(x)  # type: ignore[no-any-return]
+
+        with pytest.raises(torch.onnx.OnnxExporterError) as caught:
+            to_onnx(Calling())
+        names = [private.untranslated_operator(error) for error in causes(caught.value)]
+        assert "gradfuse_test.g.default" in names
+        assert private.untranslated_operator(ValueError("another")) is None
+
+
+def test_every_name_has_a_test() -> None:
+    functions = [value for value in vars(private).values() if inspect.isfunction(value)]
+    own = [function.__name__ for function in functions if function.__module__ == private.__name__]
+    assert [name for name in own if f"test_{name}" not in globals()] == []
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _own_names(trees: dict[Path, ast.Module]) -> set[str]:
+    """Every name that the package's own code gives to something."""
+    names: set[str] = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def test_no_other_module_uses_a_private_api_of_torch() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path.name != "_torch_private.py"}
+    own = _own_names(trees)
+    found = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            match node:
+                case ast.Import():
+                    names = [alias.name for alias in node.names]
+                case ast.ImportFrom(module=str(module)):
+                    names = [f"{module}.{alias.name}" for alias in node.names]
+                case ast.Attribute(attr=attr) if attr not in own:
+                    # Operators of ATen are named as they are.
+                    text = ast.unparse(node)
+                    names = [] if text.startswith(("aten.", "torch.ops.aten.")) else [f"torch.{attr}"]
+            if any(name.startswith("torch.") and any(map(_is_private, name.split("."))) for name in names):
+                found.append(f"{path}: {ast.unparse(node)}")
+    assert found == []
