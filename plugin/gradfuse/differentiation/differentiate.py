@@ -53,9 +53,9 @@ def differentiate(
     """
     loaded = reading.load(model)
     work = prepared(loaded.ir)
-    outputs = _outputs(work.graph, of, seeds)
     values = {str(value.name): value for value in (*work.graph.inputs, *work.graph.initializers.values())}
     chosen = _chosen(values, wrt)
+    outputs = _outputs(work.graph, of, seeds)
     tape = Tape(free_prefix(work.graph), work.opset_imports[""])
     given = {value: _seed(work.graph, tape, value, name) for value, name in outputs.items()}
     found = gradients(work.graph, tape, given, list(chosen.values()))
@@ -108,24 +108,26 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
         schema: Any = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
         return None
-    proto = ir.to_proto(node)
     if schema.has_context_dependent_function:
-        types = [
-            onnx.TypeProto() if value is None or value.type is None else ir.serde.serialize_type(value.type)
-            for value in node.inputs
-        ]
-        body = schema.get_context_dependent_function(proto.SerializeToString(), [t.SerializeToString() for t in types])
-        if not body:
-            return None
-        function = onnx.FunctionProto.FromString(body)
-        # Outputs that this use of the operator leaves out may have no node in it.
-        given = {*function.input, *(name for inner in function.node for name in inner.output)}
-        while function.output and function.output[-1] not in given:
-            function.output.pop()
-        return ir.serde.deserialize_function(function)
-    if schema.has_function:
-        return ir.serde.deserialize_function(schema.function_body)
-    return None
+        types = [onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type for value in node.inputs]
+        content = schema.get_context_dependent_function_with_opset_version(
+            opset, ir.to_proto(node).SerializeToString(), [t.SerializeToString() for t in types]
+        )
+    elif schema.has_function:
+        content = schema.get_function_with_opset_version(opset)
+    else:
+        return None
+    if not content:
+        return None
+    function = onnx.FunctionProto.FromString(content)
+    # Outputs that this use of the operator leaves out may have no node in it.
+    given = {*function.input, *(name for inner in function.node for name in inner.output)}
+    while function.output and function.output[-1] not in given:
+        function.output.pop()
+    body = ir.serde.deserialize_function(function)
+    # It holds from its own version on, up to that of the next body.
+    body.opset_imports[""] = opset
+    return body
 
 
 def free_prefix(graph: ir.Graph) -> str:
