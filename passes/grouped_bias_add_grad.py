@@ -12,13 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
-from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
+from gradfuse.passes.algebra import MOST_SUMMED, UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
 from gradfuse.passes.matching import TOLERANCE, VIEWS, Builder, FusePass, Mismatch, Rewrite, Site, names_of
 from gradfuse.passes.reading import Form, Order, attribute, ort_training
 from gradfuse.passes.report import NearMiss
 
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
-_MOST_SUMMED = 4  # dimensions that a sum of the algebra may have
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
@@ -121,7 +120,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
             apart = dict(zip(summed, algebra.fresh(len(summed)), strict=True))
             names = {v: algebra.var(k) for k, v in enumerate(left)} | {v: algebra.var(w) for v, w in apart.items()}
             bound = {w: own.sizes[v] for v, w in apart.items()}
-            if len(bound) > _MOST_SUMMED:
+            if len(bound) > MOST_SUMMED:
                 continue
             expected = algebra.sum(algebra.substitute(own.poly, names), bound)
             layout = [form.sizes[v] for v in range(len(form.sizes))]

@@ -16,7 +16,7 @@ from operator_reference import reference
 from gradfuse.custom_ops import DOMAIN, OPS
 
 ROOT = Path(__file__).resolve().parents[1]
-_GENERATED = re.compile(r"(<!-- operators: (\w+) -->\n).*?(?=<!-- operators: end -->)", re.DOTALL)
+_GENERATED = re.compile(r"(<!-- operators: (?!end )(\w+) -->\n).*?(?=<!-- operators: end -->)", re.DOTALL)
 
 
 def _summary() -> str:

@@ -26,7 +26,7 @@ class Describer {
   }
 
  private:
-  static std::string Bool(bool value) { return value ? "true" : "false"; }
+  static const char* Bool(bool value) { return value ? "true" : "false"; }
   static void Append(std::string& list, const std::string& item) { list += (list.empty() ? "" : ", ") + item; }
   static std::string List(const TypeSet& types) {
     std::string list;

@@ -3,9 +3,9 @@
 
 Usage: fetch_headers.py onnxruntime|highway DESTINATION
 
-No package on PyPI ships these headers. They come from the project's release archive, whose hash is pinned here. Where
-that is out of reach, but a mirror of Debian or Ubuntu is not, they come from the distribution's package: apt unpacks it
-with settings of its own, so that it needs no root and changes nothing outside DESTINATION.
+No package on PyPI ships these headers. On Debian and Ubuntu they come from the distribution's package: apt unpacks it
+with settings of its own, so that it needs no root and changes nothing outside DESTINATION. Elsewhere they come from the
+project's release archive, whose hash is pinned here.
 
 Prints the folder to include headers from. Only the standard library is used: CMake runs this before anything is
 installed.
@@ -176,7 +176,7 @@ def fetch(headers: Headers, destination: Path) -> Path:
     if present is not None:
         return present
     reasons = []
-    for way in (from_archive, from_apt):
+    for way in (from_apt, from_archive):
         # Filled beside its place and moved there whole: an interrupted run leaves nothing that looks complete.
         partial = destination.with_name(destination.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)

@@ -73,8 +73,10 @@ from gradfuse.passes.algebra.atoms import Atom
 from gradfuse.passes.algebra.definitions import Positions
 from gradfuse.passes.algebra.polynomials import ONE, UNIT, ZERO, Monomial, Poly, TooComplex, number
 from gradfuse.passes.algebra.renaming import Renaming, Reordered
+from gradfuse.passes.algebra.sums import MOST_SUMMED
 
 __all__ = [
+    "MOST_SUMMED",
     "ONE",
     "UNIT",
     "ZERO",

@@ -81,11 +81,10 @@ def range_test(algebra: Operations, index: Poly, size: Poly, sizes: Mapping[int,
     if index.constant is not None:
         limit = size.constant
         return UNIT if index.constant >= 0 and (limit is None or index.constant < limit) else None
+    if any(algebra.atoms[a].kind in ("tensor", "sum", "pow") for m in index.terms for a, _ in m):
+        return algebra.inside(index, size)
     low, high = ZERO, ZERO
     for m, c in index.terms.items():
-        kinds = {algebra.atoms[a].kind for a, _ in m}
-        if kinds & {"tensor", "sum", "pow"}:
-            return algebra.inside(index, size)
         v = [a for a, _ in m if algebra.atoms[a].kind == "var"]
         if not v:
             low, high = low + Poly({m: c}), high + Poly({m: c})

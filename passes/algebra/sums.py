@@ -24,7 +24,8 @@ from gradfuse.passes.algebra.operations import Operations
 from gradfuse.passes.algebra.polynomials import ONE, UNIT, ZERO, Exponent, Monomial, Poly, TooComplex, number
 from gradfuse.passes.algebra.substitution import opened
 
-_MOST_VARIABLES = 4  # of one sum atom: all orders of them are tried
+MOST_SUMMED = 4
+"""The most variables of one sum: all orders of them are tried."""
 
 
 def sum_over(
@@ -131,8 +132,8 @@ def _sum_atom(algebra: Operations, monomial: Monomial, variables: dict[int, Poly
         inner = algebra.atoms[monomial[0][0]]
         own = algebra.fresh(len(inner.args[0]), inner.free)
         return algebra.sum(opened(algebra, inner, own), variables | dict(zip(own, inner.args[0], strict=True)))
-    if len(variables) > _MOST_VARIABLES:
-        raise TooComplex(f"a sum over more than {_MOST_VARIABLES} variables")
+    if len(variables) > MOST_SUMMED:
+        raise TooComplex(f"a sum over more than {MOST_SUMMED} variables")
     height = algebra.height_of(monomial) + 1
     bound = bound_at(height, len(variables))
     candidates = []

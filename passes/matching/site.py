@@ -52,8 +52,8 @@ class Site:
         self.forms = Forms(graph, progress, invented)
         self.algebra: Algebra = self.forms.algebra
         self.position: dict[ir.Value, int] = {}
-        self.proofs: dict[bytes, Exception | None] = {}
-        """The verdicts of the numerical proof, by what it ran."""
+        self.refused: dict[bytes, Exception] = {}
+        """What the numerical proof found against rewrites, by what it ran."""
         self._extents: dict[ir.Value, list[Poly]] = {}
         self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}

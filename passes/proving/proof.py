@@ -35,11 +35,14 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
+_PROVED: set[bytes] = set()
+_MOST_PROVED = 10_000
+
 
 def prove(site: Site, rewrite: Rewrite, tolerance: float) -> None:
     """Run a rewrite against the subgraph that it is to replace; their constants may differ by the relative tolerance.
 
-    Equal subgraphs, such as those of the layers of a network, are run once per site.
+    Equal subgraphs, such as those of the layers of a network, are run once: what was proved in this process stays so.
 
     Raises:
         Refuted: the two differ: the rule is wrong.
@@ -72,12 +75,23 @@ class Proof:
 
     def run(self) -> None:
         """Raise the verdict on the region, if there is any; it is looked up where an equal region had one before."""
-        proofs, key = self.region.site.proofs, self.region.key(self.tolerance)
-        if key not in proofs:
-            proofs[key] = self._verdict()
-        verdict = proofs[key]
-        if verdict is not None:
-            raise verdict
+        refused, key = self.region.site.refused, self._key()
+        if key in _PROVED:
+            return
+        if key not in refused:
+            verdict = self._verdict()
+            if verdict is None:
+                if len(_PROVED) >= _MOST_PROVED:
+                    _PROVED.clear()
+                _PROVED.add(key)
+                return
+            # Only here, as its text has names of this model.
+            refused[key] = verdict
+        raise refused[key]
+
+    def _key(self) -> bytes:
+        """Return what a verdict depends on: the region, and the sizes that all samples have in it."""
+        return self.region.key(self.tolerance, self.samples.sizes())
 
     def _verdict(self) -> Exception | None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -249,20 +249,32 @@ class Region:
         part.graph.output.extend(o for o in self.model.graph.output if o.name == output)
         return part
 
-    def key(self, tolerance: float) -> bytes:
-        """Return what a verdict depends on: equal for the same subgraph at another place, or with other names."""
+    def key(self, tolerance: float, sizes: Iterable[Sequence[int]]) -> bytes:
+        """Return what a verdict depends on: equal for the same subgraph elsewhere, in other models, with other names.
+
+        Args:
+            tolerance: that of the proof.
+            sizes: those of the symbols, in order, in each sample.
+        """
         digest = hashlib.sha256(self.model.SerializeToString(deterministic=True))
         digest.update(repr((tolerance, len(self.dims))).encode())
-        # Symbols are told by sizes that no tensor has.
-        env = {dim: 10**9 + k for k, dim in enumerate(self.dims)}
         for value in self.leaves:
-            sizes = [self.size(s, env) for s in self.extents(value)]
-            digest.update(repr((value.dtype, sizes, self.same_as(value), value in self.rewrite.ends)).encode())
-        for vector in self.shapes.values():
-            digest.update(repr([self.size(s, env) for s in vector]).encode())
+            digest.update(repr((value.dtype, self.same_as(value), value in self.rewrite.ends)).encode())
+        inputs = [v for node in self.rewrite.fused for v in node.inputs if v is not None and self.site.forms.get(v)]
+        tensors = [self.extents(value) for value in (*self.leaves, *inputs)] + [*self.shapes.values()]
+        # In the first, symbols are told by sizes that no tensor has.
+        for numbers in (range(10**9, 10**9 + len(self.dims)), *sizes):
+            env = dict(zip(self.dims, numbers, strict=True))
+            digest.update(repr([[self._size_or_none(s, env) for s in tensor] for tensor in tensors]).encode())
         for array in self.constants.values():
             digest.update(repr((array.dtype, array.shape)).encode() + array.tobytes())
         return digest.digest()
+
+    def _size_or_none(self, size: Poly, env: Mapping[str, int]) -> int | None:
+        try:
+            return self.size(size, env)
+        except Unproved:
+            return None
 
 
 def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:

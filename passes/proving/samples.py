@@ -99,6 +99,10 @@ class Samples:
                 yield Sample((*(1,) * k, base[k], *(1,) * (count - k - 1)), "normal", 52 + k)
             yield from (Sample((*base[:k], 0, *base[k + 1 :]), "normal", 80 + k) for k in range(min(count, 3)))
 
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Return the sizes of the symbols in all samples."""
+        return list(dict.fromkeys(sample.sizes for sample in self.of(self.region.constants.values())))
+
     def feeds(self, sample: Sample, table: Table) -> dict[str, Array]:
         """Return the values of leaves and shapes by name."""
         region = self.region

@@ -144,15 +144,12 @@ def scattered(forms: KnownForms, data: Form, index: Form, updates: Form, axis: i
         raise Opaque("a scatter into a part of the data")
     if data.groups[axis]:
         index = from_start(forms, index, data.groups[axis][0])
-    summed = index.groups[axis]
     groups, (x, u) = forms.broadcast([index, updates])
     joined = Form(groups, ZERO)
     # The variables of the indexed dimension of the updates move out of the way, to be summed.
     inner = list(joined.variables(axis))
     start = sum(len(g) for g in groups[:axis])
-    if len(inner) != len(summed):
-        raise Opaque("layouts do not align")
-    bound = dict(zip(algebra.fresh(len(summed)), summed, strict=True))
+    bound = dict(zip(algebra.fresh(len(inner)), groups[axis], strict=True))
     names = {v: algebra.var(w) for v, w in zip(inner, bound, strict=True)}
     width = len(data.groups[axis])
     names |= {w: algebra.var(w - len(inner) + width) for w in range(start + len(inner), len(joined.sizes))}

@@ -71,7 +71,15 @@ __all__ = [
     "to_stock",
 ]
 
-_SUBMODULES = frozenset({"custom_ops", "losses", "optimizers", "passes", "testing", "torch"})
+_SUBMODULES = {
+    "backward_decompositions": "gradfuse.export.decompositions.backward",
+    "custom_ops": "gradfuse.custom_ops",
+    "losses": "gradfuse.losses",
+    "optimizers": "gradfuse.optimizers",
+    "passes": "gradfuse.passes",
+    "testing": "gradfuse.testing",
+    "torch": "gradfuse.torch",
+}
 _MODULE_OF = {
     "ArgumentError": "gradfuse.errors",
     "CheckError": "gradfuse.errors",
@@ -104,7 +112,7 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
-        return importlib.import_module(f"gradfuse.{name}")
+        return importlib.import_module(_SUBMODULES[name])
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'gradfuse' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_MODULE_OF[name]), name)

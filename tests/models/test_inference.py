@@ -118,7 +118,8 @@ READY = "import sys, os; sys.stdout.buffer.write({ready!r}); sys.stdout.flush();
 BROKEN = {
     "ends at its start with exit code 3: no onnx": "import sys; print('no onnx', file=sys.stderr); sys.exit(3)",
     "ends with exit code 1": READY + "sys.stdin.buffer.read(9); sys.exit(1)",
-    "gives an answer that makes no sense": READY + "sys.stdin.buffer.read(9); print('hello ' * 99)",
+    "gives an answer that makes no sense": READY
+    + "sys.stdin.buffer.read(9); print('hello ' * 99, flush=True); sys.stdin.buffer.read()",
     "does not start in 2 s": "import time; time.sleep(100)",
 }
 
@@ -151,6 +152,13 @@ def test_an_interpreter_that_is_not_there_is_no_fault_of_the_model(monkeypatch: 
         monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda found=executable: found)
         with pytest.raises(WorkerError, match=f"cannot be started: .*{reason}"):
             inference.infer(_relu(3))
+
+
+@pytest.mark.usefixtures("_no_worker")
+def test_a_frozen_application_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert _size(inference.infer(_relu(3))) == 3
 
 
 @pytest.mark.usefixtures("_no_worker")

@@ -15,6 +15,9 @@ STEPS = 4
 
 LEARNING_RATE = 0.01
 
+NUDGES = 3
+"""So many runs tell what one rounding of the first parameters does to the last ones."""
+
 
 class Convolution(nn.Module):
     """Everything that a small classifier of images has, with strides that leave a rest."""

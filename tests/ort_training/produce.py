@@ -4,8 +4,9 @@ Usage: .venv-ort-training/bin/python tests/ort_training/produce.py FOLDER [CASE 
 
 Writes, for each case of cases.py, the artifacts into FOLDER/CASE, and beside them `trained`, the checkpoint after half
 of the steps, and `run.npz`: the batches; the losses and the parameters after all steps that onnxruntime-training had,
-with the training model and with what gradfuse.fuse makes of it, and that PyTorch has in float64; and the output of
-PyTorch's module in eval mode for the first batch. A case that draws random numbers has the artifacts only.
+with the training model and with what gradfuse.fuse makes of it, and that PyTorch has in float64; the parameters that
+the training model ends at when those that it starts from are moved by one rounding; and the output of PyTorch's module
+in eval mode for the first batch. A case that draws random numbers has the artifacts only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import onnx
 import onnxruntime
 import torch
 from onnxruntime.training import api, artifacts, onnxblock
-from ort_training.cases import CASES, LEARNING_RATE, STEPS, Case, train_in_float64
+from ort_training.cases import CASES, LEARNING_RATE, NUDGES, STEPS, Case, train_in_float64
 
 import gradfuse
 
@@ -82,8 +83,13 @@ def make_artifacts(case: Case, folder: Path) -> None:
     onnx.save(optimizer, path)
 
 
-def train(case: Case, folder: Path, model: Path, registered: bool = False) -> dict[str, Any]:
-    """Train with a training model; return the losses and the parameters."""
+def train(
+    case: Case, folder: Path, model: Path, registered: bool = False, nudge: np.random.Generator | None = None
+) -> dict[str, Any]:
+    """Train with a training model; return the losses and the parameters.
+
+    With `nudge`, each trainable parameter starts one rounding higher or lower.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
@@ -91,11 +97,16 @@ def train(case: Case, folder: Path, model: Path, registered: bool = False) -> di
         gradfuse.register(options)
     state = api.CheckpointState.load_checkpoint(folder / "checkpoint")
     module = api.Module(model, state, session_options=options)
+    if nudge is not None:
+        for _, parameter in state.parameters:
+            if parameter.requires_grad:
+                value = np.array(parameter.data)
+                parameter.data = np.nextafter(value, nudge.choice([-np.inf, np.inf], value.shape).astype(value.dtype))
     optimizer = api.Optimizer(folder / "optimizer_model.onnx", module)
     optimizer.set_learning_rate(LEARNING_RATE)
     losses = []
     for count, batch in enumerate(case.batches()):
-        if count == STEPS and not registered:
+        if count == STEPS and not registered and nudge is None:
             api.CheckpointState.save_checkpoint(state, folder / "trained", include_optimizer_state=True)
         result = module(*(tensor.numpy() for tensor in batch))
         losses.append(result[0] if isinstance(result, tuple) else result)
@@ -120,6 +131,9 @@ def produce(case: Case, folder: Path) -> None:
             "fused": train(case, folder, fused, registered=True),
             "exact": exact,
         }
+        for count in range(NUDGES):
+            nudge = np.random.default_rng(count)
+            runs[f"nudged{count}"] = train(case, folder, folder / "training_model.onnx", nudge=nudge)
     runs["fused"]["operators"] = np.array([fusion.op for fusion in result.report.fusions], dtype=str)
     arrays = {f"{run}.{name}": array for run, values in runs.items() for name, array in values.items()}
     for count, (x, target) in enumerate(case.batches()):

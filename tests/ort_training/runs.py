@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from ort_training.cases import LEARNING_RATE, STEPS
+from ort_training.cases import LEARNING_RATE, NUDGES, STEPS
 
 import gradfuse
 from gradfuse.testing import assert_gradients_close
@@ -38,6 +38,16 @@ class Run:
     def parameters(self) -> list[str]:
         """The names of the parameters that were trained."""
         return [key.removeprefix("exact.parameter.") for key in self.arrays if key.startswith("exact.parameter.")]
+
+    def worst_native(self, name: str) -> Array:
+        """A parameter as the original model leaves it, each element from the run that is farthest from float64.
+
+        Adam divides a gradient by its own size: where its sum cancels, one rounding of a parameter at the start moves
+        the parameter at the end by several.
+        """
+        runs = np.stack([self.parameter(which, name) for which in ("native", *(f"nudged{k}" for k in range(NUDGES)))])
+        worst = np.abs(runs - self.parameter("exact", name)).argmax(0)
+        return np.asarray(np.take_along_axis(runs, worst[None], 0)[0])
 
     def train(self, step: gradfuse.TrainingStep, first: int = 0) -> tuple[gradfuse.TrainingSession, Array]:
         """Train in stock onnxruntime from a step on; return the session and the losses."""

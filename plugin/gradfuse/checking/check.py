@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,13 +127,15 @@ class _Pair:
         kernels = bounds.ROUNDINGS_OF_NARROW_KERNELS if narrow else bounds.ROUNDINGS_OF_KERNELS
         types = float_types(first.ir) | float_types(second.ir)
         widest = max((bounds.spacing(dtype.numpy()) for dtype in types), default=0.0)
-        # Runs are costly: these are made only when a decision needs them.
+        # These are costly: they are opened, and run, only when a decision needs them.
         self._moved_by_kernels, self._moved_by_constants = (
-            ReferenceSession(moved(first.ir, roundings * widest), first.source)
+            functools.cache(functools.partial(_moved_session, first, roundings * widest))
             for roundings in (kernels, bounds.SMALL_ROUNDING)
         )
+        weights = (value.const_value for value in self._model.graph.initializers.values())
+        nudges_weights = small and any(weight is not None and _is_nudged(weight) for weight in weights)
         rng = np.random.default_rng([seed])
-        self._rounded = Session(self._with_nudged_weights(rng), first.source) if small else self._first
+        self._rounded = Session(self._with_nudged_weights(rng), first.source) if nudges_weights else self._first
 
     def _open(self, first: ir.Model, second: ir.Model, first_source: str, second_source: str) -> None:
         self._model = first
@@ -249,16 +252,24 @@ class _Pair:
         copy = copy_model(self._model)
         for value in copy.graph.initializers.values():
             tensor = value.const_value
-            if tensor is not None and tensor.dtype in FLOATS and tensor.size > 1:
+            if tensor is not None and _is_nudged(tensor):
                 value.const_value = ir.tensor(self._nudge(tensor.numpy(), rng), dtype=tensor.dtype, name=tensor.name)
         return copy
+
+
+def _moved_session(model: LoadedModel, size: float) -> ReferenceSession:
+    return ReferenceSession(moved(model.ir, size), model.source)
+
+
+def _is_nudged(weight: ir.TensorProtocol) -> bool:
+    return weight.dtype in FLOATS and weight.size > 1
 
 
 class _MovedRuns:
     """A model's outputs on some inputs when its arithmetic is moved; runs are made when they are needed."""
 
-    def __init__(self, session: ReferenceSession, feeds: Arrays, exact: Arrays) -> None:
-        self._session = session
+    def __init__(self, open_session: Callable[[], ReferenceSession], feeds: Arrays, exact: Arrays) -> None:
+        self._open_session = open_session
         self._feeds = feeds
         self._exact = exact
         self._runs: list[Arrays] = []
@@ -271,7 +282,7 @@ class _MovedRuns:
         for index in range(bounds.MOVED_RUNS):
             if index == len(self._runs):
                 try:
-                    self._runs.append(self._session.run(self._feeds))
+                    self._runs.append(self._open_session().run(self._feeds))
                 except ModelError:
                     # A moved value that a node refuses, or an operator that cannot be moved.
                     self._runs.append({})

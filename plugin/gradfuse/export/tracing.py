@@ -59,7 +59,8 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> Ex
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
     _refuse_random_operators(program)
     try:
-        return private.with_user_outputs(program)
+        with quiet():
+            return private.with_user_outputs(program)
     except ValueError as error:
         raise refusal("torch.export gives a program without a signature") from error
 

@@ -2,7 +2,8 @@
 
 The process is a worker that is started when first needed and then serves all models of this process. It is a new
 interpreter, not a fork: a process with threads, such as those of torch and onnxruntime, cannot be forked safely.
-It ends with this process. After a fork the child starts a worker of its own.
+It ends with this process. After a fork the child starts a worker of its own. A frozen application (PyInstaller and the
+like) has no interpreter to start, and infers in its own process.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def infer(model: onnx.ModelProto) -> onnx.ModelProto | None:
         content = model.SerializeToString()
     except Exception:  # Beyond the limit of a message; protobuf's implementations raise different errors.
         return None
-    answer = ask(content, with_schemas)
+    # The executable of a frozen application is the application: it would start itself again and again.
+    in_process = getattr(sys, "frozen", False)
+    answer = inference_worker.infer(content, with_schemas) if in_process else ask(content, with_schemas)
     if answer is None:
         return None
     try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradfuse
 from gradfuse.export.decompositions import attention, backward, index, pooling
 
 aten = torch.ops.aten
@@ -80,3 +81,5 @@ def test_the_table_serves_every_decomposition() -> None:
     assert backward.convolution_backward in table.values()
     for module in (attention, index, pooling):
         assert set(module.table()) <= set(table)
+    # As docs/export.md has it.
+    assert gradfuse.backward_decompositions is backward

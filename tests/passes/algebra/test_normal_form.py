@@ -10,7 +10,8 @@ import pytest
 from evaluation import Evaluation
 
 from gradfuse.passes import algebra as package
-from gradfuse.passes.algebra import Algebra, Poly, Positions
+from gradfuse.passes.algebra import Algebra, Poly, Positions, number
+from gradfuse.passes.algebra.facts import range_test
 
 POSITIONS = np.array([1, 1, 0, 1, 0])
 X = np.arange(25.0).reshape(5, 5) ** 2
@@ -69,3 +70,10 @@ def test_fresh_variables_are_no_others() -> None:
     more = algebra.fresh(2, own)
     assert len({*bound, *own, *more, 0, 1}) == len(bound) + 7
     assert own == algebra.fresh(3)
+
+
+def test_whether_an_index_is_in_range_does_not_depend_on_the_order_of_its_terms() -> None:
+    algebra = Algebra()
+    row, target = algebra.var(0).scaled(-5), algebra.tensor("t", [algebra.var(1)], integer=True)
+    tests = [range_test(algebra, index, number(5), {}) for index in (row + target, target + row)]
+    assert tests == [algebra.inside(row + target, number(5))] * 2

@@ -197,6 +197,7 @@ def test_equal_blocks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return verdict(self)
 
     monkeypatch.setattr(proof.Proof, "_verdict", counted)
+    monkeypatch.setattr(proof, "_PROVED", set())
     block = """
       y{k} = Softmax<axis=1>(z{k})  t{k} = Mul(g{k}, y{k})  s{k} = ReduceSum(t{k}, axis)
       u{k} = Mul(y{k}, s{k})  r{k} = Sub(t{k}, u{k})
@@ -206,8 +207,9 @@ def test_equal_blocks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = ", ".join(f"float[4,5] r{k}" for k in range(count))
     body = "".join(block.format(k=k) for k in range(count))
     model = parsed(f"m ({inputs}) => ({outputs}) {{ axis = Constant<value_ints=[1]>() {body} }}")
-    assert len(fuse(model, policy="all").report.fusions) == count
-    assert runs == 1
+    for _ in range(2):
+        assert len(fuse(model, policy="all").report.fusions) == count
+        assert runs == 1
 
 
 def test_ignored_rows_stay_zero_behind_an_infinite_factor() -> None:
