@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.rules import FLOATS, Call, Gradient, gradient, no_gradient
+from gradfuse.differentiation.rules import FLOATS, Call, Gradient, gradient, no_gradient, refuse
 from gradfuse.differentiation.tensors import Tape, Tensor, normal_density
 
 no_gradient(
@@ -15,8 +15,10 @@ no_gradient(
     *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
     *("Ceil", "Floor", "Round", "Sign", "Hardmax"),
     *("EyeLike", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"),
-    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"),
-    *("QLinearMatMul", "QLinearConv"),
+)
+refuse(
+    *("QuantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"),
+    why="rounding to integers has no derivative",
 )
 
 
@@ -87,12 +89,17 @@ def pow_(call: Call) -> Iterator[Gradient]:
 
 @gradient("Mod", broadcasts=True)
 def mod(call: Call) -> Iterator[Gradient]:
-    """fmod(a, b) = a - b trunc(a / b)."""
+    """a - b floor(a / b), and with fmod a - b trunc(a / b)."""
     a, b, dy = _pair(call)
-    quotient = a / b
-    truncated = quotient.sign() * quotient.op("Abs").op("Floor")
     yield dy
-    yield lambda: -dy * truncated
+
+    def by_divisor() -> Tensor:
+        quotient = a / b
+        if call.attribute("fmod", 0):
+            return -dy * quotient.sign() * quotient.op("Abs").op("Floor")
+        return -dy * quotient.op("Floor")
+
+    yield by_divisor
 
 
 @gradient("Sum", broadcasts=True)
@@ -300,12 +307,50 @@ def clip(call: Call) -> Iterator[Gradient]:
 # Types, selection, randomness
 
 
+@gradient("DequantizeLinear", limits="scales of one element, or of one for each index along an axis")
+def dequantize_linear(call: Call) -> Iterator[Gradient]:
+    """(x - zero_point) scale."""
+    scale, dy, zero_point = call.x[1], _dy(call), call.input(2)
+    assert scale is not None
+    x, scale_rank, rank = _x(call), call.rank(scale), call.rank(_x(call))
+    yield None
+
+    def by_scale() -> Tensor:
+        if call.attribute("block_size", 0):
+            raise call.error("it has a block_size; expected none")
+        axis = call.attribute("axis", 1) % max(rank, 1)
+        column = [1 if k != axis else -1 for k in range(rank)] if scale_rank else []
+        steps = x.cast(dy.dtype)
+        if zero_point is not None:
+            steps = steps - zero_point.cast(dy.dtype).reshape(column)
+        others = [k for k in range(rank) if not scale_rank or k != axis]
+        return (dy * steps).sum(others, keepdims=False).cast(scale.dtype).like(scale)
+
+    yield by_scale
+    yield None
+
+
+@gradient("Range", fixed=[1])
+def range_(call: Call) -> Iterator[Gradient]:
+    """start + k delta for k = 0, 1, ..."""
+    dy = _dy(call)
+    yield lambda: dy.sum(None, keepdims=False)
+    yield None
+
+    def by_delta() -> Tensor:
+        count = dy.op("Size")
+        steps = call.tape.op("Range", call.tape.constant(0), count, call.tape.constant(1))
+        return (dy * steps.cast(dy.dtype)).sum(None, keepdims=False)
+
+    yield by_delta
+
+
 @gradient("Identity")
 def identity(call: Call) -> Iterator[Gradient]:
     yield call.dy[0]
 
 
-@gradient("Cast", "CastLike")
+@gradient("Cast", "CastLike", fixed=[1])
 def cast(call: Call) -> Iterator[Gradient]:
     x = _x(call)
     yield _dy(call).cast(x.dtype) if x.dtype in FLOATS else None
@@ -320,7 +365,7 @@ def where(call: Call) -> Iterator[Gradient]:
     yield lambda: condition.where(zero, dy)
 
 
-@gradient("Dropout")
+@gradient("Dropout", fixed=[1])
 def dropout(call: Call) -> Iterator[Gradient]:
     """The identity, unless its input `training_mode` is true: then it keeps its mask and divides by 1 - ratio."""
     dy, training = _dy(call), call.input(2)

@@ -82,7 +82,7 @@ def compress(call: Call) -> Iterator[Gradient]:
     yield scattered(call, positions, dy, x)
 
 
-@gradient("OneHot")
+@gradient("OneHot", fixed=[0, 1])
 def one_hot(call: Call) -> Iterator[Gradient]:
     """Its values are the only thing that is differentiable: that of the others, and that of the class."""
     dy = call.dy[0]

@@ -26,7 +26,7 @@ def log_softmax(call: Call) -> Iterator[Gradient]:
     yield dy - y.exp() * dy.sum(axis)
 
 
-@gradient("SoftmaxCrossEntropyLoss", limits="labels lie within the classes or are ignore_index")
+@gradient("SoftmaxCrossEntropyLoss", limits="labels lie within the classes or are ignore_index", fixed=[2])
 def softmax_cross_entropy_loss(call: Call) -> Iterator[Gradient]:
     """(softmax - one_hot) times the weight of the row; `log_prob`, its second output, may be used as well."""
     scores = call.x[0]
@@ -45,7 +45,7 @@ def softmax_cross_entropy_loss(call: Call) -> Iterator[Gradient]:
     yield gradient
 
 
-@gradient("NegativeLogLikelihoodLoss", limits="labels lie within the classes or are ignore_index")
+@gradient("NegativeLogLikelihoodLoss", limits="labels lie within the classes or are ignore_index", fixed=[2])
 def negative_log_likelihood_loss(call: Call) -> Iterator[Gradient]:
     x = call.x[0]
     assert x is not None

@@ -99,15 +99,16 @@ def _count(x: Tensor, axes: list[int]) -> Tensor:
 
 @gradient("LpNormalization")
 def lp_normalization(call: Call) -> Iterator[Gradient]:
-    """x / |x|, with the 1-norm or the 2-norm along an axis."""
+    """x / |x|, with the 1-norm or the 2-norm along an axis; 0 where the norm is 0."""
     x, dy, y = call.x[0], call.dy[0], call.y[0]
     assert x is not None and dy is not None
     axis = [call.attribute("axis", -1) % call.rank(x)]
     along = (dy * y).sum(axis)
     if call.attribute("p", 2) == 2:
-        yield (dy - y * along) / (x * x).sum(axis).sqrt()
+        inner, norm = dy - y * along, (x * x).sum(axis).sqrt()
     else:
-        yield (dy - x.sign() * along) / x.op("Abs").sum(axis)
+        inner, norm = dy - x.sign() * along, x.op("Abs").sum(axis)
+    yield (inner / norm).masked(norm > 0)
 
 
 @gradient("LRN")

@@ -9,7 +9,8 @@ import numpy as np
 from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
 from gradfuse.differentiation.tensors import Tensor
 
-no_gradient("ArgMax", "ArgMin", "Shape", "Size", "NonZero", "Unique", "ConstantOfShape", "Range")
+# The edges of MelWeightMatrix are rounded to bins.
+no_gradient("ArgMax", "ArgMin", "Shape", "Size", "NonZero", "ConstantOfShape", "MelWeightMatrix")
 
 
 class _Reduction:
@@ -53,7 +54,20 @@ class _Reduction:
         return (self.x.op("Size").cast(self.x.dtype)) / self.y.op("Size").cast(self.x.dtype)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return tensor.sum(self.axes)
+        return self.reduced("ReduceSum", tensor)
+
+    def reduced(self, op_type: str, tensor: Tensor) -> Tensor:
+        """Another reduction over the same axes, which are kept as 1."""
+        if self.axes == []:
+            return tensor
+        if isinstance(self.axes, Tensor):
+            noop = self.call.attribute("noop_with_empty_axes", 0)
+            return tensor.op(op_type, self.axes, keepdims=1, noop_with_empty_axes=noop)
+        if self.axes is None:
+            return tensor.op(op_type, keepdims=1)
+        if op_type != "ReduceSum" and tensor.tape.opset < 18:
+            return tensor.op(op_type, axes=self.axes, keepdims=1)
+        return tensor.op(op_type, tensor.tape.ints(*self.axes), keepdims=1)
 
 
 @gradient("ReduceSum")
@@ -88,18 +102,10 @@ def reduce_prod(call: Call) -> Iterator[Gradient]:
     r = _Reduction(call)
     zero = r.x.equals(0)
     others = zero.where(r.x.ones(), r.x)
-    reduced: Tensor = others.op("ReduceProd", keepdims=1, **_axes_argument(r))
+    reduced = r.reduced("ReduceProd", others)
     zeros = r.sum(zero.cast(r.x.dtype))
     plain = reduced / others
     yield r.dy * zeros.equals(0).where(plain, reduced.masked(zero.op("And", zeros.equals(1))))
-
-
-def _axes_argument(r: _Reduction) -> dict[str, list[int]]:
-    if isinstance(r.axes, Tensor):
-        raise r.call.error("its axes are computed; expected constant ones")
-    if r.call.tape.opset >= 18 and r.axes is not None:
-        raise r.call.error("opset 18 and later are not supported for some of its axes; expected all axes")
-    return {} if r.axes is None else {"axes": r.axes}
 
 
 @gradient("ReduceL1")

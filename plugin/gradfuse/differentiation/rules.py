@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -45,22 +46,28 @@ class Entry:
         rule: the rule; None for an operator whose derivative is 0 wherever it has one, or that has none.
         broadcasts: whether inputs broadcast: the rule gives gradients of the output's shape, which are summed.
         limits: what the rule does not take, for `gradfuse ops --differentiable`; empty: it takes everything.
+        fixed: the inputs that get no gradient although they are floats, such as the weights of classes.
+        refused: why a gradient through the operator is an error; empty: it is not.
     """
 
     rule: Rule | None
     broadcasts: bool = False
     limits: str = ""
+    fixed: frozenset[int] = frozenset()
+    refused: str = ""
 
 
 _TABLE: dict[tuple[str, str], Entry] = {}
 
 
-def gradient(*op_types: str, domain: str = "", broadcasts: bool = False, limits: str = "") -> Callable[[Rule], Rule]:
+def gradient(
+    *op_types: str, domain: str = "", broadcasts: bool = False, limits: str = "", fixed: Iterable[int] = ()
+) -> Callable[[Rule], Rule]:
     """Put a rule into the table, for operators of a domain."""
 
     def put(rule: Rule) -> Rule:
         for op_type in op_types:
-            _TABLE[domain, op_type] = Entry(rule, broadcasts, limits)
+            _TABLE[domain, op_type] = Entry(rule, broadcasts, limits, frozenset(fixed))
         return rule
 
     return put
@@ -72,6 +79,13 @@ def no_gradient(*op_types: str, domain: str = "") -> None:
         _TABLE[domain, op_type] = Entry(None)
 
 
+def refuse(*op_types: str, why: str, domain: str = "") -> None:
+    """Put operators into the table through which a gradient is an error, also where their outputs are integers."""
+    for op_type in op_types:
+        _TABLE[domain, op_type] = Entry(None, refused=why)
+
+
+@functools.cache
 def table() -> Mapping[tuple[str, str], Entry]:
     """Return (domain, operator) -> rule, of all families."""
     for family in FAMILIES:
@@ -148,7 +162,7 @@ class Call:
 
     def error(self, what: str) -> ModelError:
         """The error for a node that its rule does not take, to be raised by the caller."""
-        return ModelError(f"{self.node.op_type} (node {self.node.name!r}): {what}")
+        return error_of(self.node, what)
 
     def summed_to(self, gradient: Tensor, to: Tensor, of: Tensor) -> Tensor:
         """Return a gradient of the shape of `of`, summed to the shape of `to`, which was broadcast to it."""
@@ -168,6 +182,12 @@ class Call:
         if len(axes) == extra:
             return gradient.sum(axes, keepdims=False)
         return gradient.sum(axes).squeeze(*range(extra))
+
+
+def error_of(node: ir.Node, what: str) -> ModelError:
+    """Return the error for a node that cannot be differentiated."""
+    operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    return ModelError(f"{operator} (node {node.name!r}): {what}")
 
 
 def constant_of(value: ir.Value) -> npt.NDArray[Any] | None:

@@ -152,7 +152,7 @@ def depth_to_space(call: Call) -> Iterator[Gradient]:
 @gradient("SpaceToDepth")
 def space_to_depth(call: Call) -> Iterator[Gradient]:
     _, dy = _operands(call)
-    yield dy.op("DepthToSpace", blocksize=call.attribute("blocksize"))
+    yield dy.op("DepthToSpace", blocksize=call.attribute("blocksize"), mode=call.attribute("mode"))
 
 
 @gradient("ReverseSequence")
@@ -168,7 +168,7 @@ def trilu(call: Call) -> Iterator[Gradient]:
     yield dy.op("Trilu", call.input(1), upper=call.attribute("upper", 1))
 
 
-@gradient("Resize", limits="roi is left out")
+@gradient("Resize", limits="roi is left out", fixed=[1, 2])
 def resize(call: Call) -> Iterator[Gradient]:
     """Each axis is resized by a matrix: what Resize makes of the unit vectors. The gradient is multiplied by it."""
     x, dy = _operands(call)
