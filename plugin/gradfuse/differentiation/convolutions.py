@@ -19,7 +19,7 @@ class Window:
         kernel, strides, dilations, begin, end: d integers each; `begin` and `end` are the padding of the image.
     """
 
-    def __init__(self, call: Call, image: Tensor, places: Tensor, kernel: list[int]) -> None:
+    def __init__(self, call: Call, image: Tensor, places: Tensor, kernel: list[int], *, padded: bool = True) -> None:
         self.call, self.image, self.places, self.kernel = call, image, places, kernel
         self.axes = len(kernel)
         self.strides: list[int] = call.attribute("strides", [1] * self.axes)
@@ -29,11 +29,11 @@ class Window:
         # From the first to the last element of the window.
         self.reach = [d * (k - 1) for d, k in zip(self.dilations, kernel, strict=True)]
         auto_pad = call.attribute("auto_pad", "NOTSET")
-        if auto_pad == "VALID":
+        if auto_pad == "VALID" or not padded:
             self.begin, self.end = [0] * self.axes, [0] * self.axes
         elif auto_pad != "NOTSET":
             self._set_same(auto_pad)
-        self.unused = self._unused()
+        self.unused = self.behind()
 
     def _set_same(self, auto_pad: str) -> None:
         """Pad so that there are as many places as elements, divided by the stride and rounded up."""
@@ -49,7 +49,7 @@ class Window:
                 (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
             )
 
-    def _unused(self) -> list[int] | None:
+    def behind(self) -> list[int] | None:
         """How many elements of the padded image lie behind the last window, by axis; None where sizes are unknown."""
         found = []
         images, places = self.call.dims(self.image)[2:], self.call.dims(self.places)[2:]
@@ -131,13 +131,11 @@ def conv(call: Call) -> Iterator[Gradient]:
     yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)
 
 
-@gradient("ConvTranspose", limits="pads in the place of output_shape and auto_pad")
+@gradient("ConvTranspose", limits="with output_shape or auto_pad, a known size")
 def conv_transpose(call: Call) -> Iterator[Gradient]:
     """Input and output change places: the gradient of the input is a convolution."""
     x, weight, dy = _operands(call)
-    if call.attribute("output_shape") or call.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise call.error("it has output_shape or auto_pad; expected pads")
-    window, group = Window(call, call.y[0], x, _kernel(call, weight)), call.attribute("group", 1)
+    window, group = _transposed_window(call, x, _kernel(call, weight)), call.attribute("group", 1)
     # The output padding is behind the last window, which a convolution leaves out by itself if it is below the stride.
     padding = call.attribute("output_padding", [0] * window.axes)
     if any(p >= s for p, s in zip(padding, window.strides, strict=True)):
@@ -146,6 +144,28 @@ def conv_transpose(call: Call) -> Iterator[Gradient]:
     yield lambda: dy.op("Conv", weight, pads=pads, group=group, **window.options)
     yield lambda: window.products(dy, x, group)
     yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)
+
+
+def _transposed_window(call: Call, x: Tensor, kernel: list[int]) -> Window:
+    """The window of a transposed convolution, whose padding may follow from the size of its output."""
+    auto_pad = call.attribute("auto_pad", "NOTSET")
+    if not call.attribute("output_shape") and auto_pad in ("NOTSET", "VALID"):
+        return Window(call, call.y[0], x, kernel)
+    window = Window(call, call.y[0], x, kernel, padded=False)
+    more = call.attribute("output_padding", [0] * window.axes)
+    for axis, (size, count) in enumerate(zip(call.dims(call.y[0])[2:], call.dims(x)[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(count, int):
+            raise call.error("it has output_shape or auto_pad; expected pads, or a known size")
+        total = (count - 1) * window.strides[axis] + more[axis] + window.reach[axis] + 1 - size
+        # An output that is larger has elements behind the last window.
+        if total <= -window.strides[axis]:
+            raise call.error(f"its output has {size} elements along axis {axis + 2}; expected at most {size + total}")
+        total = max(total, 0)
+        half = total // 2
+        window.begin[axis] = half if auto_pad == "SAME_UPPER" else total - half
+        window.end[axis] = total - window.begin[axis]
+    window.unused = window.behind()
+    return window
 
 
 def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:

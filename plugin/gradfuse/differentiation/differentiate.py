@@ -120,10 +120,10 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
     if not content:
         return None
     function = onnx.FunctionProto.FromString(content)
-    # Outputs that this use of the operator leaves out may have no node in it.
+    # Outputs that this use of the operator leaves out may have no node in it: another one stands in for them.
     given = {*function.input, *(name for inner in function.node for name in inner.output)}
-    while function.output and function.output[-1] not in given:
-        function.output.pop()
+    stand_in = next(name for name in function.output if name in given)
+    function.output[:] = [name if name in given else stand_in for name in function.output]
     body = ir.serde.deserialize_function(function)
     # It holds from its own version on, up to that of the next body.
     body.opset_imports[""] = opset

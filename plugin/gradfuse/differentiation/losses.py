@@ -12,10 +12,23 @@ from gradfuse.differentiation.tensors import Tensor
 
 @gradient("Softmax")
 def softmax(call: Call) -> Iterator[Gradient]:
+    """Rows that are -inf throughout, and that the model replaces, have no gradient instead of NaN."""
     dy, y = call.dy[0], call.y[0]
     assert dy is not None
     axis = [call.attribute("axis", -1) % call.rank(y)]
+    if _is_replaced(y.value):
+        y = y.masked(y.op("IsNaN").op("Not"))
     yield y * (dy - (dy * y).sum(axis))
+
+
+def _is_replaced(value: ir.Value) -> bool:
+    """Whether a model chooses between a value and another one."""
+    for node, index in value.uses():
+        if node.op_type == "Where" and index > 0:
+            return True
+        if node.op_type in ("Cast", "CastLike") and _is_replaced(node.outputs[0]):
+            return True
+    return False
 
 
 @gradient("LogSoftmax")

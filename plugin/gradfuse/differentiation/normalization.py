@@ -27,9 +27,9 @@ def _through_centring(scaled: Tensor, normalized: Tensor, inverse: Tensor, axes:
     return inverse * (scaled - mean(scaled, axes) - normalized * mean(scaled * normalized, axes))
 
 
-@gradient("BatchNormalization")
+@gradient("BatchNormalization", limits="in training mode, its first output")
 def batch_normalization(call: Call) -> Iterator[Gradient]:
-    """Statistics that are inputs are constants; in training mode those of the batch depend on the input."""
+    """In training mode mean and variance are those of the batch, and depend on the input."""
     x, scale, dy = call.x[0], call.x[1], call.dy[0]
     if any(other is not None for other in call.dy[1:]):
         raise call.error("the result depends on its running statistics; expected on its first output only")
@@ -50,6 +50,10 @@ def batch_normalization(call: Call) -> Iterator[Gradient]:
         yield lambda: dy * (column(scale) * inverse)
     yield lambda: (dy * normalized).sum(others, keepdims=False).cast(scale.dtype)
     yield lambda: dy.sum(others, keepdims=False).cast(scale.dtype)
+    if not call.attribute("training_mode", 0):
+        scaled = column(scale) * inverse
+        yield lambda: -(dy * scaled).sum(others, keepdims=False).cast(scale.dtype)
+        yield lambda: (dy * normalized * (scaled * inverse * -0.5)).sum(others, keepdims=False).cast(scale.dtype)
 
 
 @gradient("InstanceNormalization")

@@ -101,7 +101,7 @@ def gemm(call: Call) -> Iterator[Gradient]:
         yield lambda: call.summed_to(dy * beta, c, call.y[0])
 
 
-@gradient("Einsum", limits="no term has a letter twice, and no letter is in one term only")
+@gradient("Einsum", limits="no term has a letter twice")
 def einsum(call: Call) -> Iterator[Gradient]:
     """Each operand's gradient is the product of the output's gradient and the other operands."""
     equation = call.attribute("equation").replace(" ", "")
@@ -117,12 +117,22 @@ def einsum(call: Call) -> Iterator[Gradient]:
     for index, term in enumerate(terms):
         others = [k for k in range(len(terms)) if k != index]
         given = ",".join([output, *(terms[k] for k in others)])
-        lost = [letter for letter in term if letter not in given and letter != "."]
-        if index in call.needed and (lost or ("..." in given and "..." not in term)):
-            raise call.error(f"equation is {equation!r}; expected every letter in two terms, and ... in all or none")
+        if index in call.needed and ("..." in given) != ("..." in term):
+            raise call.error(f"equation is {equation!r}; expected ... in all terms or in none")
+        lost = [letter for letter in term if letter not in given]
         x = call.x[index]
         if index not in call.needed or x is None:
             yield None
             continue
-        found = call.tape.op("Einsum", dy, *(call.x[k] for k in others), equation=f"{given}->{term}")
+        kept = "".join(letter for letter in term if letter not in lost)
+        found = call.tape.op("Einsum", dy, *(call.x[k] for k in others), equation=f"{given}->{kept}")
+        if lost:
+            # It was summed over: each of its elements has the same gradient.
+            found = found.unsqueeze(*(_axis_of(letter, term) for letter in lost)).expand(call.shape(x))
         yield found if "..." not in term else call.summed_to(found, x, call.y[0])
+
+
+def _axis_of(letter: str, term: str) -> int:
+    """The axis of a letter of a term, from behind where `...` is ahead of it."""
+    ahead, _, behind = term.partition("...")
+    return ahead.index(letter) if letter in ahead else behind.index(letter) - len(behind)

@@ -41,11 +41,11 @@ def gradients(
         needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
         if (not needed and not captured) or _is_constant(node):
             continue
+        entry = _entry(node, needed, captured, active)
         dy = [tape.total(found[value]) if value in found else None for value in node.outputs]
         for value, total in zip(node.outputs, dy, strict=True):
             if total is not None:
                 found[value] = [total]
-        entry = _entry(node, needed, captured)
         for index, gradient in _of_inputs(node, entry, tape, dy, needed).items():
             source = node.inputs[index]
             assert source is not None
@@ -71,9 +71,7 @@ def captured_by(node: ir.Node) -> list[ir.Value]:
     return [value for value in read if value not in inside]
 
 
-def _depending(
-    nodes: Sequence[ir.Node], wrt: Collection[ir.Value]
-) -> tuple[set[ir.Value], dict[ir.Value, ir.Node]]:
+def _depending(nodes: Sequence[ir.Node], wrt: Collection[ir.Value]) -> tuple[set[ir.Value], dict[ir.Value, ir.Node]]:
     """Return what depends on some of `wrt` in a differentiable way, with these themselves, and what is lost.
 
     Lost are values that depend on `wrt` through a node that refuses to be differentiated, with that node.
@@ -107,7 +105,9 @@ def _is_constant(node: ir.Node) -> bool:
 def _rounds(node: ir.Node) -> bool:
     """Whether a node casts to a float type that gradients cannot have, such as those of 8 bits."""
     dtype = node.outputs[0].dtype
-    return node.op_type in ("Cast", "CastLike") and dtype not in FLOATS and dtype is not None and dtype.is_floating_point()
+    return (
+        node.op_type in ("Cast", "CastLike") and dtype not in FLOATS and dtype is not None and dtype.is_floating_point()
+    )
 
 
 def _no_derivative(node: ir.Node, active: Collection[ir.Value]) -> Exception:
@@ -121,17 +121,16 @@ def _dependent(values: Iterable[ir.Value | None], active: Collection[ir.Value]) 
     return f"the gradient of {name!r} depends on it"
 
 
-def _entry(node: ir.Node, needed: frozenset[int], captured: Sequence[ir.Value]) -> Entry:
+def _entry(node: ir.Node, needed: frozenset[int], captured: Sequence[ir.Value], active: Collection[ir.Value]) -> Entry:
     """Return the rule of a node, which must have one."""
     entry = entry_of(node)
+    if entry is not None and entry.refused:
+        raise _no_derivative(node, active)
     if entry is not None and not captured:
         return entry
-    values = [*(node.inputs[k] for k in sorted(needed)), *captured]
-    first = next(value for value in values if value is not None)
     domain = f" of domain {node.domain!r}" if node.domain else ""
-    raise error_of(
-        node, f"no gradient rule for this operator{domain}; the gradient of {first.name!r} depends on it"
-    )
+    values = [*(node.inputs[k] for k in sorted(needed)), *captured]
+    raise error_of(node, f"no gradient rule for this operator{domain}; {_dependent(values, active)}")
 
 
 def _of_inputs(
