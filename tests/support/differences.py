@@ -40,7 +40,7 @@ class Differences:
         return float(sum((outputs[name] * seed).sum() for name, seed in self._seeds.items()))
 
     def along(self, feeds: Feeds, name: str, direction: Array) -> float:
-        """Return the derivative of an input along a direction, by five points: right to the fourth power of the step."""
+        """Return the derivative of an input along a direction, by five points."""
         x, step = feeds[name].astype(np.float64), self._step
         at = {k: self.value({**feeds, name: x + k * step * direction}) for k in (-2, -1, 1, 2)}
         return (at[-2] - 8 * at[-1] + 8 * at[1] - at[2]) / (12 * step)

@@ -120,6 +120,11 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
     if not content:
         return None
     function = onnx.FunctionProto.FromString(content)
+    for name in function.attribute:
+        # A body refers to attributes by name, and knows no defaults.
+        default = schema.attributes[name].default_value
+        if name not in node.attributes and default.name:
+            node.attributes.add(ir.serde.deserialize_attribute(default))
     # Outputs that this use of the operator leaves out may have no node in it: another one stands in for them.
     given = {*function.input, *(name for inner in function.node for name in inner.output)}
     stand_in = next(name for name in function.output if name in given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +13,18 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse import losses
 from gradfuse.custom_ops import functions
+from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
 from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
-from gradfuse.errors import ArgumentError, ModelError
+from gradfuse.errors import ArgumentError
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes import shapes
 from gradfuse.training import optimizers
-from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, TrainingStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
@@ -39,6 +40,7 @@ def build_training_step(
     trainable: Iterable[str] | None = None,
     frozen: Iterable[str] | None = None,
     optimizer: OptimizerOptions | None = None,
+    train_batch_norm: bool = False,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     fuse: bool = True,
@@ -46,7 +48,8 @@ def build_training_step(
     """Make a training step from a forward model in ONNX, without PyTorch.
 
     The parameters are the float initializers that the loss depends on, but for single numbers of shape (), which
-    exporters write for constants: these train only where `trainable` names them.
+    exporters write for constants: these train only where `trainable` names them. Running statistics of
+    BatchNormalization are no parameters.
 
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
@@ -55,6 +58,9 @@ def build_training_step(
         trainable: names of the initializers to train, or patterns as of `fnmatch`; None: all.
         frozen: names or patterns of initializers that stay as they are.
         optimizer: an object of `gradfuse.optimizers`; None: the step ends at the gradients.
+        train_batch_norm: whether BatchNormalization takes the statistics of the batch and updates the running ones,
+            which are then buffers of the step; else it takes the model's, which stay as they are. Its scale and bias
+            train either way.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over all parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
         fuse: whether the step is fused, as by `gradfuse.fuse`.
@@ -64,9 +70,9 @@ def build_training_step(
         of the initializers. Its evaluation model is the model itself.
 
     Raises:
-        ArgumentError: the loss does not fit the output, a name is taken, a pattern matches nothing, or an option is out
-            of range.
-        ModelError: the model cannot be read, or a node in between has no gradient rule.
+        ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
+            or running statistics, or an option is out of range.
+        ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
     """
     criterion = losses.named(loss) if isinstance(loss, str) else loss
     if criterion is not None and not isinstance(criterion, losses.Loss):
@@ -77,13 +83,19 @@ def build_training_step(
     loaded = reading.load(model)
     work = prepared(loaded.ir)
     graph = work.graph
-    initializers = {name: value for name, value in graph.initializers.items() if value.dtype in FLOATS}
+    if train_batch_norm:
+        separate_statistics(graph)
+    statistics = running_statistics(graph)
+    initializers = {
+        name: value for name, value in graph.initializers.items() if value.dtype in FLOATS and name not in statistics
+    }
     asked = _asked(graph, initializers, trainable, frozen)
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
 
     tape = Tape(free_prefix(graph), work.opset_imports[""])
+    updated = use_batch_statistics(graph, tape) if train_batch_norm else {}
     result, targets = _loss(graph, tape, criterion)
     graph.extend(tape.nodes)
     _infer(work)
@@ -93,16 +105,21 @@ def build_training_step(
     found = gradients(graph, tape, {result: seed}, chosen)
     graph.extend(tape.nodes)
     parameters = _with_gradients(asked, initializers, found, trainable is not None)
+    description = None
+    if optimizer is not None:
+        description = dataclasses.replace(
+            optimizer.described(parameters), max_grad_norm=max_grad_norm, accumulate=accumulate
+        )
+    _require_free_names(graph, result, parameters, updated, description)
 
-    values: Arrays = {}
-    for name in parameters:
-        value = initializers[name]
-        assert value.const_value is not None
-        values[name] = np.array(value.const_value.numpy())
-        del graph.initializers[name]
-        value.const_value = None
-    graph.inputs[:] = [*(initializers[name] for name in parameters), *graph.inputs]
-    graph.outputs[:] = [_loss_output(graph, result, tape)]
+    first = [value for name, value in graph.initializers.items() if name in parameters or name in updated]
+    values = _taken_out(graph, parameters)
+    buffers = _taken_out(graph, updated)
+    graph.inputs[:] = [*first, *graph.inputs]
+    graph.outputs[:] = [_loss_output(graph, result)]
+    for name, after in updated.items():
+        like = next(value for value in first if value.name == name)
+        graph.outputs.append(named_output(graph, after, name + UPDATED_SUFFIX, like))
     for name in parameters:
         like = initializers[name]
         graph.outputs.append(named_output(graph, found[like], name + GRADIENT_SUFFIX, like))
@@ -115,24 +132,20 @@ def build_training_step(
 
         fused = fuse_model(work)
         work, report = fused.model, fused.report
-    description = None
-    if optimizer is not None:
-        description = dataclasses.replace(
-            optimizer.described(parameters), max_grad_norm=max_grad_norm, accumulate=accumulate
-        )
+    if description is not None:
         optimizers.append(work, description, {*batch, *targets})
     return TrainingStep(
         model=ir.to_proto(work),
         parameters=values,
-        buffers={},
+        buffers=buffers,
         input_names=tuple(batch),
         target_names=tuple(targets),
         report=report,
         optimizer_state={} if description is None else description.initial_state(values),
         hyperparameters={} if description is None else description.hyperparameters(),
         constants={},
-        state_dict_names={name: name for name in values},
-        evaluation_model=_evaluation(evaluation, parameters),
+        state_dict_names={name: name for name in (*values, *buffers)},
+        evaluation_model=_evaluation(evaluation, (*parameters, *buffers)),
     )
 
 
@@ -179,8 +192,11 @@ def _matching(
     for pattern in patterns:
         matched = [name for name in initializers if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not matched:
-            other = graph.initializers.get(pattern)
-            what = f"is {other.dtype}" if other is not None else "matches nothing"
+            other = [value for name, value in graph.initializers.items() if fnmatch.fnmatchcase(name, pattern)]
+            what = "matches nothing"
+            if other:
+                number = other[0].dtype not in FLOATS
+                what = f"is {other[0].dtype}" if number else "is a running statistic of BatchNormalization"
             raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}, which {what}; expected float initializers")
         found |= dict.fromkeys(matched)
     return list(found)
@@ -243,12 +259,45 @@ def _with_gradients(
     return parameters
 
 
-def _loss_output(graph: ir.Graph, value: ir.Value, tape: Tape) -> ir.Value:
+def _require_free_names(
+    graph: ir.Graph,
+    loss: ir.Value,
+    parameters: Iterable[str],
+    updated: Iterable[str],
+    description: optimizers.Optimizer | None,
+) -> None:
+    """Refuse a model with a name that the step gives to something else."""
+    changed = [*updated] if description is None else [*updated, *parameters]
+    wanted = {LOSS, *(name + UPDATED_SUFFIX for name in changed), *(name + GRADIENT_SUFFIX for name in parameters)}
+    if description is not None:
+        states = description.input_names()
+        wanted |= {*states, *(name + UPDATED_SUFFIX for name in states)}
+    for value in _values(graph):
+        if value.name in wanted and value is not loss:
+            raise ArgumentError(f"{_WHO}: the model has a value {value.name!r}; expected that name to be free")
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    for part in (graph, *graph.subgraphs()):
+        yield from part.inputs
+        yield from part.initializers.values()
+        for node in part:
+            yield from node.outputs
+
+
+def _taken_out(graph: ir.Graph, names: Iterable[str]) -> Arrays:
+    """Turn initializers into values without one, and return theirs."""
+    found: Arrays = {}
+    for name in names:
+        value = graph.initializers.pop(name)
+        assert value.const_value is not None
+        found[name] = np.array(value.const_value.numpy())
+        value.const_value = None
+    return found
+
+
+def _loss_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Return the loss under its name, of shape ()."""
-    for node in graph.all_nodes():
-        for other in node.outputs:
-            if other.name == LOSS and other is not value:
-                raise ModelError(f"{_WHO}: the model has a value {LOSS!r}, which is no loss; expected that name for it")
     if value.shape is None or len(value.shape):
         node = ir.node("Reshape", [value, _empty(graph)], name="loss/Reshape")
         node.outputs[0].type = value.type
