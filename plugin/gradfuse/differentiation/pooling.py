@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.differentiation.convolutions import Window
@@ -36,6 +37,22 @@ def average_pool(call: Call) -> Iterator[Gradient]:
     yield _spread_in_channels(window, dy / _count(window))
 
 
+def _known_count(window: Window, sizes: list[int]) -> npt.NDArray[np.float64]:
+    """How many elements each mean is taken of, for an image of known sizes: (1, 1, places, ...)."""
+    include_pad = window.call.attribute("count_include_pad", 0)
+    counts = np.ones((1, 1))
+    for axis, size in enumerate(sizes):
+        begin, end, stride, reach = window.begin[axis], window.end[axis], window.strides[axis], window.reach[axis]
+        room = begin + size + end - reach - 1
+        places = (-(-room // stride) if window.call.attribute("ceil_mode", 0) else room // stride) + 1
+        if (places - 1) * stride >= size + begin:
+            places -= 1  # no window begins in the padding behind the image
+        at = np.arange(places)[:, None] * stride - begin + np.arange(window.kernel[axis]) * window.dilations[axis]
+        inside = (at >= -begin) & (at < size + end) if include_pad else (at >= 0) & (at < size)
+        counts = counts[..., None] * inside.sum(1)
+    return counts
+
+
 def _count(window: Window) -> Tensor | float:
     """How many elements each mean is taken of."""
     call = window.call
@@ -43,8 +60,11 @@ def _count(window: Window) -> Tensor | float:
     padded = any([*window.begin, *window.end])
     if not ceil_mode and (include_pad or not padded):
         return float(np.prod(window.kernel))
-    # One item and one channel stand for all: they are counted with ones.
     tape = call.tape
+    known = [size for size in call.dims(window.image)[2:] if isinstance(size, int)]
+    if len(known) == window.axes:
+        return tape.constant(_known_count(window, known), window.image.dtype)
+    # One item and one channel stand for all: they are counted with ones.
     places = call.y[0].op("Shape", start=2)
     sizes = call.shape(window.image).slice(tape.ints(2), tape.ints(2 + window.axes), tape.ints(0))
     one = ir.tensor([1.0], dtype=window.image.dtype)
