@@ -14,6 +14,7 @@ import pytest
 from node_tests import Case, cases, compare, floats, run
 
 from gradfuse import ArgumentError, ModelError, differentiate
+from gradfuse.differentiation.coverage import differentiable
 
 NO_RULE = "no gradient rule for this operator"
 
@@ -155,6 +156,15 @@ def test_dropout_multiplies_by_its_own_mask() -> None:
         found = run(gradients, feeds, by_onnx=False)
         assert np.abs(found["x.grad"] - v * found["y"] / x).max() <= 1e-6
         assert (found["y"] == 0).any() == training
+
+
+def test_the_list_has_what_node_tests_compare() -> None:
+    """What is listed has no case without a rule, and what is not listed none that agrees."""
+    listed = {one.name for one in differentiable() if not one.domain}
+    without = {operator for operator, message in REFUSED.items() if message == NO_RULE}
+    assert not listed & without
+    tested = {case.op_type for case in cases().values()}
+    assert {one.name for one in differentiable() if one.by == "body"} <= tested
 
 
 def test_the_page_gives_the_share() -> None:

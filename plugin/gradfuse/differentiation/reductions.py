@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
+from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient, refuse
 from gradfuse.differentiation.tensors import Tensor
 
 # The edges of MelWeightMatrix are rounded to bins.
@@ -147,7 +147,4 @@ def cum_sum(call: Call) -> Iterator[Gradient]:
     yield dy.op("CumSum", axis, exclusive=call.attribute("exclusive", 0), reverse=reverse)
 
 
-@gradient("Det")
-def det(call: Call) -> Iterator[Gradient]:
-    raise call.error("the derivative of a determinant needs an inverse, which ONNX does not have")
-    yield None
+refuse("Det", why="the derivative of a determinant needs an inverse, which ONNX does not have")
