@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import click
@@ -346,7 +346,7 @@ def _optimizer(name: str | None, options: Mapping[str, float | None]) -> Optimiz
         raise click.UsageError("--lr is missing; expected a learning rate for sgd")
     from gradfuse import optimizers
 
-    kinds: dict[str, type[OptimizerOptions]] = {
+    kinds: dict[str, Callable[..., OptimizerOptions]] = {
         "sgd": optimizers.SGD,
         "adam": optimizers.Adam,
         "adamw": optimizers.AdamW,

@@ -209,3 +209,100 @@ def test_differentiate_refuses_what_is_not_there() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             gradfuse.differentiate(model, **arguments)
+
+
+def test_batch_norm_trains_as_in_torch() -> None:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        parts = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.3), nn.Tanh(), nn.BatchNorm2d(4))
+        return nn.Sequential(*parts, nn.Flatten(), nn.Linear(144, CLASSES))
+
+    model = forward(module().eval(), X)
+    step = build_training_step(model, "cross_entropy", optimizer=optimizers.SGD(lr=0.1), train_batch_norm=True)
+    assert len(step.buffers) == 4
+    session = TrainingSession(step)
+
+    def trained(dtype: torch.dtype) -> tuple[nn.Module, float]:
+        copy = module().to(dtype)
+        optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = F.cross_entropy(copy(X.to(dtype)), TARGETS)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return copy, loss.item()
+
+    (native, _), (exact, exact_loss) = trained(torch.float32), trained(torch.float64)
+    for _ in range(3):
+        loss = session.step(X.numpy(), TARGETS.numpy())
+    assert abs(loss - exact_loss) <= 1e-4
+    state, buffers = session.state_dict(), [name for name in native.state_dict() if "running" in name]
+    wanted = {name: native.state_dict()[name].numpy() for name in buffers}
+    float64 = {name: exact.state_dict()[name].numpy() for name in buffers}
+    for name in buffers:
+        # Three steps multiply what rounding differs in.
+        assert_gradients_close(state[name], wanted[name], float64[name], np.float32, terms=64)
+    evaluated = np.asarray(session.evaluate(X.numpy()))
+    assert np.abs(evaluated - native.eval()(X).detach().numpy()).max() <= 1e-3
+
+
+def test_running_statistics_do_not_train() -> None:
+    model = forward(network(), X)
+    for name in ("1.running_mean", "1.running_*"):
+        with pytest.raises(ArgumentError, match="is a running statistic of BatchNormalization"):
+            build_training_step(model, "cross_entropy", trainable=[name])
+    step = build_training_step(model, "cross_entropy")
+    assert "1.running_mean" not in step.parameters and not step.buffers
+
+
+IN_SUBGRAPHS = """<ir_version: 10, opset_import: ["": 18]>
+g (float[N, 3] x, bool c) => (float[N, 3] y) <float[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[3] b = {1, 2, 3}> {
+    a = MatMul(x, w)
+    y = If (c) <
+        then_branch = then () => (float[N, 3] t) { t = Add(a, b) },
+        else_branch = otherwise () => (float[N, 3] o) { o = Identity(a) }
+    >
+}"""
+
+
+def test_what_subgraphs_read_from_around_them_is_not_lost() -> None:
+    """`b` and `a` are inputs of no node of the graph itself."""
+    model = onnx.parser.parse_model(IN_SUBGRAPHS)
+    model.graph.node[1].name = "chosen"
+    with pytest.raises(
+        ModelError, match=r"If \(node 'chosen'\): no gradient rule.*the gradient of '[ab]' depends on it"
+    ):
+        build_training_step(model, "mse")
+    with pytest.raises(ModelError, match=r"If \(node 'chosen'\).*'b'"):
+        gradfuse.differentiate(model, ["b"], seeds={"y": "v"})
+
+
+def test_a_parameter_that_is_used_twice_gets_the_gradients_of_both() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[N, 3] x) => (float[N, 3] y) <float[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> {
+            a = MatMul(x, w)
+            b = Tanh(a)
+            y = MatMul(b, w)
+        }"""
+    )
+    step = build_training_step(model, "mse", fuse=False)
+    x, target = torch.randn(4, 3), torch.randn(4, 3)
+    _, found = gradients(step, x, target)
+
+    def by_torch(dtype: torch.dtype) -> Any:
+        w = torch.arange(1.0, 10.0, dtype=dtype).reshape(3, 3).requires_grad_()
+        F.mse_loss((x.to(dtype) @ w).tanh() @ w, target.to(dtype)).backward()  # type: ignore[no-untyped-call]
+        assert w.grad is not None
+        return w.grad.numpy()
+
+    native, exact = by_torch(torch.float32), by_torch(torch.float64)
+    assert_gradients_close(found["w"], native, exact, np.float32, terms=16 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", ["loss", "w.grad", "target"])
+def test_names_that_a_step_needs_are_free(name: str) -> None:
+    model = onnx.parser.parse_model(MODEL % "Relu")
+    model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
+    with pytest.raises(ArgumentError, match=f"the model has a value '{name}'"):
+        build_training_step(model, "mse")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from gradfuse.differentiation.normalization import mean
 from gradfuse.differentiation.rules import error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 
@@ -47,33 +48,48 @@ def separate_statistics(graph: ir.Graph) -> None:
 
 
 def use_batch_statistics(graph: ir.Graph, tape: Tape) -> dict[str, Tensor]:
-    """Put the nodes in training mode.
+    """Normalise by the mean and variance of the batch, which are computed ahead of each node.
+
+    The nodes stay in inference mode: onnxruntime's kernel for training mode writes the new running statistics over the
+    old ones, which are still read.
 
     Returns:
         The name of each running statistic, and its new value, which is that of torch: the running variance is updated
         by the unbiased one, where ONNX takes the other.
+
+    Raises:
+        ModelError: the rank of a node's input is not known.
     """
     updated: dict[str, Tensor] = {}
     for node in list(_nodes(graph)):
-        node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-        node.resize_outputs(3)
+        begin = len(tape.nodes)
+        x, value, old = tape.of(_given(node, 0)), _given(node, 0), [_given(node, k) for k in (_MEAN, _VARIANCE)]
+        if value.shape is None:
+            raise error_of(node, f"the rank of {value.name!r} is unknown; expected a model with shapes")
+        rank = len(value.shape)
+        others = [axis for axis in range(rank) if axis != 1]
+        middle = mean(x, others)
+        centred = x - middle
+        spread = mean(centred * centred, others).reshape([-1])
+        middle = middle.reshape([-1])
+        count = x.op("Size").cast(x.dtype) / middle.op("Size").cast(x.dtype)
+        unbiased = spread * (count / (count - 1).op("Max", 1.0))
         found = node.attributes.get("momentum")
         momentum = 0.9 if found is None else found.as_float()
-        x, y = node.inputs[0], node.outputs[0]
-        assert x is not None
-        for index, (old, new) in enumerate(zip(node.inputs[_MEAN:], node.outputs[1:], strict=True)):
-            assert old is not None and old.name is not None
-            new.name = f"{y.name}.new_{'var' if index else 'mean'}"
-            new.type, new.shape = old.type, old.shape
-            after = tape.of(new)
-            if index:
-                dtype = after.dtype
-                channels = tape.of(old).op("Size").cast(dtype)
-                count = tape.of(x).op("Size").cast(dtype) / channels
-                kept = tape.of(old) * momentum
-                after = kept + (after - kept) * (count / (count - 1).op("Max", 1.0))
-            updated[old.name] = after
+        for statistic, batch in zip(old, (middle, unbiased), strict=True):
+            kept = tape.of(statistic)
+            updated[str(statistic.name)] = kept * momentum + batch.cast(kept.dtype) * (1 - momentum)
+        for index, batch in zip((_MEAN, _VARIANCE), (middle, spread), strict=True):
+            node.replace_input_with(index, batch.cast(tape.of(_given(node, index)).dtype).value)
+        graph.insert_before(node, tape.nodes[begin:])
+    tape.nodes.clear()
     return updated
+
+
+def _given(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None
+    return value
 
 
 def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:

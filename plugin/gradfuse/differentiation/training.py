@@ -94,8 +94,10 @@ def build_training_step(
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
 
+    updated = {}
+    if train_batch_norm:
+        updated = use_batch_statistics(graph, Tape(free_prefix(graph), work.opset_imports[""]))
     tape = Tape(free_prefix(graph), work.opset_imports[""])
-    updated = use_batch_statistics(graph, tape) if train_batch_norm else {}
     result, targets = _loss(graph, tape, criterion)
     graph.extend(tape.nodes)
     _infer(work)
