@@ -70,6 +70,7 @@ samples: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 samples/data_parallel.py
 	$(BIN)/python samples/train_without_torch.py export build/samples
 	$(BIN)/python samples/train_without_torch.py train build/samples
+	$(BIN)/python samples/finetune_onnx.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
