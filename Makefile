@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-slow test-aarch64 test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
+.PHONY: help demo samples test test-slow test-differentiation test-aarch64 test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (five minutes)"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (hours)"
+	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
@@ -69,12 +70,16 @@ samples: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 samples/data_parallel.py
 	$(BIN)/python samples/train_without_torch.py export build/samples
 	$(BIN)/python samples/train_without_torch.py train build/samples
+	$(BIN)/python samples/finetune_onnx.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-differentiation: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m "slow or not slow" --node-tests-share tests/differentiation/test_node_tests.py
 
 test-aarch64: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/test_aarch64.py

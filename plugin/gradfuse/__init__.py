@@ -11,9 +11,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradfuse import custom_ops, passes, testing
+    from gradfuse import custom_ops, losses, optimizers, passes, testing
     from gradfuse.checking.check import check
     from gradfuse.checking.report import CheckReport
+    from gradfuse.differentiation.differentiate import differentiate
+    from gradfuse.differentiation.training import build_training_step
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
@@ -46,8 +48,10 @@ __all__ = [
     "TrainingSession",
     "TrainingStep",
     "__version__",
+    "build_training_step",
     "check",
     "custom_ops",
+    "differentiate",
     "expand",
     "explain",
     "export_training_step",
@@ -58,7 +62,9 @@ __all__ = [
     "get_include",
     "get_library_path",
     "info",
+    "losses",
     "onnx_translation_table",
+    "optimizers",
     "passes",
     "register",
     "testing",
@@ -68,6 +74,8 @@ __all__ = [
 _SUBMODULES = {
     "backward_decompositions": "gradfuse.export.decompositions.backward",
     "custom_ops": "gradfuse.custom_ops",
+    "losses": "gradfuse.losses",
+    "optimizers": "gradfuse.optimizers",
     "passes": "gradfuse.passes",
     "testing": "gradfuse.testing",
     "torch": "gradfuse.torch",
@@ -83,7 +91,9 @@ _MODULE_OF = {
     "ModelError": "gradfuse.errors",
     "TrainingSession": "gradfuse.training.session",
     "TrainingStep": "gradfuse.training.step",
+    "build_training_step": "gradfuse.differentiation.training",
     "check": "gradfuse.checking.check",
+    "differentiate": "gradfuse.differentiation.differentiate",
     "expand": "gradfuse.fusion",
     "explain": "gradfuse.explaining",
     "export_training_step": "gradfuse.export",

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import click
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import onnx.defs
     import onnx_ir as ir
 
+    from gradfuse.optimizers import OptimizerOptions
     from gradfuse.passes.progress import Progress
     from gradfuse.passes.report import ExporterBug, Report
 
@@ -271,6 +272,88 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
 
 
+@commands.command("training-step")
+@click.argument("source", metavar="IN.onnx")
+@click.argument("target", metavar="STEP.onnx")
+@click.option("--loss", metavar="NAME", help="cross_entropy, mse, ...; without one, the model's own scalar output.")
+@click.option("--optimizer", type=click.Choice(["sgd", "adam", "adamw"]), help="Without one, STEP gives gradients.")
+@click.option("--lr", type=float, help="The learning rate.")
+@click.option("--momentum", type=float, help="The momentum of sgd.")
+@click.option("--weight-decay", type=float, help="As in torch.optim.")
+@click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these initializers only; may be repeated.")
+@click.option("--frozen", multiple=True, metavar="PATTERN", help="Do not train these initializers; may be repeated.")
+@click.option("--train-batch-norm", is_flag=True, help="Take the batch's statistics and update the running ones.")
+@click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
+@click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average the gradients of so many calls.")
+@click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
+@_force
+@_verbose
+def training_step(
+    source: str,
+    target: str,
+    loss: str | None,
+    optimizer: str | None,
+    trainable: tuple[str, ...],
+    frozen: tuple[str, ...],
+    train_batch_norm: bool,
+    max_grad_norm: float | None,
+    accumulate: int,
+    no_fuse: bool,
+    force: bool,
+    **options: float | None,
+) -> None:
+    """Make a training step from a forward model, without PyTorch."""
+    files.require_regular(target, "the training step")
+    chosen = _optimizer(optimizer, options)
+    from gradfuse.differentiation.training import build_training_step
+    from gradfuse.models import reading
+    from gradfuse.models.tensors import data_files
+
+    with _busy("reading"):
+        loaded = reading.load(source)
+        inputs = [*data_files(loaded.ir), source]
+        files.require_other(target, inputs, "the training step")
+    with _busy("differentiating"):
+        step = build_training_step(
+            loaded,
+            loss,
+            trainable=trainable or None,
+            frozen=frozen or None,
+            optimizer=chosen,
+            train_batch_norm=train_batch_norm,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            fuse=not no_fuse,
+        )
+    with _busy("writing"):
+        step.save(target, inputs=inputs, force=force)
+    if step.report is not None:
+        _print_report(step.report, verbose=False)
+    click.echo(f"parameters {', '.join(step.parameters)}")
+    click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
+
+
+def _optimizer(name: str | None, options: Mapping[str, float | None]) -> OptimizerOptions | None:
+    given = {key: value for key, value in options.items() if value is not None}
+    if name is None:
+        if given:
+            option = next(iter(given)).replace("_", "-")
+            raise click.UsageError(f"--{option} is given without --optimizer; expected both or neither")
+        return None
+    if name != "sgd" and "momentum" in given:
+        raise click.UsageError(f"--momentum is given with --optimizer {name}; expected sgd")
+    if name == "sgd" and "lr" not in given:
+        raise click.UsageError("--lr is missing; expected a learning rate for sgd")
+    from gradfuse import optimizers
+
+    kinds: dict[str, Callable[..., OptimizerOptions]] = {
+        "sgd": optimizers.SGD,
+        "adam": optimizers.Adam,
+        "adamw": optimizers.AdamW,
+    }
+    return kinds[name](**given)
+
+
 @commands.command()
 @click.argument("first", metavar="A.onnx")
 @click.argument("second", metavar="B.onnx")
@@ -289,9 +372,20 @@ def check(first: str, second: str, runs: int, seed: int, as_json: bool) -> int:
 
 
 @commands.command()
+@click.option("--differentiable", is_flag=True, help="List the operators that training-step has gradients of.")
 @click.option("--json", "as_json", is_flag=True, help="Print the operators as JSON.")
-def ops(as_json: bool) -> None:
+def ops(differentiable: bool, as_json: bool) -> None:
     """List the fused operators: inputs, outputs, attributes and types."""
+    if differentiable:
+        from gradfuse.differentiation import coverage
+
+        found = coverage.differentiable()
+        if as_json:
+            click.echo(json.dumps([dataclasses.asdict(operator) for operator in found], indent=2))
+        else:
+            for operator in found:
+                click.echo(str(operator))
+        return
     from gradfuse import custom_ops
 
     described = [_described(operator.schema) for operator in custom_ops.OPS.values()]

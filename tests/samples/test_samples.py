@@ -135,6 +135,38 @@ WITHOUT_TORCH = (
 )
 
 
+WITHOUT_INSTALLED_TORCH = """
+import runpy, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "onnxscript"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NoTorch())
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_onnx_file_is_finetuned_without_torch(tmp_path: Path) -> None:
+    program = SAMPLES / "finetune_onnx.py"
+    output = run("-c", WITHOUT_INSTALLED_TORCH, program, "--folder", tmp_path, "--frozen", "layer1.bias")
+    assert "training layer0.weight, layer0.bias, layer1.weight\n" in output
+    (first,), (swapped,) = numbers("file reads #%", output), numbers("colours it reads #%", output)
+    (after,) = numbers("onnx reads #%", output)
+    assert swapped < 50 < 90 < first and after >= 93
+    before, trained = (onnx.load(tmp_path / f"digits_{name}.onnx") for name in ("classifier", "finetuned"))
+    assert [node.op_type for node in trained.graph.node] == [node.op_type for node in before.graph.node]
+    changed = [a.name for a, b in zip(before.graph.initializer, trained.graph.initializer, strict=True) if a != b]
+    assert changed == ["layer0.weight", "layer0.bias", "layer1.weight"]
+
+
+def test_a_file_that_is_not_trained_enough_is_a_failure(tmp_path: Path) -> None:
+    output = sample("finetune_onnx", "--folder", tmp_path, "--epochs", 1, "--rate", 1e-6, status=1)
+    assert "expected at least 93%" in output
+
+
 def test_training_without_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def train(folder: Path, epochs: int) -> str:
         return run("-c", WITHOUT_TORCH, SAMPLES / "train_without_torch.py", "train", folder, "--epochs", epochs)

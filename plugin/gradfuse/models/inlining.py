@@ -35,7 +35,7 @@ def inline(model: ir.Model, chosen: Callable[[ir.Function], bool]) -> None:
             for node in graph:
                 function = functions.get(node.op_identifier())
                 if function is None:
-                    graphs += _graphs_of(node)
+                    graphs += graphs_of(node)
                     continue
                 gone.add(node.op_identifier())
                 _import(model, holder, function)
@@ -73,7 +73,7 @@ class _Names:
         return candidate
 
 
-def _graphs_of(node: ir.Node) -> list[ir.Graph]:
+def graphs_of(node: ir.Node) -> list[ir.Graph]:
     """The branches or the body of a node."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():

@@ -1,0 +1,111 @@
+"""BatchNormalization of a forward model as it is in training: by the batch's mean and variance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from gradfuse.differentiation.normalization import mean
+from gradfuse.differentiation.rules import error_of
+from gradfuse.differentiation.tensors import Tape, Tensor
+
+_MEAN, _VARIANCE = 3, 4
+
+
+def running_statistics(graph: ir.Graph) -> set[str]:
+    """Return the names of the initializers that are nothing but running means and variances."""
+    found: set[str] = set()
+    for name, value in graph.initializers.items():
+        uses = list(value.uses())
+        if uses and all(node.op_type == "BatchNormalization" and index in (_MEAN, _VARIANCE) for node, index in uses):
+            found.add(name)
+    return found
+
+
+def separate_statistics(graph: ir.Graph) -> None:
+    """Give each node in inference mode running statistics of its own.
+
+    Exporters merge initializers that are equal, as those of layers that were not trained yet are.
+
+    Raises:
+        ModelError: statistics are no initializers, or a node is in a subgraph.
+    """
+    taken = set(graph.initializers)
+    seen: set[ir.Value] = set()
+    for node in _nodes(graph):
+        for index in (_MEAN, _VARIANCE):
+            value = node.inputs[index]
+            if value is None or value.const_value is None or value.name not in graph.initializers:
+                raise error_of(node, f"its input {index} is no initializer; expected one with train_batch_norm=True")
+            if value in seen or len({user for user, _ in value.uses()}) < len(list(value.uses())):
+                name = _fresh(f"{node.outputs[0].name}.running_{'mean' if index == _MEAN else 'var'}", taken)
+                copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+                graph.register_initializer(copy)
+                node.replace_input_with(index, copy)
+                value = copy
+            seen.add(value)
+
+
+def use_batch_statistics(graph: ir.Graph, tape: Tape) -> dict[str, Tensor]:
+    """Normalise by the mean and variance of the batch, which are computed ahead of each node.
+
+    The nodes stay in inference mode: onnxruntime's kernel for training mode writes the new running statistics over the
+    old ones, which are still read.
+
+    Returns:
+        The name of each running statistic, and its new value, which is that of torch: the running variance is updated
+        by the unbiased one, where ONNX takes the other.
+
+    Raises:
+        ModelError: the rank of a node's input is not known.
+    """
+    updated: dict[str, Tensor] = {}
+    for node in list(_nodes(graph)):
+        begin = len(tape.nodes)
+        x, value, old = tape.of(_given(node, 0)), _given(node, 0), [_given(node, k) for k in (_MEAN, _VARIANCE)]
+        if value.shape is None:
+            raise error_of(node, f"the rank of {value.name!r} is unknown; expected a model with shapes")
+        rank = len(value.shape)
+        others = [axis for axis in range(rank) if axis != 1]
+        middle = mean(x, others)
+        centred = x - middle
+        spread = mean(centred * centred, others).reshape([-1])
+        middle = middle.reshape([-1])
+        count = x.op("Size").cast(x.dtype) / middle.op("Size").cast(x.dtype)
+        unbiased = spread * (count / (count - 1).op("Max", 1.0))
+        found = node.attributes.get("momentum")
+        momentum = 0.9 if found is None else found.as_float()
+        for statistic, batch in zip(old, (middle, unbiased), strict=True):
+            kept = tape.of(statistic)
+            updated[str(statistic.name)] = kept * momentum + batch.cast(kept.dtype) * (1 - momentum)
+        for index, batch in zip((_MEAN, _VARIANCE), (middle, spread), strict=True):
+            node.replace_input_with(index, batch.cast(tape.of(_given(node, index)).dtype).value)
+        graph.insert_before(node, tape.nodes[begin:])
+    tape.nodes.clear()
+    return updated
+
+
+def _given(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None
+    return value
+
+
+def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    for node in graph.all_nodes():
+        mode = node.attributes.get("training_mode")
+        if node.op_type != "BatchNormalization" or node.domain or (mode is not None and mode.as_int()):
+            continue
+        if node.graph is not graph:
+            raise error_of(node, "is in a subgraph; expected none with train_batch_norm=True")
+        yield node
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate

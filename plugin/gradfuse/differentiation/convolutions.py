@@ -1,0 +1,174 @@
+"""Convolutions: the gradient of the input is a transposed convolution, that of the weights one over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gradfuse.differentiation.rules import Call, Gradient, gradient
+from gradfuse.differentiation.tensors import Tensor
+from gradfuse.differentiation.views import padded
+
+
+class Window:
+    """The window of a convolution or a pooling with d spatial axes, and where it goes.
+
+    Attributes:
+        image: the value (N, C, ...) that the window moves over.
+        places: the value (N, M, ...) that has an element for each place of the window.
+        kernel, strides, dilations, begin, end: d integers each; `begin` and `end` are the padding of the image.
+    """
+
+    def __init__(self, call: Call, image: Tensor, places: Tensor, kernel: list[int], *, padded: bool = True) -> None:
+        self.call, self.image, self.places, self.kernel = call, image, places, kernel
+        self.axes = len(kernel)
+        self.strides: list[int] = call.attribute("strides", [1] * self.axes)
+        self.dilations: list[int] = call.attribute("dilations", [1] * self.axes)
+        pads: list[int] = call.attribute("pads", [0] * (2 * self.axes))
+        self.begin, self.end = pads[: self.axes], pads[self.axes :]
+        # From the first to the last element of the window.
+        self.reach = [d * (k - 1) for d, k in zip(self.dilations, kernel, strict=True)]
+        auto_pad = call.attribute("auto_pad", "NOTSET")
+        if auto_pad == "VALID" or not padded:
+            self.begin, self.end = [0] * self.axes, [0] * self.axes
+        elif auto_pad != "NOTSET":
+            self._set_same(auto_pad)
+        self.unused = self.behind()
+
+    def _set_same(self, auto_pad: str) -> None:
+        """Pad so that there are as many places as elements, divided by the stride and rounded up."""
+        self.begin, self.end = [0] * self.axes, [0] * self.axes
+        for axis, size in enumerate(self.call.dims(self.image)[2:]):
+            stride, total = self.strides[axis], self.reach[axis]
+            if stride > 1:
+                if not isinstance(size, int):
+                    raise self.call.error(f"auto_pad is {auto_pad} with a stride; expected pads, or a known size")
+                total = max((-(-size // stride) - 1) * stride + self.reach[axis] + 1 - size, 0)
+            half = total // 2
+            self.begin[axis], self.end[axis] = (
+                (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
+            )
+
+    def behind(self) -> list[int] | None:
+        """How many elements of the padded image lie behind the last window, by axis; None where sizes are unknown."""
+        found = []
+        images, places = self.call.dims(self.image)[2:], self.call.dims(self.places)[2:]
+        for axis, (size, count) in enumerate(zip(images, places, strict=True)):
+            if not isinstance(size, int) or not isinstance(count, int):
+                return None
+            covered = (count - 1) * self.strides[axis] + self.reach[axis] + 1
+            found.append(size + self.begin[axis] + self.end[axis] - covered)
+        return found
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"strides": self.strides, "dilations": self.dilations}
+
+    def spread(self, values: Tensor, weight: Tensor, group: int) -> Tensor:
+        """Add up values at the window's places, times a weight, over the image: the transposed convolution."""
+        if self.unused is not None and all(0 <= n < s for n, s in zip(self.unused, self.strides, strict=True)):
+            padding = self.unused if any(self.unused) else None
+            pads = [*self.begin, *self.end]
+            return values.op("ConvTranspose", weight, pads=pads, output_padding=padding, group=group, **self.options)
+        full = values.op("ConvTranspose", weight, group=group, **self.options)
+        return self.crop(full)
+
+    def crop(self, full: Tensor) -> Tensor:
+        """Return the image's part of values over the padded image, which may end with the last window."""
+        tape, axes = self.call.tape, self.call.tape.ints(*range(2, 2 + self.axes))
+        # Less than a stride of the padded image is behind the last window; where ceil_mode adds one, nothing is.
+        missing = [max(s - 1 - e, 0) + e for s, e in zip(self.strides, self.end, strict=True)]
+        none = tape.ints(*[0] * self.axes)
+        full = padded(self.call, full, axes, none, tape.ints(*missing), 2 + self.axes)
+        begin = tape.ints(*self.begin)
+        sizes = self.call.shape(self.image).slice(tape.ints(2), tape.ints(2 + self.axes), tape.ints(0))
+        return full.slice(begin, begin + sizes, axes)
+
+    def products(self, images: Tensor, values: Tensor, group: int) -> Tensor:
+        """Return the gradient of a weight (M, C / group, ...), for images (N, C, ...) and values (N, M, ...).
+
+        It is a convolution with the items of the batch in the place of channels.
+        """
+        tape, swapped = self.call.tape, [1, 0, *range(2, 2 + self.axes)]
+        if group == 1:
+            turned = images.transpose(swapped)
+        else:
+            # (N, G C, ...) -> (C, G N, ...)
+            spatial = images.op("Shape", start=2)
+            channels = images.size(1) / tape.ints(group)
+            apart = images.reshape(tape.concat([images.size(0), tape.ints(group), channels, spatial]))
+            turned = apart.transpose([2, 1, 0, *range(3, 3 + self.axes)])
+            turned = turned.reshape(tape.concat([channels, images.size(0) * tape.ints(group), spatial]))
+        found = turned.op(
+            "Conv",
+            values.transpose(swapped),
+            strides=self.dilations,
+            dilations=self.strides,
+            pads=[*self.begin, *self.end],
+            group=group,
+        )
+        if self.unused is None or any(self.unused):
+            # What is behind the last window makes further products.
+            none, axes = tape.ints(*[0] * self.axes), tape.ints(*range(2, 2 + self.axes))
+            found = found.slice(none, tape.ints(*self.kernel), axes)
+        return found.transpose(swapped)
+
+
+def _kernel(call: Call, weight: Tensor) -> list[int]:
+    found = call.attribute("kernel_shape") or call.dims(weight)[2:]
+    sizes = [size for size in found if isinstance(size, int)]
+    if len(sizes) < len(found):
+        raise call.error("its kernel_shape is unknown; expected a weight whose shape is known")
+    return sizes
+
+
+@gradient("Conv")
+def conv(call: Call) -> Iterator[Gradient]:
+    x, weight, dy = _operands(call)
+    window, group = Window(call, x, call.y[0], _kernel(call, weight)), call.attribute("group", 1)
+    yield lambda: window.spread(dy, weight, group)
+    yield lambda: window.products(x, dy, group)
+    yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)
+
+
+@gradient("ConvTranspose", limits="with output_shape or auto_pad, a known size")
+def conv_transpose(call: Call) -> Iterator[Gradient]:
+    """Input and output change places: the gradient of the input is a convolution."""
+    x, weight, dy = _operands(call)
+    window, group = _transposed_window(call, x, _kernel(call, weight)), call.attribute("group", 1)
+    # The output padding is behind the last window, which a convolution leaves out by itself if it is below the stride.
+    padding = call.attribute("output_padding", [0] * window.axes)
+    if any(p >= s for p, s in zip(padding, window.strides, strict=True)):
+        raise call.error(f"output_padding is {padding}; expected less than the strides, {window.strides}")
+    pads = [*window.begin, *window.end]
+    yield lambda: dy.op("Conv", weight, pads=pads, group=group, **window.options)
+    yield lambda: window.products(dy, x, group)
+    yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)
+
+
+def _transposed_window(call: Call, x: Tensor, kernel: list[int]) -> Window:
+    """The window of a transposed convolution, whose padding may follow from the size of its output."""
+    auto_pad = call.attribute("auto_pad", "NOTSET")
+    if not call.attribute("output_shape") and auto_pad in ("NOTSET", "VALID"):
+        return Window(call, call.y[0], x, kernel)
+    window = Window(call, call.y[0], x, kernel, padded=False)
+    more = call.attribute("output_padding", [0] * window.axes)
+    for axis, (size, count) in enumerate(zip(call.dims(call.y[0])[2:], call.dims(x)[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(count, int):
+            raise call.error("it has output_shape or auto_pad; expected pads, or a known size")
+        total = (count - 1) * window.strides[axis] + more[axis] + window.reach[axis] + 1 - size
+        # An output that is larger has elements behind the last window.
+        if total <= -window.strides[axis]:
+            raise call.error(f"its output has {size} elements along axis {axis + 2}; expected at most {size + total}")
+        total = max(total, 0)
+        half = total // 2
+        window.begin[axis] = half if auto_pad == "SAME_UPPER" else total - half
+        window.end[axis] = total - window.begin[axis]
+    window.unused = window.behind()
+    return window
+
+
+def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, dy = call.x[0], call.x[1], call.dy[0]
+    assert x is not None and weight is not None and dy is not None
+    return x, weight, dy

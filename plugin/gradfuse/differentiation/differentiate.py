@@ -1,0 +1,216 @@
+"""`gradfuse.differentiate`: a model and the gradients of one of its outputs, as one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from gradfuse.differentiation.reverse import gradients
+from gradfuse.differentiation.rules import FLOATS, entry_of
+from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.errors import ArgumentError
+from gradfuse.models import reading
+from gradfuse.models.inlining import inline
+from gradfuse.models.tensors import with_tensors_in_memory
+from gradfuse.passes import shapes
+from gradfuse.training.step import GRADIENT_SUFFIX
+
+if TYPE_CHECKING:
+    from gradfuse.models.reading import ModelLike
+
+OLDEST_OPSET = 17
+"""Older models are raised to it: from 15 to 17 operators only gained types and attributes."""
+
+PREFIX = "gradient/"
+
+
+def differentiate(
+    model: ModelLike,
+    wrt: Sequence[str],
+    of: str | None = None,
+    seeds: Mapping[str, str] | None = None,
+) -> Any:
+    """Add the gradients of an output to a model.
+
+    Args:
+        model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
+        wrt: names of float inputs or initializers.
+        of: the name of a float output; None: the only one. Without a seed it must have one element.
+        seeds: output -> the name of a new input of its shape and type: the gradients are those of the sum of these
+            outputs, each multiplied by its seed (a vector-Jacobian product).
+
+    Returns:
+        The model, of the same kind, with an output `<name>.grad` for each name, of its shape and type, after its own
+        outputs. The nodes of the forward model keep their names.
+
+    Raises:
+        ArgumentError: a name is unknown or no float, `of` is not clear, or the output does not depend on a name.
+        ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
+    """
+    loaded = reading.load(model)
+    work = prepared(loaded.ir)
+    values = {str(value.name): value for value in (*work.graph.inputs, *work.graph.initializers.values())}
+    chosen = _chosen(values, wrt)
+    outputs = _outputs(work.graph, of, seeds)
+    tape = Tape(free_prefix(work.graph), work.opset_imports[""])
+    given = {value: _seed(work.graph, tape, value, name) for value, name in outputs.items()}
+    found = gradients(work.graph, tape, given, list(chosen.values()))
+    work.graph.extend(tape.nodes)
+    for name, value in chosen.items():
+        gradient = found.get(value)
+        if gradient is None:
+            named = " or ".join(repr(output.name) for output in outputs)
+            raise ArgumentError(f"differentiate: {named} does not depend on {name!r}; expected what it depends on")
+        work.graph.outputs.append(named_output(work.graph, gradient, name + GRADIENT_SUFFIX, value))
+    return loaded.restore(work)
+
+
+def prepared(model: ir.Model) -> ir.Model:
+    """Return the model with its functions inlined, in an opset that rules are written for, and with shapes."""
+    model = with_tensors_in_memory(model)
+    inline(model, lambda function: True)
+    model.opset_imports[""] = max(model.opset_imports[""], OLDEST_OPSET)
+    _expand_functions(model)
+    # Constants among the initializers have shapes; what lacks one is asked for.
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            value.dtype = value.const_value.dtype
+            value.shape = ir.Shape(value.const_value.shape.numpy())
+    untyped = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None or v.shape is None]
+    if untyped:
+        shapes.infer(model, untyped)
+    return model
+
+
+def _expand_functions(model: ir.Model) -> None:
+    """Put standard operators in the place of those that have no rule but that ONNX defines by others."""
+    for _ in range(4):  # a body may use others again
+        called = False
+        for index, node in enumerate(list(model.graph)):
+            if entry_of(node) is None and node.domain in ("", "ai.onnx") and not node.overload:
+                function = _body(node, model.opset_imports[""])
+                if function is not None:
+                    node.overload = function.overload = f"{PREFIX}{index}"
+                    function.domain, function.name = node.domain, node.op_type
+                    model.functions[function.identifier()] = function
+                    called = True
+        if not called:
+            return
+        inline(model, lambda function: function.overload.startswith(PREFIX))
+
+
+def _body(node: ir.Node, opset: int) -> ir.Function | None:
+    try:
+        schema: Any = onnx.defs.get_schema(node.op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return None
+    if schema.has_context_dependent_function:
+        types = [onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type for value in node.inputs]
+        content = schema.get_context_dependent_function_with_opset_version(
+            opset, ir.to_proto(node).SerializeToString(), [t.SerializeToString() for t in types]
+        )
+    elif schema.has_function:
+        content = schema.get_function_with_opset_version(opset)
+    else:
+        return None
+    if not content:
+        return None
+    function = onnx.FunctionProto.FromString(content)
+    for name in function.attribute:
+        # A body refers to attributes by name, and knows no defaults.
+        default = schema.attributes[name].default_value
+        if name not in node.attributes and default.name:
+            node.attributes.add(ir.serde.deserialize_attribute(default))
+    # Outputs that this use of the operator leaves out may have no node in it: another one stands in for them.
+    given = {*function.input, *(name for inner in function.node for name in inner.output)}
+    stand_in = next(name for name in function.output if name in given)
+    function.output[:] = [name if name in given else stand_in for name in function.output]
+    body = ir.serde.deserialize_function(function)
+    # It holds from its own version on, up to that of the next body.
+    body.opset_imports[""] = opset
+    return body
+
+
+def free_prefix(graph: ir.Graph) -> str:
+    """Return a prefix that no name in the graph begins with."""
+    names = [v.name for node in graph.all_nodes() for v in node.outputs] + [v.name for v in graph.inputs]
+    prefix, number = PREFIX, 1
+    while any(name is not None and name.startswith(prefix) for name in names):
+        number += 1
+        prefix = f"gradient_{number}/"
+    return prefix
+
+
+def named_output(graph: ir.Graph, tensor: Tensor, name: str, like: ir.Value) -> ir.Value:
+    """Return the tensor under a name, with the type and shape of another value."""
+    value = tensor.value
+    if value.producer() is None or value.is_graph_output() or value.name in (v.name for v in graph.outputs):
+        node = ir.node("Identity", [value], name=f"{name}.identity")
+        graph.append(node)
+        value = node.outputs[0]
+    value.name = name
+    value.type, value.shape = like.type, like.shape
+    return value
+
+
+def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -> dict[ir.Value, str | None]:
+    """Return the outputs that are differentiated, with the names of their seeds."""
+    outputs = {str(value.name): value for value in graph.outputs}
+    if seeds:
+        if of is not None:
+            raise ArgumentError("differentiate: of and seeds are both given; expected one of them")
+        asked: dict[str, str | None] = dict(seeds)
+    elif of is None:
+        if len(outputs) != 1:
+            raise ArgumentError(f"differentiate: of is None; expected one of {_listed(outputs)}")
+        asked = dict.fromkeys(outputs)
+    else:
+        asked = {of: None}
+    taken = {*(v.name for v in graph.inputs), *graph.initializers, *(v.name for n in graph for v in n.outputs)}
+    for name, seed in asked.items():
+        value = outputs.get(name)
+        if value is None:
+            raise ArgumentError(f"differentiate: {name!r} is no output; expected one of {_listed(outputs)}")
+        if value.dtype not in FLOATS:
+            raise ArgumentError(f"differentiate: output {name!r} is {value.dtype}; expected a float type")
+        if seed is None and (value.shape is None or any(dim != 1 for dim in value.shape)):
+            shape = "unknown" if value.shape is None else str(value.shape)
+            raise ArgumentError(f"differentiate: output {name!r} has shape {shape}; expected a scalar, or seeds")
+        if seed in taken:
+            raise ArgumentError(f"differentiate: the seed {seed!r} is taken by the model; expected a new name")
+    return {outputs[name]: seed for name, seed in asked.items()}
+
+
+def _seed(graph: ir.Graph, tape: Tape, value: ir.Value, name: str | None) -> Tensor:
+    dtype = value.dtype
+    assert dtype is not None
+    if name is not None:
+        seed = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
+        graph.inputs.append(seed)
+        return tape.of(seed)
+    assert value.shape is not None
+    return tape.constant(np.ones([1] * len(value.shape)), dtype)
+
+
+def _chosen(values: Mapping[str, ir.Value], wrt: Iterable[str]) -> dict[str, ir.Value]:
+    if isinstance(wrt, str):
+        raise ArgumentError(f"differentiate: wrt is {wrt!r}; expected a list of names")
+    chosen = {}
+    for name in wrt:
+        value = values.get(name)
+        if value is None:
+            raise ArgumentError(f"differentiate: wrt has {name!r}; expected inputs or initializers of the model")
+        if value.dtype not in FLOATS:
+            raise ArgumentError(f"differentiate: {name!r} is {value.dtype}; expected a float type")
+        chosen[name] = value
+    if not chosen:
+        raise ArgumentError("differentiate: wrt is empty; expected names of inputs or initializers")
+    return chosen
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

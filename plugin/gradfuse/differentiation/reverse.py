@@ -1,0 +1,163 @@
+"""The walk backward through a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from gradfuse.differentiation.rules import FLOATS, Call, Entry, Gradient, entry_of, error_of
+from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.models.inlining import graphs_of
+
+
+def gradients(
+    graph: ir.Graph, tape: Tape, seeds: Mapping[ir.Value, Tensor], wrt: Collection[ir.Value]
+) -> dict[ir.Value, Tensor]:
+    """Write the vector-Jacobian product of a graph.
+
+    Args:
+        graph: the graph; nodes of it may get outputs that they left out.
+        tape: where the nodes are written.
+        seeds: the gradients of some of its values, from which the walk begins.
+        wrt: the values whose gradients are asked for.
+
+    Returns:
+        The gradient of each value of `wrt` that the seeds' values depend on.
+
+    Raises:
+        ModelError: an operator in between has no rule, or its rule does not take this use of it.
+    """
+    nodes = list(graph)
+    active, lost = _depending(nodes, wrt)
+    found: dict[ir.Value, list[Tensor]] = {value: [seed] for value, seed in seeds.items()}
+    for node in reversed(nodes):
+        if not any(value in found for value in node.outputs):
+            continue
+        captured = [value for value in captured_by(node) if value in active or value in lost]
+        for value in (*node.inputs, *captured):
+            if value in lost:
+                raise _no_derivative(lost[value], active)
+        needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
+        if (not needed and not captured) or _is_constant(node):
+            continue
+        entry = _entry(node, needed, captured, active)
+        dy = [tape.total(found[value]) if value in found else None for value in node.outputs]
+        for value, total in zip(node.outputs, dy, strict=True):
+            if total is not None:
+                found[value] = [total]
+        for index, gradient in _of_inputs(node, entry, tape, dy, needed).items():
+            source = node.inputs[index]
+            assert source is not None
+            found.setdefault(source, []).append(gradient)
+    return {value: tape.total(found[value]) for value in wrt if value in found}
+
+
+def captured_by(node: ir.Node) -> list[ir.Value]:
+    """Return the values outside a node's subgraphs that these read."""
+    graphs = graphs_of(node)
+    if not graphs:
+        return []
+    inside: set[ir.Value] = set()
+    read: dict[ir.Value, None] = {}
+    while graphs:
+        graph = graphs.pop()
+        inside.update(graph.inputs, graph.initializers.values())
+        read |= dict.fromkeys(graph.outputs)
+        for inner in graph:
+            inside.update(inner.outputs)
+            read |= dict.fromkeys(value for value in inner.inputs if value is not None)
+            graphs += graphs_of(inner)
+    return [value for value in read if value not in inside]
+
+
+def _depending(nodes: Sequence[ir.Node], wrt: Collection[ir.Value]) -> tuple[set[ir.Value], dict[ir.Value, ir.Node]]:
+    """Return what depends on some of `wrt` in a differentiable way, with these themselves, and what is lost.
+
+    Lost are values that depend on `wrt` through a node that refuses to be differentiated, with that node.
+    """
+    active = set(wrt)
+    lost: dict[ir.Value, ir.Node] = {}
+    for node in nodes:
+        sources = [value for value in (*node.inputs, *captured_by(node)) if value is not None]
+        depends = any(value in active for value in sources)
+        refusing = next((lost[value] for value in sources if value in lost), None)
+        if not depends and refusing is None:
+            continue
+        if _is_constant(node):
+            continue
+        entry = entry_of(node)
+        if depends and ((entry is not None and entry.refused) or _rounds(node)):
+            refusing = node
+        if refusing is not None:
+            lost |= dict.fromkeys(node.outputs, refusing)
+        if depends:
+            active.update(value for value in node.outputs if value.dtype is None or value.dtype in FLOATS)
+    return active, lost
+
+
+def _is_constant(node: ir.Node) -> bool:
+    """Whether the derivative of a node is 0 wherever it has one, or its outputs are no floats."""
+    entry = entry_of(node)
+    return entry is not None and entry.rule is None and not entry.refused
+
+
+def _rounds(node: ir.Node) -> bool:
+    """Whether a node casts to a float type that gradients cannot have, such as those of 8 bits."""
+    dtype = node.outputs[0].dtype
+    return (
+        node.op_type in ("Cast", "CastLike") and dtype not in FLOATS and dtype is not None and dtype.is_floating_point()
+    )
+
+
+def _no_derivative(node: ir.Node, active: Collection[ir.Value]) -> Exception:
+    entry = entry_of(node)
+    why = entry.refused if entry is not None and entry.refused else f"gradients have no type {node.outputs[0].dtype}"
+    return error_of(node, f"{why}; {_dependent(node.inputs, active)}")
+
+
+def _dependent(values: Iterable[ir.Value | None], active: Collection[ir.Value]) -> str:
+    name = next((value.name for value in values if value is not None and value in active), None)
+    return f"the gradient of {name!r} depends on it"
+
+
+def _entry(node: ir.Node, needed: frozenset[int], captured: Sequence[ir.Value], active: Collection[ir.Value]) -> Entry:
+    """Return the rule of a node, which must have one."""
+    entry = entry_of(node)
+    if entry is not None and entry.refused:
+        raise _no_derivative(node, active)
+    if entry is not None and not captured:
+        return entry
+    domain = f" of domain {node.domain!r}" if node.domain else ""
+    values = [*(node.inputs[k] for k in sorted(needed)), *captured]
+    raise error_of(node, f"no gradient rule for this operator{domain}; {_dependent(values, active)}")
+
+
+def _of_inputs(
+    node: ir.Node, entry: Entry, tape: Tape, dy: Sequence[Tensor | None], needed: frozenset[int]
+) -> dict[int, Tensor]:
+    assert entry.rule is not None
+    call = Call(node, tape, dy, needed)
+    written: dict[int, Tensor] = {}
+    answered = set(entry.fixed)
+    for index, gradient in enumerate(entry.rule(call)):
+        if index not in needed or gradient is None:
+            continue
+        answered.add(index)
+        tensor = _written(gradient)
+        if tensor is None:
+            continue
+        if entry.broadcasts:
+            to = call.x[index]
+            assert to is not None
+            tensor = call.summed_to(tensor, to, call.y[0])
+        written[index] = tensor
+    for index in sorted(needed - answered):
+        value = node.inputs[index]
+        assert value is not None
+        raise call.error(f"no gradient rule for its input {index}; the gradient of {value.name!r} depends on it")
+    return written
+
+
+def _written(gradient: Gradient) -> Tensor | None:
+    return gradient() if callable(gradient) else gradient

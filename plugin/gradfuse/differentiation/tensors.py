@@ -1,0 +1,267 @@
+"""Arithmetic that appends nodes to a graph: what gradient rules are written in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+Operand: TypeAlias = "Tensor | float | None"
+"""A tensor, a number that becomes a constant of the other operands' type, or an input that is left out."""
+
+_BOOLEAN = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not", "IsNaN"})
+_INT64 = frozenset({"Shape", "Size", "NonZero"})
+_OF_SECOND_INPUT = frozenset({"Where", "CastLike"})
+
+
+class Tape:
+    """Collects nodes in the order in which they are written, and names them and their outputs.
+
+    Args:
+        prefix: what all names begin with; nothing else in the graph begins with it.
+        opset: the version of the default domain that the nodes are of.
+    """
+
+    def __init__(self, prefix: str, opset: int) -> None:
+        self.nodes: list[ir.Node] = []
+        self.opset = opset
+        self._prefix = prefix
+        self._constants: dict[tuple[bytes, str, tuple[int, ...]], Tensor] = {}
+
+    def of(self, value: ir.Value) -> Tensor:
+        return Tensor(self, value)
+
+    def op(
+        self, op_type: str, *inputs: Operand, dtype: ir.DataType | None = None, domain: str = "", **attributes: Any
+    ) -> Tensor:
+        """Append a node and return its output.
+
+        Args:
+            op_type: the operator.
+            inputs: its inputs; numbers become constants of the first tensor's type.
+            dtype: the element type of the output; None: what follows from the inputs.
+            domain: the operator's domain.
+            attributes: its attributes; those that are None are left out.
+        """
+        return self.parts(op_type, 1, *inputs, dtype=dtype, domain=domain, **attributes)[0]
+
+    def parts(
+        self,
+        op_type: str,
+        count: int,
+        *inputs: Operand,
+        dtype: ir.DataType | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> tuple[Tensor, ...]:
+        """Append a node and return its `count` outputs, which are of one type; the rest as in `op`."""
+        typed = [operand for operand in inputs if isinstance(operand, Tensor)]
+        # A condition or an index says nothing of the type of the numbers beside it.
+        like = next((t.dtype for t in typed if t.dtype != ir.DataType.BOOL), ir.DataType.FLOAT)
+        operands = [self.constant(x, like) if isinstance(x, (int, float)) else x for x in inputs]
+        name = f"{self._prefix}{op_type}_{len(self.nodes)}"
+        suffixes = [""] if count == 1 else [f".{k}" for k in range(count)]
+        result = ir.TensorType(dtype or _dtype(op_type, operands, attributes))
+        node = ir.node(
+            op_type,
+            [None if operand is None else operand.value for operand in operands],
+            {key: value for key, value in attributes.items() if value is not None},
+            domain=domain,
+            name=name,
+            outputs=[ir.Value(name=name + suffix, type=result) for suffix in suffixes],
+        )
+        self.nodes.append(node)
+        return tuple(Tensor(self, value) for value in node.outputs)
+
+    def constant(self, data: npt.ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> Tensor:
+        """Return a constant; equal ones are one node."""
+        if dtype == ir.DataType.INT64:
+            array = np.asarray(data, np.int64)
+        else:
+            array = np.asarray(data, np.float64).astype(dtype.numpy())
+        key = (array.tobytes(), dtype.name, array.shape)
+        if key not in self._constants:
+            tensor = ir.tensor(array, dtype=dtype)
+            self._constants[key] = self.op("Constant", dtype=dtype, value=tensor)
+        return self._constants[key]
+
+    def ints(self, *numbers: int) -> Tensor:
+        """Return a vector of int64."""
+        return self.constant(np.asarray(numbers, np.int64))
+
+    def concat(self, parts: Iterable[Tensor], axis: int = 0) -> Tensor:
+        found = list(parts)
+        return found[0] if len(found) == 1 else self.op("Concat", *found, axis=axis)
+
+    def total(self, terms: Sequence[Tensor]) -> Tensor:
+        """Return the sum of tensors of one shape."""
+        if len(terms) == 1:
+            return terms[0]
+        return self.op("Add", *terms) if len(terms) == 2 else self.op("Sum", *terms)
+
+
+def _dtype(op_type: str, operands: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> ir.DataType:
+    """Return the element type of what an operator gives."""
+    if op_type in _BOOLEAN:
+        return ir.DataType.BOOL
+    if op_type in _INT64:
+        return ir.DataType.INT64
+    if op_type == "Cast":
+        return ir.DataType(attributes["to"])
+    first = operands[1 if op_type in _OF_SECOND_INPUT else 0]
+    assert first is not None
+    return first.dtype
+
+
+class Tensor:
+    """A value of a graph with the arithmetic of Python; a number beside it is a constant of its type."""
+
+    __slots__ = ("tape", "value")
+
+    def __init__(self, tape: Tape, value: ir.Value) -> None:
+        self.tape = tape
+        self.value = value
+
+    @property
+    def dtype(self) -> ir.DataType:
+        assert self.value.dtype is not None
+        return self.value.dtype
+
+    def op(self, op_type: str, *others: Operand, **attributes: Any) -> Tensor:
+        """Append an operator with this as its first input."""
+        return self.tape.op(op_type, self, *others, **attributes)
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        return self.op("Add", other)
+
+    def __radd__(self, other: float) -> Tensor:
+        return self.tape.op("Add", self.tape.constant(other, self.dtype), self)
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        return self.op("Sub", other)
+
+    def __rsub__(self, other: float) -> Tensor:
+        return self.tape.op("Sub", self.tape.constant(other, self.dtype), self)
+
+    def __mul__(self, other: Tensor | float) -> Tensor:
+        if isinstance(other, (int, float)) and other == 1:
+            return self
+        return self.op("Mul", other)
+
+    def __rmul__(self, other: float) -> Tensor:
+        return self * other
+
+    def __truediv__(self, other: Tensor | float) -> Tensor:
+        return self.op("Div", other)
+
+    def __rtruediv__(self, other: float) -> Tensor:
+        return self.tape.op("Div", self.tape.constant(other, self.dtype), self)
+
+    def __neg__(self) -> Tensor:
+        return self.op("Neg")
+
+    def __pow__(self, other: float) -> Tensor:
+        return self * self if other == 2 else self.op("Pow", other)
+
+    def __gt__(self, other: Tensor | float) -> Tensor:
+        return self.op("Greater", other)
+
+    def __lt__(self, other: Tensor | float) -> Tensor:
+        return self.op("Less", other)
+
+    def equals(self, other: Tensor | float) -> Tensor:
+        return self.op("Equal", other)
+
+    def where(self, chosen: Tensor, otherwise: Tensor | float) -> Tensor:
+        """Return `chosen` where this condition holds, else the other."""
+        if not isinstance(otherwise, Tensor):
+            otherwise = self.tape.constant(otherwise, chosen.dtype)
+        return self.op("Where", chosen, otherwise)
+
+    def masked(self, condition: Tensor) -> Tensor:
+        """Return this where a condition holds, else 0: a NaN or an infinity that is not selected does no harm."""
+        return condition.where(self, 0.0)
+
+    def cast(self, dtype: ir.DataType) -> Tensor:
+        return self if dtype == self.dtype else self.op("Cast", to=dtype)
+
+    def sum(self, axes: Sequence[int] | Tensor | None, keepdims: bool = True) -> Tensor:
+        """Return the sum over axes: all of them where None, none where the sequence is empty."""
+        if isinstance(axes, Sequence):
+            if not axes:
+                return self
+            axes = self.tape.ints(*axes)
+        noop = 1 if axes is not None else None
+        return self.op("ReduceSum", axes, keepdims=int(keepdims), noop_with_empty_axes=noop)
+
+    def shape(self) -> Tensor:
+        return self.op("Shape")
+
+    def size(self, axis: int) -> Tensor:
+        """Return the size of one dimension, as a vector of one element; `axis` may be negative."""
+        return self.op("Shape", start=axis, end=axis + 1 if axis != -1 else None)
+
+    def reshape(self, shape: Tensor | Sequence[int]) -> Tensor:
+        if not isinstance(shape, Tensor):
+            # A 0 copies the size, and -1 is what is left, as in Reshape without allowzero.
+            return self.op("Reshape", self.tape.ints(*shape))
+        return self.op("Reshape", shape, allowzero=1)
+
+    def like(self, other: Tensor) -> Tensor:
+        """Return this with the shape of another tensor that has as many elements."""
+        return self.reshape(other.shape())
+
+    def transpose(self, perm: Sequence[int]) -> Tensor:
+        return self if list(perm) == list(range(len(perm))) else self.op("Transpose", perm=list(perm))
+
+    def unsqueeze(self, *axes: int) -> Tensor:
+        return self.op("Unsqueeze", self.tape.ints(*axes)) if axes else self
+
+    def squeeze(self, *axes: int) -> Tensor:
+        return self.op("Squeeze", self.tape.ints(*axes)) if axes else self
+
+    def expand(self, shape: Tensor) -> Tensor:
+        return self.op("Expand", shape)
+
+    def slice(self, starts: Tensor, ends: Tensor, axes: Tensor, steps: Tensor | None = None) -> Tensor:
+        return self.op("Slice", starts, ends, axes, steps)
+
+    def zeros(self) -> Tensor:
+        """Return zeros of this shape and type."""
+        zero = ir.tensor(np.zeros(1, self.dtype.numpy()), dtype=self.dtype)
+        return self.tape.op("ConstantOfShape", self.shape(), dtype=self.dtype, value=zero)
+
+    def ones(self) -> Tensor:
+        """Return ones of this shape and type."""
+        one = ir.tensor(np.ones(1, self.dtype.numpy()), dtype=self.dtype)
+        return self.tape.op("ConstantOfShape", self.shape(), dtype=self.dtype, value=one)
+
+    def exp(self) -> Tensor:
+        return self.op("Exp")
+
+    def log(self) -> Tensor:
+        return self.op("Log")
+
+    def sqrt(self) -> Tensor:
+        return self.op("Sqrt")
+
+    def sign(self) -> Tensor:
+        return self.op("Sign")
+
+    def tanh(self) -> Tensor:
+        return self.op("Tanh")
+
+    def sigmoid(self) -> Tensor:
+        return self.op("Sigmoid")
+
+    def matmul(self, other: Tensor) -> Tensor:
+        return self.op("MatMul", other)
+
+
+def normal_density(x: Tensor) -> Tensor:
+    """Return exp(-x^2 / 2) / sqrt(2 pi)."""
+    return (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi))

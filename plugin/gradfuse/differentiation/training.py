@@ -1,0 +1,325 @@
+"""`gradfuse.build_training_step`: a training step from any ONNX model."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from gradfuse import losses
+from gradfuse.custom_ops import functions
+from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
+from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared
+from gradfuse.differentiation.reverse import gradients
+from gradfuse.differentiation.rules import FLOATS
+from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.errors import ArgumentError
+from gradfuse.models import reading
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import copy_model
+from gradfuse.passes import shapes
+from gradfuse.training import optimizers
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
+
+if TYPE_CHECKING:
+    from gradfuse.models.reading import ModelLike
+    from gradfuse.optimizers import OptimizerOptions
+
+_WHO = "build_training_step"
+
+
+def build_training_step(
+    model: ModelLike,
+    loss: str | losses.Loss | None,
+    *,
+    trainable: Iterable[str] | None = None,
+    frozen: Iterable[str] | None = None,
+    optimizer: OptimizerOptions | None = None,
+    train_batch_norm: bool = False,
+    max_grad_norm: float | None = None,
+    accumulate: int = 1,
+    fuse: bool = True,
+) -> TrainingStep:
+    """Make a training step from a forward model in ONNX, without PyTorch.
+
+    The parameters are the float initializers that the loss depends on, but for single numbers of shape (), which
+    exporters write for constants: these train only where `trainable` names them. Running statistics of
+    BatchNormalization are no parameters.
+
+    Args:
+        model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
+        loss: what is minimised: "cross_entropy", "mse", "l1", "huber", "bce_with_logits", "nll", "ctc" or an object of
+            `gradfuse.losses`, of the model's only float output, or its first; None: the model's own scalar output.
+        trainable: names of the initializers to train, or patterns as of `fnmatch`; None: all.
+        frozen: names or patterns of initializers that stay as they are.
+        optimizer: an object of `gradfuse.optimizers`; None: the step ends at the gradients.
+        train_batch_norm: whether BatchNormalization takes the statistics of the batch and updates the running ones,
+            which are then buffers of the step; else it takes the model's, which stay as they are. Its scale and bias
+            train either way.
+        max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over all parameters; None: no clipping.
+        accumulate: of how many calls the gradients are averaged for one update.
+        fuse: whether the step is fused, as by `gradfuse.fuse`.
+
+    Returns:
+        The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
+        of the initializers. Its evaluation model is the model itself.
+
+    Raises:
+        ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
+            or running statistics, or an option is out of range.
+        ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
+    """
+    criterion = losses.named(loss) if isinstance(loss, str) else loss
+    if criterion is not None and not isinstance(criterion, losses.Loss):
+        raise ArgumentError(
+            f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses or None"
+        )
+    _require_options(optimizer, max_grad_norm, accumulate)
+    loaded = reading.load(model)
+    work = prepared(loaded.ir)
+    graph = work.graph
+    if train_batch_norm:
+        separate_statistics(graph)
+    statistics = running_statistics(graph)
+    initializers = {
+        name: value for name, value in graph.initializers.items() if value.dtype in FLOATS and name not in statistics
+    }
+    asked = _asked(graph, initializers, trainable, frozen)
+    graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
+    batch = [str(value.name) for value in graph.inputs]
+    evaluation = copy_model(work)
+
+    updated = {}
+    if train_batch_norm:
+        updated = use_batch_statistics(graph, Tape(free_prefix(graph), work.opset_imports[""]))
+    tape = Tape(free_prefix(graph), work.opset_imports[""])
+    result, targets = _loss(graph, tape, criterion)
+    graph.extend(tape.nodes)
+    _infer(work)
+    tape = Tape(f"{free_prefix(graph)}", work.opset_imports[""])
+    chosen = [initializers[name] for name in asked]
+    seed = tape.constant(np.ones([1] * len(result.shape or ())), result.dtype or ir.DataType.FLOAT)
+    found = gradients(graph, tape, {result: seed}, chosen)
+    graph.extend(tape.nodes)
+    parameters = _with_gradients(asked, initializers, found, trainable is not None)
+    description = None
+    if optimizer is not None:
+        description = dataclasses.replace(
+            optimizer.described(parameters), max_grad_norm=max_grad_norm, accumulate=accumulate
+        )
+    _require_free_names(graph, result, parameters, updated, description)
+
+    first = [value for name, value in graph.initializers.items() if name in parameters or name in updated]
+    values = _taken_out(graph, parameters)
+    buffers = _taken_out(graph, updated)
+    graph.inputs[:] = [*first, *graph.inputs]
+    graph.outputs[:] = [_loss_output(graph, result)]
+    for name, after in updated.items():
+        like = next(value for value in first if value.name == name)
+        graph.outputs.append(named_output(graph, after, name + UPDATED_SUFFIX, like))
+    for name in parameters:
+        like = initializers[name]
+        graph.outputs.append(named_output(graph, found[like], name + GRADIENT_SUFFIX, like))
+    RemoveUnusedNodesPass()(work)
+    if any(node.domain == "aclnn" for node in graph):
+        functions.attach(work)
+    report = None
+    if fuse:
+        from gradfuse.fusion import fuse as fuse_model
+
+        fused = fuse_model(work)
+        work, report = fused.model, fused.report
+    if description is not None:
+        optimizers.append(work, description, {*batch, *targets})
+    return TrainingStep(
+        model=ir.to_proto(work),
+        parameters=values,
+        buffers=buffers,
+        input_names=tuple(batch),
+        target_names=tuple(targets),
+        report=report,
+        optimizer_state={} if description is None else description.initial_state(values),
+        hyperparameters={} if description is None else description.hyperparameters(),
+        constants={},
+        state_dict_names={name: name for name in (*values, *buffers)},
+        evaluation_model=_evaluation(evaluation, (*parameters, *buffers)),
+    )
+
+
+def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: int) -> None:
+    from gradfuse.optimizers import OptimizerOptions
+
+    if optimizer is not None and not isinstance(optimizer, OptimizerOptions):
+        raise ArgumentError(
+            f"{_WHO}: optimizer is {type(optimizer).__name__}; expected gradfuse.optimizers.SGD, Adam or AdamW"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ArgumentError(f"{_WHO}: accumulate is {accumulate!r}; expected a positive integer")
+    if optimizer is None and (max_grad_norm is not None or accumulate > 1):
+        name = "max_grad_norm" if max_grad_norm is not None else "accumulate"
+        raise ArgumentError(f"{_WHO}: {name} is given without an optimizer; expected both or neither")
+
+
+def _asked(
+    graph: ir.Graph,
+    initializers: Mapping[str, ir.Value],
+    trainable: Iterable[str] | None,
+    frozen: Iterable[str] | None,
+) -> list[str]:
+    """Return the names of the initializers that are to be trained."""
+    if trainable is None:
+        names = [name for name, value in initializers.items() if value.shape]
+    else:
+        names = _matching("trainable", trainable, graph, initializers)
+    kept = set() if frozen is None else set(_matching("frozen", frozen, graph, initializers))
+    names = [name for name in names if name not in kept]
+    if not names:
+        raise ArgumentError(f"{_WHO}: no float initializer is left to train; expected at least one")
+    return names
+
+
+def _matching(
+    argument: str, patterns: Iterable[str], graph: ir.Graph, initializers: Mapping[str, ir.Value]
+) -> list[str]:
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matched = [name for name in initializers if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            other = [value for name, value in graph.initializers.items() if fnmatch.fnmatchcase(name, pattern)]
+            what = "matches nothing"
+            if other:
+                number = other[0].dtype not in FLOATS
+                what = f"is {other[0].dtype}" if number else "is a running statistic of BatchNormalization"
+            raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}, which {what}; expected float initializers")
+        found |= dict.fromkeys(matched)
+    return list(found)
+
+
+def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[ir.Value, list[str]]:
+    """Put the loss behind the output; return it and the names of the inputs that it has added."""
+    floats = [value for value in graph.outputs if value.dtype in FLOATS]
+    if not floats:
+        raise ArgumentError(f"{_WHO}: the model has no float output; expected one for the loss")
+    if criterion is None:
+        scalars = [value for value in floats if value.shape is not None and all(dim == 1 for dim in value.shape)]
+        if len(scalars) != 1:
+            raise ArgumentError(f"{_WHO}: loss is None and {len(scalars)} outputs are scalars; expected one, or a loss")
+        return scalars[0], []
+    output = floats[0]
+    if output.shape is None:
+        raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
+    name = type(criterion).__name__
+    dims = [dim if isinstance(dim, int) else dim.value for dim in output.shape]
+    if len(dims) < criterion.least_rank:
+        raise ArgumentError(
+            f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
+            f"{name} expected at least {criterion.least_rank} dimensions"
+        )
+    taken = {value.name for value in graph.inputs} | set(graph.initializers)
+    taken |= {value.name for node in graph.all_nodes() for value in node.outputs}
+    added: list[Tensor] = []
+    for target in criterion.targets:
+        if target.name in taken:
+            raise ArgumentError(f"{_WHO}: the model has a value {target.name!r} already; expected that name for {name}")
+        dtype = target.dtype or output.dtype
+        assert dtype is not None
+        value = ir.Value(name=target.name, type=ir.TensorType(dtype), shape=ir.Shape(target.shape(dims)))
+        graph.inputs.append(value)
+        added.append(tape.of(value))
+    result = criterion.forward(tape.of(output), added, len(dims)).value
+    result.shape = ir.Shape([])
+    return result, [target.name for target in criterion.targets]
+
+
+def _infer(model: ir.Model) -> None:
+    untyped = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None or v.shape is None]
+    if untyped:
+        shapes.infer(model, untyped)
+
+
+def _with_gradients(
+    asked: Sequence[str],
+    initializers: Mapping[str, ir.Value],
+    found: Mapping[ir.Value, Tensor],
+    named: bool,
+) -> list[str]:
+    parameters = [name for name in asked if initializers[name] in found]
+    if named and len(parameters) < len(asked):
+        missing = next(name for name in asked if name not in parameters)
+        raise ArgumentError(f"{_WHO}: the loss does not depend on {missing!r}; expected what it depends on")
+    if not parameters:
+        raise ArgumentError(f"{_WHO}: the loss depends on no float initializer; expected at least one")
+    return parameters
+
+
+def _require_free_names(
+    graph: ir.Graph,
+    loss: ir.Value,
+    parameters: Iterable[str],
+    updated: Iterable[str],
+    description: optimizers.Optimizer | None,
+) -> None:
+    """Refuse a model with a name that the step gives to something else."""
+    changed = [*updated] if description is None else [*updated, *parameters]
+    wanted = {LOSS, *(name + UPDATED_SUFFIX for name in changed), *(name + GRADIENT_SUFFIX for name in parameters)}
+    if description is not None:
+        states = description.input_names()
+        wanted |= {*states, *(name + UPDATED_SUFFIX for name in states)}
+    for value in _values(graph):
+        if value.name in wanted and value is not loss:
+            raise ArgumentError(f"{_WHO}: the model has a value {value.name!r}; expected that name to be free")
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    for part in (graph, *graph.subgraphs()):
+        yield from part.inputs
+        yield from part.initializers.values()
+        for node in part:
+            yield from node.outputs
+
+
+def _taken_out(graph: ir.Graph, names: Iterable[str]) -> Arrays:
+    """Turn initializers into values without one, and return theirs."""
+    found: Arrays = {}
+    for name in names:
+        value = graph.initializers.pop(name)
+        assert value.const_value is not None
+        found[name] = np.array(value.const_value.numpy())
+        value.const_value = None
+    return found
+
+
+def _loss_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Return the loss under its name, of shape ()."""
+    if value.shape is None or len(value.shape):
+        node = ir.node("Reshape", [value, _empty(graph)], name="loss/Reshape")
+        node.outputs[0].type = value.type
+        graph.append(node)
+        value = node.outputs[0]
+        value.shape = ir.Shape([])
+    value.name = LOSS
+    return value
+
+
+def _empty(graph: ir.Graph) -> ir.Value:
+    node = ir.node("Constant", [], {"value": ir.tensor(np.zeros(0, np.int64))}, name="loss/Shape")
+    graph.append(node)
+    return node.outputs[0]
+
+
+def _evaluation(model: ir.Model, parameters: Collection[str]) -> Any:
+    graph = model.graph
+    for name in parameters:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        graph.inputs.append(value)
+    return ir.to_proto(model)

@@ -1,0 +1,292 @@
+"""Losses for `gradfuse.build_training_step`, with the names and options of torch.nn.
+
+A loss is put behind an output of a model in standard operators. Each class says which inputs it adds (`targets`) and
+what it computes (`forward`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from gradfuse.differentiation.tensors import Tensor
+
+__all__ = [
+    "BCEWithLogitsLoss",
+    "CTCLoss",
+    "CrossEntropyLoss",
+    "HuberLoss",
+    "L1Loss",
+    "Loss",
+    "MSELoss",
+    "NLLLoss",
+    "named",
+]
+
+_REDUCTIONS = ("mean", "sum")
+_MEAN = "mean"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An input that a loss adds to the model.
+
+    Attributes:
+        name: its name, which a model's own inputs must not have.
+        dtype: its element type; None: that of the output.
+        shape: gives its shape, from that of the output.
+    """
+
+    name: str
+    dtype: ir.DataType | None
+    shape: Callable[[Sequence[int | str | None]], Sequence[int | str | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What all losses have: `reduction`, "mean" or "sum", as in torch.nn.
+
+    Raises:
+        ArgumentError: an option has no such value.
+    """
+
+    reduction: str = _MEAN
+
+    least_rank: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.reduction not in _REDUCTIONS:
+            raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected 'mean' or 'sum'")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The inputs that it adds: one tensor like the output, for most."""
+        return (Target("target", None, lambda shape: shape),)
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        """Append the loss to a graph.
+
+        Args:
+            output: what the loss is taken of.
+            targets: the inputs of `targets`.
+            rank: the output's rank.
+
+        Returns:
+            A scalar.
+        """
+        raise NotImplementedError
+
+    def _reduced(self, elements: Tensor) -> Tensor:
+        return elements.op("ReduceMean" if self.reduction == _MEAN else "ReduceSum", keepdims=0)
+
+
+def _classes(shape: Sequence[int | str | None]) -> Sequence[int | str | None]:
+    return [shape[0], *shape[2:]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropyLoss(Loss):
+    """Cross entropy of logits (N, C, ...) and classes, int64 (N, ...): torch.nn.CrossEntropyLoss.
+
+    Attributes:
+        weight: C numbers, the weights of the classes; None: all 1.
+        ignore_index: rows with this target do not count.
+        label_smoothing: how much of the target is spread evenly over all classes, from 0 to 1.
+    """
+
+    weight: npt.ArrayLike | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+
+    least_rank: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing <= 1:
+            raise ArgumentError(
+                f"CrossEntropyLoss: label_smoothing is {self.label_smoothing!r}; expected a number from 0 to 1"
+            )
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return (Target("target", ir.DataType.INT64, _classes),)
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        if not self.label_smoothing:
+            weight = None if self.weight is None else output.tape.constant(self.weight, output.dtype)
+            return output.op(
+                "SoftmaxCrossEntropyLoss", targets[0], weight, ignore_index=self.ignore_index, reduction=self.reduction
+            )
+        tape, target = output.tape, targets[0]
+        counted = target.equals(tape.constant(self.ignore_index)).op("Not")
+        label = counted.where(target, tape.constant(0)).unsqueeze(1)
+        log_probs = output.op("LogSoftmax", axis=1)
+        rows = counted.cast(output.dtype)
+        spread = log_probs
+        if self.weight is not None:
+            column = np.asarray(self.weight, np.float64).reshape(-1, *[1] * (rank - 2))
+            weights = tape.constant(column, output.dtype)
+            rows = rows * weights.reshape([-1]).op("Gather", label.squeeze(1), axis=0)
+            spread = log_probs * weights
+        picked = log_probs.op("GatherElements", label, axis=1).squeeze(1)
+        total = (picked * rows).sum(None, keepdims=False) * (1 - self.label_smoothing)
+        evenly = spread.sum([1], keepdims=False)
+        classes = output.size(1).squeeze(0).cast(output.dtype)
+        smoothed = evenly.masked(counted).sum(None, keepdims=False) * self.label_smoothing / classes
+        loss = -(total + smoothed)
+        return loss / rows.sum(None, keepdims=False) if self.reduction == _MEAN else loss
+
+
+@dataclasses.dataclass(frozen=True)
+class NLLLoss(Loss):
+    """Negative log-likelihood of log-probabilities (N, C, ...) and classes, int64 (N, ...): torch.nn.NLLLoss.
+
+    Attributes:
+        weight: C numbers, the weights of the classes; None: all 1.
+        ignore_index: rows with this target do not count.
+    """
+
+    weight: npt.ArrayLike | None = None
+    ignore_index: int = -100
+
+    least_rank: ClassVar[int] = 2
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return (Target("target", ir.DataType.INT64, _classes),)
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        weight = None if self.weight is None else output.tape.constant(self.weight, output.dtype)
+        return output.op(
+            "NegativeLogLikelihoodLoss", targets[0], weight, ignore_index=self.ignore_index, reduction=self.reduction
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MSELoss(Loss):
+    """Squared differences of the output and a target of its shape: torch.nn.MSELoss."""
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        difference = output - targets[0]
+        return self._reduced(difference * difference)
+
+
+@dataclasses.dataclass(frozen=True)
+class L1Loss(Loss):
+    """Absolute differences of the output and a target of its shape: torch.nn.L1Loss."""
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        return self._reduced((output - targets[0]).op("Abs"))
+
+
+@dataclasses.dataclass(frozen=True)
+class HuberLoss(Loss):
+    """d^2 / 2 for differences d up to `delta`, delta (|d| - delta / 2) beyond: torch.nn.HuberLoss."""
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.delta > 0 and math.isfinite(self.delta)):
+            raise ArgumentError(f"HuberLoss: delta is {self.delta!r}; expected a positive number")
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        size = (output - targets[0]).op("Abs")
+        inner = size.op("Min", self.delta)
+        return self._reduced(inner * (size - inner * 0.5))
+
+
+@dataclasses.dataclass(frozen=True)
+class BCEWithLogitsLoss(Loss):
+    """Binary cross entropy of logits and probabilities of their shape: torch.nn.BCEWithLogitsLoss.
+
+    Attributes:
+        pos_weight: weights of positive targets, of a shape that broadcasts to the output's; None: 1.
+    """
+
+    pos_weight: npt.ArrayLike | None = None
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        target = targets[0]
+        # -log sigmoid(x) = softplus(-x), and -log (1 - sigmoid(x)) = softplus(-x) + x.
+        negative_log = (-output).op("Softplus")
+        if self.pos_weight is None:
+            return self._reduced((1 - target) * output + negative_log)
+        weight = target * (output.tape.constant(self.pos_weight, output.dtype) - 1) + 1
+        return self._reduced((1 - target) * output + negative_log * weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class CTCLoss(Loss):
+    """Connectionist temporal classification of log-probabilities (T, N, C): torch.nn.CTCLoss.
+
+    The targets are `target`, int64 (N, S), padded, and `input_lengths` and `target_lengths`, int64 (N).
+
+    Attributes:
+        blank: the class of the blank label.
+        zero_infinity: whether items without any alignment count as 0, with a gradient of 0.
+    """
+
+    blank: int = 0
+    zero_infinity: bool = False
+
+    least_rank: ClassVar[int] = 3
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        def lengths(shape: Sequence[int | str | None]) -> Sequence[int | str | None]:
+            return [shape[1]]
+
+        return (
+            Target("target", ir.DataType.INT64, lambda shape: [shape[1], "target_length"]),
+            Target("input_lengths", ir.DataType.INT64, lengths),
+            Target("target_lengths", ir.DataType.INT64, lengths),
+        )
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        losses, _ = output.tape.parts(
+            "CtcLoss",
+            2,
+            output,
+            *targets,
+            domain="aclnn",
+            blank=self.blank,
+            zero_infinity=int(self.zero_infinity),
+        )
+        if self.zero_infinity:
+            losses = losses.op("IsInf").where(output.tape.constant(0.0, losses.dtype), losses)
+        if self.reduction != _MEAN:
+            return self._reduced(losses)
+        lengths = targets[2].op("Max", output.tape.constant(1)).cast(losses.dtype)
+        return self._reduced(losses / lengths)
+
+
+_NAMED: Mapping[str, type[Loss]] = {
+    "cross_entropy": CrossEntropyLoss,
+    "mse": MSELoss,
+    "l1": L1Loss,
+    "huber": HuberLoss,
+    "bce_with_logits": BCEWithLogitsLoss,
+    "nll": NLLLoss,
+    "ctc": CTCLoss,
+}
+
+
+def named(name: str) -> Loss:
+    """Return the loss of a name with its defaults, such as "cross_entropy" or "mse".
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if name not in _NAMED:
+        raise ArgumentError(f"loss is {name!r}; expected one of {', '.join(_NAMED)}")
+    return _NAMED[name]()

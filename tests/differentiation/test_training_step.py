@@ -1,0 +1,308 @@
+"""Training steps from ONNX models: losses, gradients and updates against PyTorch, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradfuse
+from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep, build_training_step, losses, optimizers
+from gradfuse.testing import assert_gradients_close
+
+CLASSES = 5
+
+
+def forward(module: nn.Module, x: Tensor) -> onnx.ModelProto:
+    """The module by plain torch.onnx.export, with a dynamic batch and the names of its parameters."""
+    program = torch.onnx.export(module, (x,), dynamo=True, optimize=False, dynamic_shapes=({0: "batch"},))
+    assert program is not None
+    return program.model_proto
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
+    ).eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+X = torch.randn(6, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.tensor([0, 4, 2, -100, 1, 1])
+WEIGHT = torch.tensor([1.0, 0.5, 2.0, 1.5, 0.1])
+NUMBERS = torch.rand(6, CLASSES, generator=torch.Generator().manual_seed(2))
+
+LOSSES: dict[str, tuple[Any, Callable[[Tensor], Tensor], Tensor]] = {
+    "cross_entropy": ("cross_entropy", lambda y: F.cross_entropy(y, TARGETS), TARGETS),
+    "cross entropy, all options": (
+        losses.CrossEntropyLoss("sum", WEIGHT.tolist(), 1, 0.2),
+        lambda y: F.cross_entropy(
+            y, TARGETS.clamp(0), WEIGHT.to(y), reduction="sum", ignore_index=1, label_smoothing=0.2
+        ),
+        TARGETS.clamp(0),
+    ),
+    "cross entropy, smoothed mean": (
+        losses.CrossEntropyLoss(weight=WEIGHT.tolist(), label_smoothing=0.1),
+        lambda y: F.cross_entropy(y, TARGETS, WEIGHT.to(y), label_smoothing=0.1),
+        TARGETS,
+    ),
+    "nll": (
+        losses.NLLLoss(weight=WEIGHT.tolist()),
+        lambda y: F.nll_loss(y, TARGETS, WEIGHT.to(y)),
+        TARGETS,
+    ),
+    "mse": ("mse", lambda y: F.mse_loss(y, NUMBERS.to(y)), NUMBERS),
+    "l1": ("l1", lambda y: F.l1_loss(y, NUMBERS.to(y)), NUMBERS),
+    "huber": (losses.HuberLoss(delta=0.5), lambda y: F.huber_loss(y, NUMBERS.to(y), delta=0.5), NUMBERS),
+    "bce_with_logits": (
+        losses.BCEWithLogitsLoss(pos_weight=[1.0, 2.0, 3.0, 4.0, 5.0]),
+        lambda y: F.binary_cross_entropy_with_logits(y, NUMBERS.to(y), pos_weight=torch.arange(1.0, 6.0).to(y)),
+        NUMBERS,
+    ),
+}
+
+
+def gradients(step: TrainingStep, x: Tensor, target: Tensor) -> tuple[float, dict[str, Any]]:
+    session = TrainingSession(step)
+    loss = session.step(x.numpy(), target.numpy())
+    return loss, dict(session.gradients)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients_are_those_of_torch(name: str, fuse: bool) -> None:
+    loss, by_torch, target = LOSSES[name]
+    module = network()
+    step = build_training_step(forward(module, X), loss, fuse=fuse)
+    actual, found = gradients(step, X, target)
+
+    def of(dtype: torch.dtype) -> tuple[float, dict[str, Any]]:
+        copy = network().to(dtype)
+        result = by_torch(copy(X.to(dtype)))
+        result.backward()  # type: ignore[no-untyped-call]
+        return result.item(), {n: p.grad.numpy() for n, p in copy.named_parameters() if p.grad is not None}
+
+    (native_loss, native), (exact_loss, exact) = of(torch.float32), of(torch.float64)
+    assert found.keys() == exact.keys()
+    assert abs(actual - exact_loss) <= 2 * abs(native_loss - exact_loss) + 1e-6 * abs(exact_loss)
+    for parameter, gradient in found.items():
+        largest = float(np.abs(exact[parameter]).max())
+        assert_gradients_close(gradient, native[parameter], exact[parameter], np.dtype(np.float32), terms=16 * largest)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (optimizers.SGD(lr=0.1, momentum=0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),
+        (optimizers.Adam(lr=0.01, weight_decay=0.1), lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1)),
+        (optimizers.AdamW(lr=0.01, amsgrad=True), lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True)),
+    ],
+)
+def test_training_follows_torch(ours: Any, theirs: Callable[[Any], torch.optim.Optimizer]) -> None:
+    module = network()
+    session = TrainingSession(build_training_step(forward(module, X), "cross_entropy", optimizer=ours))
+    optimizer = theirs(module.parameters())
+    for _ in range(5):
+        loss = F.cross_entropy(module(X), TARGETS)
+        assert abs(session.step(X.numpy(), TARGETS.numpy()) - loss.item()) <= 1e-4
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    evaluated = session.evaluate(X.numpy())
+    assert np.abs(np.asarray(evaluated) - module(X).detach().numpy()).max() <= 1e-3
+
+
+def test_what_is_trained_is_chosen_by_names_and_patterns() -> None:
+    model = forward(network(), X)
+    assert set(build_training_step(model, "cross_entropy", trainable=["5.*"]).parameters) == {"5.weight", "5.bias"}
+    step = build_training_step(model, "cross_entropy", frozen=["*.bias", "0.weight"])
+    assert set(step.parameters) == {"1.weight", "5.weight"}
+
+
+def test_a_saved_step_trains_without_torch_objects(tmp_path: Any) -> None:
+    step = build_training_step(forward(network(), X), "cross_entropy", optimizer=optimizers.SGD(lr=0.1))
+    step.save(tmp_path / "step.onnx")
+    first, second = TrainingSession(step), TrainingSession(tmp_path / "step.onnx")
+    for _ in range(2):
+        assert first.step(X.numpy(), TARGETS.numpy()) == second.step(X.numpy(), TARGETS.numpy())
+
+
+MODEL = """<ir_version: 10, opset_import: ["": 18]>
+g (float[N, 3] x) => (float[N, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}, int64[1] k = {0}, float s = {2}> {
+    a = MatMul(x, w)
+    b = Mul(a, s)
+    y = %s(b)
+}"""
+
+
+@pytest.mark.parametrize(
+    "change, named, message",
+    [
+        ({"loss": "crossentropy"}, {}, "loss is 'crossentropy'; expected one of cross_entropy, mse"),
+        ({}, {"trainable": ["v"]}, "trainable has 'v', which matches nothing; expected float initializers"),
+        ({}, {"trainable": ["k"]}, "trainable has 'k', which is INT64; expected float initializers"),
+        ({}, {"frozen": ["*"]}, "no float initializer is left to train"),
+        ({"op": "ArgMax"}, {}, "the model has no float output"),
+        ({"op": "Floor"}, {}, "the loss depends on no float initializer"),
+        ({}, {"accumulate": 2}, "accumulate is given without an optimizer"),
+        ({"loss": "ctc"}, {}, "CTCLoss expected at least 3 dimensions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(change: dict[str, str], named: dict[str, Any], message: str) -> None:
+    text = (MODEL % change.get("op", "Relu")).replace("k = {0}", "k = {0}")
+    if change.get("op") == "ArgMax":
+        text = text.replace("(float[N, 2] y)", "(int64[1, 2] y)")
+    model = onnx.parser.parse_model(text)
+    with pytest.raises(ArgumentError, match=message) as error:
+        build_training_step(model, change.get("loss", "mse"), **named)
+    assert "\n" not in str(error.value)
+
+
+def test_an_operator_without_a_rule_is_named() -> None:
+    model = onnx.parser.parse_model(MODEL % "Relu")
+    model.graph.node[1].CopyFrom(onnx.helper.make_node("CumProd", ["a", "k0"], ["b"], name="here"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1, np.int64), "k0"))
+    model.opset_import[0].version = 26
+    with pytest.raises(ModelError, match=r"CumProd \(node 'here'\): no gradient rule.*'a' depends on it"):
+        build_training_step(model, "mse")
+
+
+def test_single_numbers_train_only_where_they_are_named() -> None:
+    model = onnx.parser.parse_model(MODEL % "Relu")
+    assert set(build_training_step(model, "mse").parameters) == {"w"}
+    assert set(build_training_step(model, "mse", trainable=["s", "w"]).parameters) == {"s", "w"}
+
+
+def test_the_gradient_of_an_input_and_a_vector_jacobian_product() -> None:
+    model = onnx.parser.parse_model(MODEL % "Tanh")
+    result = gradfuse.differentiate(model, ["x", "w"], seeds={"y": "v"})
+    onnx.checker.check_model(result, full_check=True)
+    assert [o.name for o in result.graph.output] == ["y", "x.grad", "w.grad"]
+    assert [i.name for i in result.graph.input] == ["x", "v"]
+    assert [n.output[0] for n in result.graph.node][:3] == ["a", "b", "y"]
+
+
+def test_differentiate_refuses_what_is_not_there() -> None:
+    model = onnx.parser.parse_model(MODEL % "Relu")
+    for arguments, message in (
+        ({"wrt": ["z"]}, "wrt has 'z'; expected inputs or initializers"),
+        ({"wrt": ["k"]}, "'k' is INT64; expected a float type"),
+        ({"wrt": ["x"]}, "output 'y' has shape .*; expected a scalar, or seeds"),
+        ({"wrt": "x"}, "wrt is 'x'; expected a list of names"),
+        ({"wrt": ["x"], "of": "a"}, "'a' is no output"),
+        ({"wrt": ["x"], "seeds": {"y": "x"}}, "the seed 'x' is taken"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            gradfuse.differentiate(model, **arguments)
+
+
+def test_batch_norm_trains_as_in_torch() -> None:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        parts = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.3), nn.Tanh(), nn.BatchNorm2d(4))
+        return nn.Sequential(*parts, nn.Flatten(), nn.Linear(144, CLASSES))
+
+    model = forward(module().eval(), X)
+    step = build_training_step(model, "cross_entropy", optimizer=optimizers.SGD(lr=0.1), train_batch_norm=True)
+    assert len(step.buffers) == 4
+    session = TrainingSession(step)
+
+    def trained(dtype: torch.dtype) -> tuple[nn.Module, float]:
+        copy = module().to(dtype)
+        optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = F.cross_entropy(copy(X.to(dtype)), TARGETS)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return copy, loss.item()
+
+    (native, _), (exact, exact_loss) = trained(torch.float32), trained(torch.float64)
+    for _ in range(3):
+        loss = session.step(X.numpy(), TARGETS.numpy())
+    assert abs(loss - exact_loss) <= 1e-4
+    state, buffers = session.state_dict(), [name for name in native.state_dict() if "running" in name]
+    wanted = {name: native.state_dict()[name].numpy() for name in buffers}
+    float64 = {name: exact.state_dict()[name].numpy() for name in buffers}
+    for name in buffers:
+        # Three steps multiply what rounding differs in.
+        assert_gradients_close(state[name], wanted[name], float64[name], np.float32, terms=64)
+    evaluated = np.asarray(session.evaluate(X.numpy()))
+    assert np.abs(evaluated - native.eval()(X).detach().numpy()).max() <= 1e-3
+
+
+def test_running_statistics_do_not_train() -> None:
+    model = forward(network(), X)
+    for name in ("1.running_mean", "1.running_*"):
+        with pytest.raises(ArgumentError, match="is a running statistic of BatchNormalization"):
+            build_training_step(model, "cross_entropy", trainable=[name])
+    step = build_training_step(model, "cross_entropy")
+    assert "1.running_mean" not in step.parameters and not step.buffers
+
+
+IN_SUBGRAPHS = """<ir_version: 10, opset_import: ["": 18]>
+g (float[N, 3] x, bool c) => (float[N, 3] y) <float[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[3] b = {1, 2, 3}> {
+    a = MatMul(x, w)
+    y = If (c) <
+        then_branch = then () => (float[N, 3] t) { t = Add(a, b) },
+        else_branch = otherwise () => (float[N, 3] o) { o = Identity(a) }
+    >
+}"""
+
+
+def test_what_subgraphs_read_from_around_them_is_not_lost() -> None:
+    """`b` and `a` are inputs of no node of the graph itself."""
+    model = onnx.parser.parse_model(IN_SUBGRAPHS)
+    model.graph.node[1].name = "chosen"
+    with pytest.raises(
+        ModelError, match=r"If \(node 'chosen'\): no gradient rule.*the gradient of '[ab]' depends on it"
+    ):
+        build_training_step(model, "mse")
+    with pytest.raises(ModelError, match=r"If \(node 'chosen'\).*'b'"):
+        gradfuse.differentiate(model, ["b"], seeds={"y": "v"})
+
+
+def test_a_parameter_that_is_used_twice_gets_the_gradients_of_both() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[N, 3] x) => (float[N, 3] y) <float[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> {
+            a = MatMul(x, w)
+            b = Tanh(a)
+            y = MatMul(b, w)
+        }"""
+    )
+    step = build_training_step(model, "mse", fuse=False)
+    x, target = torch.randn(4, 3), torch.randn(4, 3)
+    _, found = gradients(step, x, target)
+
+    def by_torch(dtype: torch.dtype) -> Any:
+        w = torch.arange(1.0, 10.0, dtype=dtype).reshape(3, 3).requires_grad_()
+        F.mse_loss((x.to(dtype) @ w).tanh() @ w, target.to(dtype)).backward()  # type: ignore[no-untyped-call]
+        assert w.grad is not None
+        return w.grad.numpy()
+
+    native, exact = by_torch(torch.float32), by_torch(torch.float64)
+    assert_gradients_close(found["w"], native, exact, np.float32, terms=16 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", ["loss", "w.grad", "target"])
+def test_names_that_a_step_needs_are_free(name: str) -> None:
+    model = onnx.parser.parse_model(MODEL % "Relu")
+    model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
+    with pytest.raises(ArgumentError, match=f"the model has a value '{name}'"):
+        build_training_step(model, "mse")
