@@ -21,6 +21,7 @@ _LIKE_INPUT = {
     **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad", "BatchNormalizationGrad"), 0),
     **dict.fromkeys(("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad"), 1),
 }
+_SKIP = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 # Those whose first output has the type of one input, and the shape that another one holds.
 _OF_SHAPE = {"GatherGrad": (2, 0), "GatherNDGrad": (2, 0), "GatherElementsGrad": (0, 1), "SliceGrad": (0, 1)}
 _STANDARD = {
@@ -68,7 +69,9 @@ def _prepared(model: ir.Model) -> onnx.ModelProto:
     """
     copy = model.clone()
     for graph in (copy.graph, *(f.graph for f in copy.functions.values())):
-        for node in graph.all_nodes():
+        for node in list(graph.all_nodes()):
+            if node.op_type in _SKIP and node.domain == "com.microsoft":
+                _put_identities(node)
             stand_in = _stand_in(node)
             if stand_in is not None:
                 _become(node, *stand_in)
@@ -86,6 +89,18 @@ def _take_large_initializers_out(graph: ir.Graph) -> None:
             graph.inputs.append(value)
         if tensor is None or tensor.nbytes > _LARGEST_INITIALIZER_BYTES:
             del graph.initializers[name]
+
+
+def _put_identities(node: ir.Node) -> None:
+    """Put copies of a node's input in the place of its first output and of its fourth, which is the sum."""
+    graph = node.graph
+    assert graph is not None
+    for value in (*node.outputs[:1], *node.outputs[3:4]):
+        if value.name:
+            copy = ir.node("Identity", node.inputs[:1])
+            copy.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
+            graph.insert_after(node, copy)
+            value.replace_all_uses_with(copy.outputs[0], replace_graph_outputs=True)
 
 
 def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:

@@ -38,6 +38,9 @@ class Vectors:
         self._known.clear()
 
     def _read(self, value: ir.Value) -> list[Poly] | None:
+        if value.dtype is not None and value.dtype.is_floating_point():
+            # No shape: a chain of these may be thousands of nodes long.
+            return None
         array = self._constants.array(value)
         if array is not None:
             if array.ndim > 1 or array.size > VECTOR_LIMIT or array.dtype.kind not in "iu":

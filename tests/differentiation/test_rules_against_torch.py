@@ -502,3 +502,76 @@ def test_where_and_expand_with_sizes_of_1() -> None:
 def test_without_elements() -> None:
     model = model_of("float[N, 4] a, float[4, 3] b", "y = MatMul(a, b)", output="float[N, 3] y")
     require_torchs(model, shaped((0, 4), (4, 3)), lambda a, b: a @ b, ["a", "b"])
+
+
+def microsoft(inputs: str, body: str, shape: str) -> onnx.ModelProto:
+    """A model with operators of onnxruntime's own, of which onnx infers no shapes."""
+    text = (
+        f'<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]> g ({inputs}) => (float[{shape}] y) {{ {body} }}'
+    )
+    return onnx.parser.parse_model(text)
+
+
+@pytest.mark.parametrize("trans_a, trans_b", [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("batch_a, batch_b", [((), ()), ((2,), (2,)), ((2,), ()), ((1,), (2,)), ((3, 1), (2,))])
+def test_fused_matmul(trans_a: int, trans_b: int, batch_a: Any, batch_b: Any) -> None:
+    a = (*batch_a, *((3, 4) if trans_a else (4, 3)))
+    b = (*batch_b, *((5, 3) if trans_b else (3, 5)))
+    dims = [", ".join(f"{n}{k}" for k in range(len(shape))) for n, shape in (("a", a), ("b", b))]
+    rank = max(len(a), len(b))
+    model = microsoft(
+        f"float[{dims[0]}] a, float[{dims[1]}] b",
+        f"y = com.microsoft.FusedMatMul <alpha = 0.5, transA = {trans_a}, transB = {trans_b}> (a, b)",
+        ", ".join(f"y{k}" for k in range(rank)),
+    )
+
+    def by_torch(a: Tensor, b: Tensor) -> Tensor:
+        return 0.5 * (a.mT if trans_a else a) @ (b.mT if trans_b else b)
+
+    require_torchs(model, shaped(a, b), by_torch, ["a", "b"])
+
+
+@pytest.mark.parametrize("simplified", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("with_sum", [True, False])
+def test_skip_layer_normalization(simplified: bool, bias: bool, with_sum: bool) -> None:
+    op = "com.microsoft.Skip" + ("SimplifiedLayerNormalization" if simplified else "LayerNormalization")
+    names = ["a", "b", "gamma", *([] if simplified else ["beta"]), *(["bias"] if bias else [])]
+    shapes = [(2, 3, 8), (2, 3, 8), *[(8,)] * (len(names) - 2)]
+    declared = ", ".join(
+        f"float[{', '.join(map(str, shape))}] {name}" for name, shape in zip(names, shapes, strict=True)
+    )
+    body = f'n, "", "", s = {op} <epsilon = 1e-5> ({", ".join(names)}) y = Mul(n, s)' if with_sum else ""
+    body = body or f"y = {op} <epsilon = 1e-5> ({', '.join(names)})"
+    feeds = {name: numbers(*shape, seed=k) for k, (name, shape) in enumerate(zip(names, shapes, strict=True))}
+
+    def by_torch(a: Tensor, b: Tensor, gamma: Tensor, beta: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        total = a + b if bias is None else a + b + bias
+        norm = F.rms_norm(total, (8,), gamma, 1e-5) if simplified else F.layer_norm(total, (8,), gamma, beta, 1e-5)
+        return norm * total if with_sum else norm
+
+    require_torchs(microsoft(declared, body, "2, 3, 8"), feeds, by_torch, names)
+
+
+def test_simplified_layer_normalization() -> None:
+    model = microsoft(
+        "float[N, 3, 8] a, float[8] b", "y = SimplifiedLayerNormalization <epsilon = 1e-5> (a, b)", "N, 3, 8"
+    )
+    require_torchs(model, shaped((2, 3, 8), (8,)), lambda a, b: F.rms_norm(a, (8,), b, 1e-5), ["a", "b"])
+
+
+@pytest.mark.parametrize("op, exact", [("Gelu", "none"), ("FastGelu", "tanh")])
+def test_gelu_of_onnxruntime(op: str, exact: str) -> None:
+    model = microsoft("float[N, 8] a", f"y = com.microsoft.{op} (a)", "N, 8")
+    require_torchs(model, shaped((4, 8)), lambda a: F.gelu(a, approximate=exact), ["a"])
+
+
+@pytest.mark.parametrize("op, exact", [("BiasGelu", "none"), ("FastGelu", "tanh")])
+def test_gelu_with_a_bias(op: str, exact: str) -> None:
+    model = microsoft("float[N, 8] a, float[8] b", f"y = com.microsoft.{op} (a, b)", "N, 8")
+    require_torchs(model, shaped((4, 8), (8,)), lambda a, b: F.gelu(a + b, approximate=exact), ["a", "b"])
+
+
+def test_quick_gelu() -> None:
+    model = microsoft("float[N, 8] a", "y = com.microsoft.QuickGelu <alpha = 1.5> (a)", "N, 8")
+    require_torchs(model, shaped((4, 8)), lambda a: a * torch.sigmoid(1.5 * a), ["a"])

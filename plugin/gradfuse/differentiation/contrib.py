@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from gradfuse.differentiation.elementwise import tanh_gelu_slope
-from gradfuse.differentiation.rules import Call, Gradient, gradient
+from gradfuse.differentiation.normalization import mean
+from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor, normal_density
 
 _MICROSOFT = "com.microsoft"
@@ -56,6 +57,98 @@ def quick_gelu(call: Call) -> Iterator[Gradient]:
     alpha = call.attribute("alpha", 1.702)
     s = (x * alpha).sigmoid()
     yield dy * (s + x * alpha * s * (1 - s))
+
+
+@gradient("FusedMatMul", domain=_MICROSOFT, limits="no transposed batches, and no vectors")
+def fused_matmul(call: Call) -> Iterator[Gradient]:
+    """alpha op(A) op(B), where op may transpose the last two axes."""
+    a, dy = _operands(call)
+    b = call.x[1]
+    assert b is not None
+    flags = [call.attribute(name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")]
+    ranks = call.rank(a), call.rank(b)
+    if any(flags[2:]) or min(ranks) < 2:
+        raise call.error("it transposes batches or has a vector; expected neither")
+    alpha = call.attribute("alpha", 1.0)
+
+    def transposed(tensor: Tensor, rank: int) -> Tensor:
+        return tensor.transpose([*range(rank - 2), rank - 1, rank - 2])
+
+    rank = max(ranks)
+    left = transposed(a, ranks[0]) if flags[0] else a
+    right = transposed(b, ranks[1]) if flags[1] else b
+
+    def by(product: Tensor, to: Tensor, flag: int) -> Tensor:
+        whole = transposed(product * alpha, rank) if flag else product * alpha
+        return whole if rank == 2 else summed_at_run_time(whole, to, whole)
+
+    yield lambda: by(dy.matmul(transposed(right, ranks[1])), a, flags[0])
+    yield lambda: by(transposed(left, ranks[0]).matmul(dy), b, flags[1])
+
+
+def _normalized(x: Tensor, axes: list[int], epsilon: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """Return x without its mean, if it is to be, divided by what is left's root of the mean square; and 1 / that."""
+    values = x - mean(x, axes) if centred else x
+    inverse = 1 / (mean(values * values, axes) + epsilon).sqrt()
+    return values * inverse, inverse
+
+
+def _by_input(scaled: Tensor, normalized: Tensor, inverse: Tensor, axes: list[int], centred: bool) -> Tensor:
+    through = scaled - normalized * mean(scaled * normalized, axes)
+    return inverse * (through - mean(scaled, axes) if centred else through)
+
+
+@gradient("SimplifiedLayerNormalization", domain="")
+@gradient("SimplifiedLayerNormalization", domain=_MICROSOFT)
+def simplified_layer_normalization(call: Call) -> Iterator[Gradient]:
+    """x / sqrt(mean(x^2) + epsilon) * scale, over the axes from `axis` on."""
+    x, dy = _operands(call)
+    scale = call.x[1]
+    assert scale is not None
+    if any(other is not None for other in call.dy[1:]):
+        raise call.error("the result depends on its second output; expected on its first only")
+    rank = call.rank(x)
+    axes = list(range(call.attribute("axis", -1) % rank, rank))
+    normalized, inverse = _normalized(x, axes, call.attribute("epsilon", 1e-5), centred=False)
+    yield lambda: _by_input(dy * scale, normalized, inverse, axes, centred=False)
+    yield lambda: call.summed_to(dy * normalized, scale, call.y[0])
+
+
+@gradient("SkipLayerNormalization", domain=_MICROSOFT, limits="the outputs mean and inv_std_var are not used")
+def skip_layer_normalization(call: Call) -> Iterator[Gradient]:
+    """LayerNormalization of input + skip + bias, a sum that is its fourth output; the rest is gamma and beta."""
+    gamma, beta, bias = call.input(2), call.input(3), call.input(4)
+    yield from _skip(call, gamma, beta, bias, centred=True)
+
+
+@gradient("SkipSimplifiedLayerNormalization", domain=_MICROSOFT, limits="the outputs mean and inv_std_var are not used")
+def skip_simplified_layer_normalization(call: Call) -> Iterator[Gradient]:
+    gamma, bias = call.input(2), call.input(3)
+    yield from _skip(call, gamma, None, bias, centred=False)
+
+
+def _skip(
+    call: Call, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, centred: bool
+) -> Iterator[Gradient]:
+    x, skip = call.x[0], call.x[1]
+    assert x is not None and skip is not None and gamma is not None
+    dy, *statistics = [*call.dy, None, None, None][:4]
+    by_sum = statistics.pop()
+    if any(other is not None for other in statistics):
+        raise call.error("the result depends on its statistics; expected on its first and fourth output only")
+    total = x + skip if bias is None else x + skip + bias
+    axes, shape = [call.rank(x) - 1], x
+    normalized, inverse = _normalized(total, axes, call.attribute("epsilon", 1e-12), centred)
+    terms = [] if by_sum is None else [by_sum]
+    if dy is not None:
+        terms.append(_by_input(dy * gamma, normalized, inverse, axes, centred))
+    gradient = call.tape.total(terms)
+    yield lambda: gradient
+    yield lambda: call.summed_to(gradient, skip, shape)
+    yield lambda: None if dy is None else call.summed_to(dy * normalized, gamma, shape)
+    if centred:
+        yield lambda: None if dy is None or beta is None else call.summed_to(dy, beta, shape)
+    yield lambda: None if bias is None else call.summed_to(gradient, bias, shape)
 
 
 def gelu_slope(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS, entry_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
+from gradfuse.fusion import collection_paused
 from gradfuse.models import reading
 from gradfuse.models.inlining import inline
 from gradfuse.models.tensors import with_tensors_in_memory
@@ -51,7 +52,13 @@ def differentiate(
         ArgumentError: a name is unknown or no float, `of` is not clear, or the output does not depend on a name.
         ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
     """
-    loaded = reading.load(model)
+    with collection_paused():
+        return _differentiated(reading.load(model), wrt, of, seeds)
+
+
+def _differentiated(
+    loaded: reading.LoadedModel, wrt: Sequence[str], of: str | None, seeds: Mapping[str, str] | None
+) -> Any:
     work = prepared(loaded.ir)
     values = {str(value.name): value for value in (*work.graph.inputs, *work.graph.initializers.values())}
     chosen = _chosen(values, wrt)
@@ -148,7 +155,7 @@ def free_prefix(graph: ir.Graph) -> str:
 def named_output(graph: ir.Graph, tensor: Tensor, name: str, like: ir.Value) -> ir.Value:
     """Return the tensor under a name, with the type and shape of another value."""
     value = tensor.value
-    if value.producer() is None or value.is_graph_output() or value.name in (v.name for v in graph.outputs):
+    if value.producer() is None or value.is_graph_output():
         node = ir.node("Identity", [value], name=f"{name}.identity")
         graph.append(node)
         value = node.outputs[0]

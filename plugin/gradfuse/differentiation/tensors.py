@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from gradfuse.errors import ModelError
+
 Operand: TypeAlias = "Tensor | float | None"
 """A tensor, a number that becomes a constant of the other operands' type, or an input that is left out."""
 
@@ -128,7 +130,8 @@ class Tensor:
 
     @property
     def dtype(self) -> ir.DataType:
-        assert self.value.dtype is not None
+        if self.value.dtype is None:
+            raise ModelError(f"the type of {self.value.name!r} is unknown; expected a model with types and shapes")
         return self.value.dtype
 
     def op(self, op_type: str, *others: Operand, **attributes: Any) -> Tensor:

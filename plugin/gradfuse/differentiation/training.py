@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from gradfuse import losses
+from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
 from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared
@@ -80,8 +80,31 @@ def build_training_step(
             f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses or None"
         )
     _require_options(optimizer, max_grad_norm, accumulate)
-    loaded = reading.load(model)
-    work = prepared(loaded.ir)
+    with fusion.collection_paused():
+        return _built(
+            prepared(reading.load(model).ir),
+            criterion,
+            trainable,
+            frozen,
+            optimizer,
+            train_batch_norm,
+            max_grad_norm,
+            accumulate,
+            fuse,
+        )
+
+
+def _built(
+    work: ir.Model,
+    criterion: losses.Loss | None,
+    trainable: Iterable[str] | None,
+    frozen: Iterable[str] | None,
+    optimizer: OptimizerOptions | None,
+    train_batch_norm: bool,
+    max_grad_norm: float | None,
+    accumulate: int,
+    fuse: bool,
+) -> TrainingStep:
     graph = work.graph
     if train_batch_norm:
         separate_statistics(graph)
@@ -114,7 +137,8 @@ def build_training_step(
         )
     _require_free_names(graph, result, parameters, updated, description)
 
-    first = [value for name, value in graph.initializers.items() if name in parameters or name in updated]
+    changed = {*parameters, *updated}
+    first = [value for name, value in graph.initializers.items() if name in changed]
     values = _taken_out(graph, parameters)
     buffers = _taken_out(graph, updated)
     graph.inputs[:] = [*first, *graph.inputs]
@@ -130,9 +154,7 @@ def build_training_step(
         functions.attach(work)
     report = None
     if fuse:
-        from gradfuse.fusion import fuse as fuse_model
-
-        fused = fuse_model(work)
+        fused = fusion.fuse(work)
         work, report = fused.model, fused.report
     if description is not None:
         optimizers.append(work, description, {*batch, *targets})
