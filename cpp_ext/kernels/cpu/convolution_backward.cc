@@ -1,130 +1,612 @@
 #include "gradfuse/ops/convolution_backward.h"
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
 #include <type_traits>
 #include <vector>
 
 #include "kernels/convolution_geometry.h"
+#include "kernels/cpu/convolution_direct.h"
+#include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
 
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/convolution_backward.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vectors-inl.h"
+
+// What the loops of all instruction sets share.
+#ifndef GRADFUSE_CONVOLUTION_BACKWARD_SHARED
+#define GRADFUSE_CONVOLUTION_BACKWARD_SHARED
+namespace gradfuse::cpu {
+namespace {
+
+// Rows and columns that are multiplied with each other, over places that lie one after the other.
+template <class T>
+struct Products {
+  const T* rows;
+  int64_t row_pitch;
+  int64_t row_count;
+  const T* const* columns;  // and kColumnsAtOnce - 1 more, which may be any of them
+  int64_t column_count;
+  bool columns_first;  // whether the columns of a tile stay in the cache while rows pass, not the other way round
+  T* sums;             // (row_count, column_count), with a pitch
+  int64_t sums_pitch;
+};
+
+constexpr int64_t kColumnsAtOnce = 6;
+constexpr int64_t kTapsAtOnce = 9;
+
+}  // namespace
+}  // namespace gradfuse::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
+namespace {
+
+#undef GRADFUSE_HAS_VECTORS
+#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+#define GRADFUSE_HAS_VECTORS 1
+#else
+#define GRADFUSE_HAS_VECTORS 0
+#endif
+
+// Keeps the compiler from loading a vector again for each product that it is a factor of.
+template <class V>
+GRADFUSE_INLINE void KeepInRegister(V& value) {
+#if GRADFUSE_HAS_VECTORS && defined(__x86_64__)
+  asm("" : "+v"(value.raw));
+#elif GRADFUSE_HAS_VECTORS && defined(__aarch64__)
+  asm("" : "+w"(value.raw));
+#else
+  (void)value;
+#endif
+}
+
+// Copies `rows` rows of `width` elements that lie `step` apart, and returns 0, or NaN if one of them is not finite.
+template <class T>
+T PackRows(const T* from, int64_t from_pitch, int64_t step, int64_t rows, int64_t width, T* to, int64_t to_pitch) {
+  const TagOf<T> d;
+  const auto zero = hn::Zero(d);
+  auto check = zero;
+  if (step == 1) {
+    if (from_pitch == width && to_pitch == width) {
+      width *= rows;
+      rows = 1;
+    }
+    for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+      ForEachVector(d, width, [&](int64_t i, auto at) HWY_ATTR {
+        const auto value = Load(at, d, from + i);
+        check = hn::MulAdd(value, zero, check);
+        Store(at, value, d, to + i);
+      });
+    }
+    return hn::ReduceSum(d, check);
+  }
+#if GRADFUSE_HAS_VECTORS
+  if (step == 2) {
+    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+    for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+      ForEachVector(d, width, [&](int64_t i, auto at) HWY_ATTR {
+        // The last element of a row has no neighbour.
+        const int64_t there = 2 * (width - i) - 1;
+        const auto low = hn::LoadN(d, from + 2 * i, static_cast<size_t>(std::min(there, lanes)));
+        const auto high = there > lanes
+                              ? hn::LoadN(d, from + 2 * i + lanes, static_cast<size_t>(std::min(there - lanes, lanes)))
+                              : zero;
+        const auto value = hn::ConcatEven(d, high, low);
+        check = hn::MulAdd(value, zero, check);
+        Store(at, value, d, to + i);
+      });
+    }
+    return hn::ReduceSum(d, check);
+  }
+#endif
+  T sum = 0;
+  for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+    for (int64_t i = 0; i < width; ++i) {
+      to[i] = from[i * step];
+      sum += to[i] * 0;
+    }
+  }
+  return sum + hn::ReduceSum(d, check);
+}
+
+// Writes the sums of the lanes of four vectors. Neighbours are added up while they are transposed.
+template <class D, class T = hn::TFromD<D>>
+GRADFUSE_INLINE void SumsOfFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, T* sums) {
+#if GRADFUSE_HAS_VECTORS
+  const auto ab = hn::InterleaveLower(d, a, b) + hn::InterleaveUpper(d, a, b);
+  const auto ce = hn::InterleaveLower(d, c, e) + hn::InterleaveUpper(d, c, e);
+  constexpr size_t kLanes = hn::MaxLanes(D());
+  alignas(64) T parts[2 * kLanes];
+  if constexpr (sizeof(T) == 4) {
+    const hn::RepartitionToWide<D> pairs;
+    const auto low = hn::InterleaveLower(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
+    const auto high = hn::InterleaveUpper(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
+    hn::StoreU(hn::BitCast(d, low) + hn::BitCast(d, high), d, parts);
+    for (size_t i = 0; i < 4; ++i) sums[i] = parts[i];
+    for (size_t block = 4; block < kLanes; block += 4) {
+      for (size_t i = 0; i < 4; ++i) sums[i] += parts[block + i];
+    }
+  } else {
+    hn::StoreU(ab, d, parts);
+    hn::StoreU(ce, d, parts + kLanes);
+    for (size_t i = 0; i < 4; ++i) sums[i] = parts[i / 2 * kLanes + i % 2];
+    for (size_t block = 2; block < kLanes; block += 2) {
+      for (size_t i = 0; i < 4; ++i) sums[i] += parts[i / 2 * kLanes + block + i % 2];
+    }
+  }
+#else
+  (void)d;
+  sums[0] = a;
+  sums[1] = b;
+  sums[2] = c;
+  sums[3] = e;
+#endif
+}
+
+constexpr int kColumns = static_cast<int>(kColumnsAtOnce);
+// As many rows as leave registers for the factors: 24 sums of 32 registers, 12 of 16.
+#if GRADFUSE_AVX512 || defined(__aarch64__)
+constexpr int kRows = 4;
+#else
+constexpr int kRows = 2;
+#endif
+
+// Adds the products of kTileRows rows with six columns, over `count` places, to sums.
+template <int kTileRows, class T>
+GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* columns, int64_t offset, int64_t count,
+                             bool is_first, int64_t columns_there, T* sums, int64_t sums_pitch) {
+  const TagOf<T> d;
+  using V = hn::Vec<TagOf<T>>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  V sum[kTileRows][kColumns];
+  for (auto& line : sum) {
+    for (V& one : line) one = hn::Zero(d);
+  }
+  const T* const c0 = columns[0] + offset;
+  const T* const c1 = columns[1] + offset;
+  const T* const c2 = columns[2] + offset;
+  const T* const c3 = columns[3] + offset;
+  const T* const c4 = columns[4] + offset;
+  const T* const c5 = columns[5] + offset;
+  const auto add = [&](int64_t i, auto at) HWY_ATTR {
+    V row[kTileRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kTileRows; ++r) {
+      row[r] = Load(at, d, rows + r * row_pitch + i);
+      KeepInRegister(row[r]);
+    }
+    const T* const places[kColumns] = {c0 + i, c1 + i, c2 + i, c3 + i, c4 + i, c5 + i};
+#pragma GCC unroll 6
+    for (int c = 0; c < kColumns; ++c) {
+      V column = Load(at, d, places[c]);
+      KeepInRegister(column);
+#pragma GCC unroll 4
+      for (int r = 0; r < kTileRows; ++r) sum[r][c] = hn::MulAdd(row[r], column, sum[r][c]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) add(i, Whole());
+  if (i < count) add(i, Part{static_cast<size_t>(count - i)});
+  // A tile's sums lie one after the other, with nothing after the last.
+  T flat[kTileRows * kColumns + 2];
+  V none = hn::Zero(d);
+#pragma GCC unroll 6
+  for (int one = 0; one < kTileRows * kColumns; one += 4) {
+    const auto get = [&](int index) HWY_ATTR {
+      return index < kTileRows * kColumns ? sum[index / kColumns][index % kColumns] : none;
+    };
+    SumsOfFour(d, get(one), get(one + 1), get(one + 2), get(one + 3), flat + one);
+  }
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int64_t c = 0; c < columns_there; ++c) {
+      T& to = sums[r * sums_pitch + c];
+      to = is_first ? flat[r * kColumns + c] : to + flat[r * kColumns + c];
+    }
+  }
+}
+
+template <class T>
+GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t column, int64_t offset, int64_t count,
+                               bool is_first) {
+  const T* const rows = products.rows + row * products.row_pitch + offset;
+  const T* const* const columns = products.columns + column;
+  const int64_t there = std::min<int64_t>(kColumns, products.column_count - column);
+  T* const sums = products.sums + row * products.sums_pitch + column;
+  const auto add = [&](auto tile_rows) HWY_ATTR {
+    AddTile<decltype(tile_rows)::value>(rows, products.row_pitch, columns, offset, count, is_first, there, sums,
+                                        products.sums_pitch);
+  };
+  switch (std::min<int64_t>(kRows, products.row_count - row)) {
+    case 1: add(std::integral_constant<int, 1>()); break;
+    case 2: add(std::integral_constant<int, 2>()); break;
+    case 3: add(std::integral_constant<int, std::min(3, kRows)>()); break;
+    default: add(std::integral_constant<int, kRows>()); break;
+  }
+}
+
+// The products of all rows with all columns over places [0, count), a part of them after the other, so that what tiles
+// share is in the cache. With is_first the sums are set, and else added to.
+template <class T>
+void AddProducts(const Products<T>& products, int64_t count, int64_t part, bool is_first) {
+  for (int64_t offset = 0; offset < count; offset += part) {
+    const int64_t places = std::min(part, count - offset);
+    const bool sets = is_first && offset == 0;
+    if (products.columns_first) {
+      for (int64_t column = 0; column < products.column_count; column += kColumns) {
+        for (int64_t row = 0; row < products.row_count; row += kRows) {
+          AddTileAt(products, row, column, offset, places, sets);
+        }
+      }
+    } else {
+      for (int64_t row = 0; row < products.row_count; row += kRows) {
+        for (int64_t column = 0; column < products.column_count; column += kColumns) {
+          AddTileAt(products, row, column, offset, places, sets);
+        }
+      }
+    }
+  }
+}
+
+constexpr int kTaps = static_cast<int>(kTapsAtOnce);
+
+// Adds the products of rows of `width` elements with the same places of up to nine planes. Returns 0, or NaN if an
+// element of the rows is not finite.
+template <class T>
+T AddTaps(const T* rows, int64_t row_count, int64_t width, const T* const* planes, int64_t pitch, int64_t taps,
+          T* sums) {
+  const TagOf<T> d;
+  using V = hn::Vec<TagOf<T>>;
+  V sum[kTaps];
+  for (V& one : sum) one = hn::Zero(d);
+  const T* from[kTaps];
+  for (int tap = 0; tap < kTaps; ++tap) from[tap] = planes[std::min<int64_t>(tap, taps - 1)];
+  V check = hn::Zero(d);
+  for (int64_t row = 0; row < row_count; ++row) {
+    ForEachVector(d, width, [&](int64_t i, auto at) HWY_ATTR {
+      const V value = Load(at, d, rows + row * width + i);
+      check = hn::MulAdd(value, hn::Zero(d), check);
+#pragma GCC unroll 9
+      for (int tap = 0; tap < kTaps; ++tap) {
+        // What is behind the end of a row is finite, and multiplied with 0.
+        sum[tap] = hn::MulAdd(value, hn::LoadU(d, from[tap] + row * pitch + i), sum[tap]);
+      }
+    });
+  }
+  for (int64_t tap = 0; tap < taps; ++tap) sums[tap] += hn::ReduceSum(d, sum[tap]);
+  return hn::ReduceSum(d, check);
+}
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
 namespace gradfuse::cpu {
 namespace {
 
 using Geometry = ConvolutionGeometry;
 
-// The windows [begin, end) that meet the large side with an element of the kernel, of all along a dimension.
-struct Span {
-  Span(const Geometry& g, int axis, int64_t tap) : offset(tap * g.dilation[axis] - g.padding[axis]) {
+// How the large side is packed along a dimension, so that one place of the kernel meets elements that are neighbours: a
+// row for each remainder of positions by the stride, with the zeros of the padding that windows meet. Rows lie one
+// after the other. Where one ends in zeros and the next begins with some, they share them.
+struct PackedAxis {
+  struct Row {
+    int64_t remainder;
+    int64_t windows;  // positions that are met
+    int64_t begin;    // of the elements that are there
+    int64_t end;
+  };
+
+  PackedAxis(const Geometry& g, int axis) : pitch(g.small[axis]) {
     const int64_t stride = g.stride[axis];
-    begin = offset >= 0 ? 0 : CeilDiv(-offset, stride);
-    end = g.large[axis] <= offset ? 0 : std::min(g.small[axis], CeilDiv(g.large[axis] - offset, stride));
-    begin = std::min(begin, end);
+    for (int64_t tap = 0; tap < g.kernel[axis]; ++tap) {
+      const int64_t reach = tap * g.dilation[axis];
+      size_t found = 0;
+      while (found < rows.size() && rows[found].remainder != reach % stride) ++found;
+      if (found == rows.size()) rows.push_back({reach % stride, 0, 0, 0});
+      rows[found].windows = std::max(rows[found].windows, g.small[axis] + reach / stride);
+      row_of_tap.push_back(static_cast<int64_t>(found));
+      shift_of_tap.push_back(reach / stride);
+    }
+    for (Row& row : rows) {
+      const int64_t first = g.padding[axis] - row.remainder;  // of the elements, in positions before the stride
+      row.begin = first <= 0 ? 0 : CeilDiv(first, stride);
+      const int64_t last = g.large[axis] + first;
+      row.end = last <= 0 ? 0 : std::min(row.windows, CeilDiv(last, stride));
+      if (row.begin >= row.end) {
+        row.begin = row.windows;
+        row.end = 0;
+      }
+      pitch = std::max({pitch, row.end, row.windows - row.begin});
+    }
   }
 
-  int64_t begin;
-  int64_t end;
-  int64_t offset;  // of what window 0 meets, on the large side
+  std::vector<Row> rows;
+  std::vector<int64_t> row_of_tap;
+  std::vector<int64_t> shift_of_tap;
+  int64_t pitch;
 };
 
-// Calls body(small, large, count) for each row of windows that meet elements of the large side at a place of the
-// kernel: where the first window and the first element are in their planes.
-template <class Body>
-void ForEachRow(const Geometry& g, int64_t tap0, int64_t tap1, int64_t tap2, const Body& body) {
-  const Span depth(g, 0, tap0);
-  const Span height(g, 1, tap1);
-  const Span width(g, 2, tap2);
-  if (width.begin == width.end) return;
-  for (int64_t z = depth.begin; z < depth.end; ++z) {
-    for (int64_t y = height.begin; y < height.end; ++y) {
-      const int64_t large_row = (z * g.stride[0] + depth.offset) * g.large[1] + y * g.stride[1] + height.offset;
-      body((z * g.small[1] + y) * g.small[2] + width.begin,
-           large_row * g.large[2] + width.begin * g.stride[2] + width.offset, width.end - width.begin);
+// The same of all dimensions: planes, one for each row of each dimension with each of the others.
+class PackedPlanes {
+ public:
+  explicit PackedPlanes(const Geometry& g) : g_(g), depth_(g, 0), height_(g, 1), width_(g, 2) {
+    size_ = depth_.pitch * height_.pitch * width_.pitch;
+    count_ = static_cast<int64_t>(depth_.rows.size() * height_.rows.size() * width_.rows.size());
+    for (int64_t tap0 = 0; tap0 < g.kernel[0]; ++tap0) {
+      for (int64_t tap1 = 0; tap1 < g.kernel[1]; ++tap1) {
+        for (int64_t tap2 = 0; tap2 < g.kernel[2]; ++tap2) {
+          plane_of_tap_.push_back(
+              (depth_.row_of_tap[tap0] * static_cast<int64_t>(height_.rows.size()) + height_.row_of_tap[tap1]) *
+                  static_cast<int64_t>(width_.rows.size()) +
+              width_.row_of_tap[tap2]);
+          shift_of_tap_.push_back((depth_.shift_of_tap[tap0] * height_.pitch + height_.shift_of_tap[tap1]) *
+                                      width_.pitch +
+                                  width_.shift_of_tap[tap2]);
+        }
+      }
     }
+    largest_shift_ = *std::max_element(shift_of_tap_.begin(), shift_of_tap_.end());
   }
+
+  int64_t size() const { return size_; }          // of a plane
+  int64_t count() const { return count_; }        // of planes
+  int64_t pitch() const { return width_.pitch; }  // of rows
+  int64_t plane_pitch() const { return height_.pitch * width_.pitch; }
+  int64_t largest_shift() const { return largest_shift_; }
+  int64_t plane_of_tap(int64_t tap) const { return plane_of_tap_[tap]; }
+  int64_t shift_of_tap(int64_t tap) const { return shift_of_tap_[tap]; }
+  // Whether a plane is the large side as it is.
+  bool is_plain() const { return count_ == 1 && size_ == g_.large_size && size_ == g_.small_size; }
+
+  // Packs a channel of an item to planes that are `distance` apart. What is not written was 0 before.
+  template <class T, class Pack>
+  T PackLarge(const Pack& pack, const T* from, T* to, int64_t distance) const {
+    T check = 0;
+    for (const auto& depth : depth_.rows) {
+      for (const auto& height : height_.rows) {
+        for (const auto& width : width_.rows) {
+          for (int64_t z = depth.begin; z < depth.end && width.begin < width.end && height.begin < height.end; ++z) {
+            const int64_t plane = ElementOf(0, z, depth.remainder);
+            const int64_t row = plane * g_.large[1] + ElementOf(1, height.begin, height.remainder);
+            const int64_t first = row * g_.large[2] + ElementOf(2, width.begin, width.remainder);
+            check += pack(from + first, g_.stride[1] * g_.large[2], g_.stride[2], height.end - height.begin,
+                          width.end - width.begin, to + (z * height_.pitch + height.begin) * width_.pitch + width.begin,
+                          width_.pitch);
+          }
+          to += distance;
+        }
+      }
+    }
+    return check;
+  }
+
+  // The same for the small side, which has one plane.
+  template <class T, class Pack>
+  T PackSmall(const Pack& pack, const T* from, T* to) const {
+    T check = 0;
+    for (int64_t z = 0; z < g_.small[0]; ++z) {
+      check += pack(from + z * g_.small[1] * g_.small[2], g_.small[2], 1, g_.small[1], g_.small[2],
+                    to + z * height_.pitch * width_.pitch, width_.pitch);
+    }
+    return check;
+  }
+
+ private:
+  int64_t ElementOf(int axis, int64_t position, int64_t remainder) const {
+    return position * g_.stride[axis] + remainder - g_.padding[axis];
+  }
+
+  const Geometry& g_;
+  PackedAxis depth_;
+  PackedAxis height_;
+  PackedAxis width_;
+  int64_t size_;
+  int64_t count_;
+  std::vector<int64_t> plane_of_tap_;
+  std::vector<int64_t> shift_of_tap_;
+  int64_t largest_shift_;
+};
+
+constexpr int64_t kLongestVector = 16;
+
+// Memory of a task, which must not throw.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) : memory_(new (std::nothrow) T[static_cast<size_t>(count)]) {
+    if (memory_ != nullptr) std::fill_n(memory_.get(), count, T{});
+  }
+
+  T* data() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<T[]> memory_;
+};
+
+// What tasks found on the way.
+struct Findings {
+  std::atomic<bool> not_finite{false};
+  std::atomic<bool> no_memory{false};
+};
+
+// The weight gradient as products of matrices, of the small side by (channel of the large side, place of the kernel),
+// over all places of all items: each column is a packed plane from a place on. Products with the zeros between rows
+// and in the padding are 0 if all numbers are finite; returns false where one is not.
+template <class T>
+bool ProductsOfPlanes(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const int64_t all_columns = g.large_channels * taps;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_products = GRADFUSE_DISPATCH(AddProducts<T>);
+
+  constexpr int64_t kMostChannels = 64;
+  constexpr int64_t kFewestPlaces = 1024;
+  constexpr int64_t kTasks = 16;
+  constexpr int64_t kPackedBytes = 2 << 20;
+  const int64_t row_blocks = CeilDiv(g.small_channels, kMostChannels);
+  const int64_t column_blocks = CeilDiv(g.large_channels, kMostChannels);
+  const int64_t rows_of_block = CeilDiv(g.small_channels, row_blocks);
+  const int64_t channels_of_block = CeilDiv(g.large_channels, column_blocks);
+  const int64_t blocks = g.groups * row_blocks * column_blocks;
+  const int64_t most_slices = std::max<int64_t>(1, g.batch * planes.size() / kFewestPlaces);
+  const int64_t wanted_slices = std::min({CeilDiv(kTasks, blocks), most_slices, g.batch});
+  const int64_t items_of_slice = CeilDiv(g.batch, wanted_slices);
+  const int64_t slices = CeilDiv(g.batch, items_of_slice);
+
+  // Planes that need no packing are used where they are, if they are long enough.
+  const bool in_place = planes.is_plain() && planes.size() >= 256;
+  const int64_t item_bytes =
+      (rows_of_block + channels_of_block * planes.count()) * planes.size() * static_cast<int64_t>(sizeof(T));
+  const int64_t items_at_once =
+      in_place ? 1 : std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(item_bytes, 1), 1, items_of_slice);
+  // An odd number of cache lines, so that planes do not meet in few places of the cache.
+  const int64_t needed = items_at_once * planes.size() + planes.largest_shift() + kLongestVector;
+  const int64_t length = (CeilDiv(needed, kLongestVector) | 1) * kLongestVector;
+  const int64_t part = taps == 1 ? 512 : 1024;
+
+  const int64_t filters = g.groups * g.small_channels * all_columns;
+  std::vector<T> sums(static_cast<size_t>(slices > 1 ? slices * filters : 0));
+  Findings findings;
+  const int64_t cost = g.batch * g.small_size * filters;
+  parallel(blocks * slices, cost, [&](int64_t task) {
+    const int64_t slice = task % slices;
+    const int64_t block = task / slices;
+    const int64_t group = block / (row_blocks * column_blocks);
+    const int64_t first_row = block / column_blocks % row_blocks * rows_of_block;
+    const int64_t first_channel = block % column_blocks * channels_of_block;
+    const int64_t rows = std::min(rows_of_block, g.small_channels - first_row);
+    const int64_t channels = std::min(channels_of_block, g.large_channels - first_channel);
+    if (rows <= 0 || channels <= 0) return;
+    const Scratch<T> packed_rows(in_place ? 0 : rows * length);
+    const Scratch<T> packed_channels(in_place ? 0 : channels * planes.count() * length);
+    const std::unique_ptr<const T*[]> columns(new (std::nothrow) const T*[channels * taps + kLongestVector]);
+    if (packed_rows.data() == nullptr || packed_channels.data() == nullptr || columns == nullptr) {
+      findings.no_memory = true;
+      return;
+    }
+    T* const slice_sums = slices > 1 ? sums.data() + slice * filters : out;
+    Products<T> products;
+    products.row_count = rows;
+    products.columns = columns.get();
+    products.column_count = channels * taps;
+    products.columns_first = taps == 1;
+    products.sums = slice_sums + (group * g.small_channels + first_row) * all_columns + first_channel * taps;
+    products.sums_pitch = all_columns;
+    products.rows = packed_rows.data();
+    products.row_pitch = length;
+    const auto set_columns = [&](const T* first, int64_t distance) {
+      for (int64_t column = 0; column < channels * taps + kLongestVector; ++column) {
+        const int64_t real = std::min(column, channels * taps - 1);
+        columns[column] = first + (real / taps * planes.count() + planes.plane_of_tap(real % taps)) * distance +
+                          planes.shift_of_tap(real % taps);
+      }
+    };
+    set_columns(packed_channels.data(), length);
+    T check = 0;
+    const int64_t begin = slice * items_of_slice;
+    const int64_t end = std::min(g.batch, begin + items_of_slice);
+    for (int64_t first = begin; first < end; first += items_at_once) {
+      const int64_t items = std::min(items_at_once, end - first);
+      for (int64_t item = 0; item < items; ++item) {
+        const int64_t n = first + item;
+        const T* const s = small + ((n * g.groups + group) * g.small_channels + first_row) * g.small_size;
+        const T* const l = large + ((n * g.groups + group) * g.large_channels + first_channel) * g.large_size;
+        if (in_place) {
+          products.rows = s;
+          products.row_pitch = g.small_size;
+          set_columns(l, g.large_size);
+          continue;
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+          check +=
+              planes.PackSmall(pack, s + row * g.small_size, packed_rows.data() + row * length + item * planes.size());
+        }
+        for (int64_t channel = 0; channel < channels; ++channel) {
+          check += planes.PackLarge(pack, l + channel * g.large_size,
+                                    packed_channels.data() + channel * planes.count() * length + item * planes.size(),
+                                    length);
+        }
+      }
+      add_products(products, items * planes.size(), part, first == begin);
+    }
+    if (!(check == 0)) findings.not_finite = true;
+  });
+  if (findings.no_memory) throw std::bad_alloc();
+  if (findings.not_finite) return false;
+  if (slices > 1) {
+    constexpr int64_t kTask = 4096;
+    parallel(CeilDiv(filters, kTask), (slices + 1) * filters * static_cast<int64_t>(sizeof(T)), [&](int64_t task) {
+      const int64_t begin = task * kTask;
+      const int64_t end = std::min(filters, begin + kTask);
+      std::copy(sums.data() + begin, sums.data() + end, out + begin);
+      for (int64_t slice = 1; slice < slices; ++slice) {
+        const T* const from = sums.data() + slice * filters;
+        for (int64_t i = begin; i < end; ++i) out[i] += from[i];
+      }
+    });
+  }
+  return true;
 }
 
-// Calls body(tap, tap0, tap1, tap2) for each place of the kernel.
-template <class Body>
-void ForEachTap(const Geometry& g, const Body& body) {
-  int64_t tap = 0;
-  for (int64_t tap0 = 0; tap0 < g.kernel[0]; ++tap0) {
-    for (int64_t tap1 = 0; tap1 < g.kernel[1]; ++tap1) {
-      for (int64_t tap2 = 0; tap2 < g.kernel[2]; ++tap2) body(tap++, tap0, tap1, tap2);
+// The same where each group has one channel on both sides: of each channel the large side is packed, and rows of the
+// small side are used where they are.
+template <class T>
+bool ProductsOfChannels(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_taps = GRADFUSE_DISPATCH(AddTaps<T>);
+  const int64_t length = planes.size() + planes.largest_shift() + kLongestVector;
+  Findings findings;
+  parallel(g.groups, g.batch * g.groups * g.small_size * taps, [&](int64_t channel) {
+    const Scratch<T> packed(planes.count() * length);
+    if (packed.data() == nullptr) {
+      findings.no_memory = true;
+      return;
     }
-  }
+    T* const sums = out + channel * taps;
+    std::fill_n(sums, taps, T{});
+    T check = 0;
+    for (int64_t n = 0; n < g.batch; ++n) {
+      const T* const rows = small + (n * g.groups + channel) * g.small_size;
+      check += planes.PackLarge(pack, large + (n * g.groups + channel) * g.large_size, packed.data(), length);
+      for (int64_t tap = 0; tap < taps; tap += kTapsAtOnce) {
+        const int64_t count = std::min(kTapsAtOnce, taps - tap);
+        for (int64_t z = 0; z < g.small[0]; ++z) {
+          const T* at[kTapsAtOnce];
+          for (int64_t one = 0; one < count; ++one) {
+            at[one] = packed.data() + planes.plane_of_tap(tap + one) * length + planes.shift_of_tap(tap + one) +
+                      z * planes.plane_pitch();
+          }
+          check += add_taps(rows + z * g.small[1] * g.small[2], g.small[1], g.small[2], at, planes.pitch(), count,
+                            sums + tap);
+        }
+      }
+    }
+    if (!(check == 0)) findings.not_finite = true;
+  });
+  if (findings.no_memory) throw std::bad_alloc();
+  return !findings.not_finite;
 }
 
 template <class T>
 void GradWeight(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
-  const int64_t filters = g.groups * g.small_channels * g.large_channels;
-  const int64_t taps = g.kernel_size;
-  parallel(filters, filters * taps * g.batch * g.small_size, [&](int64_t filter) {
-    const int64_t small_channel = filter / g.large_channels;
-    const int64_t large_channel = small_channel / g.small_channels * g.large_channels + filter % g.large_channels;
-    ForEachTap(g, [&](int64_t tap, int64_t tap0, int64_t tap1, int64_t tap2) {
-      double sum = 0;
-      for (int64_t n = 0; n < g.batch; ++n) {
-        const T* s = small + (n * g.groups * g.small_channels + small_channel) * g.small_size;
-        const T* l = large + (n * g.groups * g.large_channels + large_channel) * g.large_size;
-        ForEachRow(g, tap0, tap1, tap2, [&](int64_t small_at, int64_t large_at, int64_t count) {
-          for (int64_t i = 0; i < count; ++i) {
-            sum += static_cast<double>(s[small_at + i]) * static_cast<double>(l[large_at + i * g.stride[2]]);
-          }
-        });
-      }
-      out[filter * taps + tap] = static_cast<T>(sum);
-    });
-  });
-}
-
-// Of a convolution: the gradient of the large side.
-template <class T>
-void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
-  const int64_t channels = g.groups * g.large_channels;
-  const int64_t taps = g.kernel_size;
-  const int64_t cost = g.batch * channels * g.small_channels * taps * g.small_size;
-  parallel(g.batch * channels, cost, [&](int64_t task) {
-    const int64_t n = task / channels;
-    const int64_t channel = task % channels;
-    const int64_t group = channel / g.large_channels;
-    T* to = out + task * g.large_size;
-    std::fill_n(to, g.large_size, T{});
-    for (int64_t m = group * g.small_channels; m < (group + 1) * g.small_channels; ++m) {
-      const T* s = small + (n * g.groups * g.small_channels + m) * g.small_size;
-      const T* w = weight + (m * g.large_channels + channel % g.large_channels) * taps;
-      ForEachTap(g, [&](int64_t tap, int64_t tap0, int64_t tap1, int64_t tap2) {
-        const T factor = w[tap];
-        ForEachRow(g, tap0, tap1, tap2, [&](int64_t small_at, int64_t large_at, int64_t count) {
-          for (int64_t i = 0; i < count; ++i) to[large_at + i * g.stride[2]] += factor * s[small_at + i];
-        });
-      });
-    }
-  });
-}
-
-// Of a transposed convolution: the gradient of the small side.
-template <class T>
-void GradSmall(const Geometry& g, const T* large, const T* weight, T* out, const ParallelFor& parallel) {
-  const int64_t channels = g.groups * g.small_channels;
-  const int64_t taps = g.kernel_size;
-  const int64_t cost = g.batch * channels * g.large_channels * taps * g.small_size;
-  parallel(g.batch * channels, cost, [&](int64_t task) {
-    const int64_t n = task / channels;
-    const int64_t channel = task % channels;
-    const int64_t first = channel / g.small_channels * g.large_channels;
-    T* to = out + task * g.small_size;
-    std::fill_n(to, g.small_size, T{});
-    for (int64_t c = 0; c < g.large_channels; ++c) {
-      const T* l = large + (n * g.groups * g.large_channels + first + c) * g.large_size;
-      const T* w = weight + (channel * g.large_channels + c) * taps;
-      ForEachTap(g, [&](int64_t tap, int64_t tap0, int64_t tap1, int64_t tap2) {
-        const T factor = w[tap];
-        ForEachRow(g, tap0, tap1, tap2, [&](int64_t small_at, int64_t large_at, int64_t count) {
-          for (int64_t i = 0; i < count; ++i) to[small_at + i] += factor * l[large_at + i * g.stride[2]];
-        });
-      });
-    }
-  });
+  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0) {
+    std::fill_n(out, g.groups * g.small_channels * g.large_channels * g.kernel_size, T{});
+    return;
+  }
+  const bool by_channel = g.small_channels == 1 && g.large_channels == 1;
+  const bool is_done = by_channel ? ProductsOfChannels(g, small, large, out, parallel)
+                                  : ProductsOfPlanes(g, small, large, out, parallel);
+  if (!is_done) direct::GradWeight(g, small, large, out, parallel);
 }
 
 // Sums over the batch and the places of a channel.
@@ -215,9 +697,9 @@ void RunTyped(const ConvolutionBackwardArgs& args, const ParallelFor& parallel) 
     const Operand<T> weight(args.weight, parallel);
     Result<T> result(args.grad_input);
     if (transposed) {
-      GradSmall(geometry, grad_output.data(), weight.data(), result.data(), parallel);
+      direct::GradSmall(geometry, grad_output.data(), weight.data(), result.data(), parallel);
     } else {
-      GradLarge(geometry, grad_output.data(), weight.data(), result.data(), parallel);
+      direct::GradLarge(geometry, grad_output.data(), weight.data(), result.data(), parallel);
     }
     result.Finish(parallel);
   }
@@ -244,3 +726,4 @@ void Run(const ConvolutionBackwardArgs& args, const ParallelFor& parallel) {
 }
 
 }  // namespace gradfuse::cpu
+#endif  // HWY_ONCE
