@@ -267,16 +267,18 @@ T AddTaps(const T* rows, int64_t row_count, int64_t width, const T* const* plane
   const T* from[kTaps];
   for (int tap = 0; tap < kTaps; ++tap) from[tap] = planes[std::min<int64_t>(tap, taps - 1)];
   V check = hn::Zero(d);
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t row = 0; row < row_count; ++row) {
-    ForEachVector(d, width, [&](int64_t i, auto at) HWY_ATTR {
-      const V value = Load(at, d, rows + row * width + i);
+    // One body for whole vectors and the last, so that the sums stay in registers from one to the other.
+    for (int64_t i = 0; i < width; i += lanes) {
+      const V value = hn::LoadN(d, rows + row * width + i, static_cast<size_t>(std::min(lanes, width - i)));
       check = hn::MulAdd(value, hn::Zero(d), check);
 #pragma GCC unroll 9
       for (int tap = 0; tap < kTaps; ++tap) {
         // What is behind the end of a row is finite, and multiplied with 0.
         sum[tap] = hn::MulAdd(value, hn::LoadU(d, from[tap] + row * pitch + i), sum[tap]);
       }
-    });
+    }
   }
   for (int64_t tap = 0; tap < taps; ++tap) sums[tap] += hn::ReduceSum(d, sum[tap]);
   return hn::ReduceSum(d, check);
