@@ -15,8 +15,11 @@ from torch import Tensor
 from gradfuse.export import _torch_private as private
 from gradfuse.export.decompositions import attention, index, pooling
 from gradfuse.export.decompositions.pooling import per_axis
+from gradfuse.torch.ops import register_ops
 
 aten = torch.ops.aten
+
+register_ops()
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -32,6 +35,28 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         aten.empty_permuted.default: empty_permuted,
     }
+
+
+def fused_table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions into operators of gradfuse, which take the place of those in `table()`."""
+    return {aten.convolution_backward.default: fused_convolution_backward}
+
+
+def fused_convolution_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`convolution_backward` with the gradient of the weight by `aclnn::convolution_backward`.
+
+    As a convolution, which has the batch as channels, it is several times slower than other convolutions.
+    """
+    *attributes, mask = rest
+    if not mask[1] or not 3 <= weight.dim() <= 5:
+        return convolution_backward(grad_output, input, weight, bias_sizes, *rest)
+    others = [*attributes, [mask[0], False, mask[2]]]
+    grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, bias_sizes, *others)
+    own = torch.ops.aclnn.convolution_backward
+    _, grad_weight, _ = own(grad_output, input, weight, *attributes, [False, True, False])
+    return grad_input, grad_weight, grad_bias
 
 
 def convolution_backward(
