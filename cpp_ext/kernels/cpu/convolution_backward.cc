@@ -1,6 +1,7 @@
 #include "gradfuse/ops/convolution_backward.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <memory>
 #include <new>
@@ -36,6 +37,22 @@ struct Products {
   int64_t sums_pitch;
 };
 
+// Planes that are added up, each shifted for each of some taps and multiplied with a weight.
+template <class T>
+struct Filters {
+  const T* planes;
+  int64_t plane_pitch;
+  int64_t plane_count;
+  const int64_t* shifts;
+  int64_t tap_count;
+  const T* weights;  // (plane_count, tap_count, channels at once)
+  int64_t place_count;
+  T* sums;  // (channels at once, places), with a pitch
+  int64_t sums_pitch;
+};
+
+constexpr int64_t kChannelsAtOnce = 6;
+constexpr int64_t kMostPlacesOfTile = 64;
 constexpr int64_t kColumnsAtOnce = 6;
 constexpr int64_t kTapsAtOnce = 9;
 
@@ -284,6 +301,65 @@ T AddTaps(const T* rows, int64_t row_count, int64_t width, const T* const* plane
   return hn::ReduceSum(d, check);
 }
 
+#if GRADFUSE_AVX512 || defined(__aarch64__)
+constexpr int kVectors = 4;
+#else
+constexpr int kVectors = 2;
+#endif
+
+// One tile of AddFilters: kVectors vectors of places.
+template <int kChannels, class T>
+GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t place) {
+  const TagOf<T> d;
+  using V = hn::Vec<TagOf<T>>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  V sum[kChannels][kVectors];
+  for (auto& line : sum) {
+    for (V& one : line) one = hn::Zero(d);
+  }
+  const T* weight = filters.weights;
+  const T* plane = filters.planes + place;
+  for (int64_t m = 0; m < filters.plane_count; ++m, plane += filters.plane_pitch) {
+    for (int64_t tap = 0; tap < filters.tap_count; ++tap, weight += kChannels) {
+      const T* const from = plane - filters.shifts[tap];
+      V value[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        value[v] = hn::LoadU(d, from + v * lanes);
+        KeepInRegister(value[v]);
+      }
+#pragma GCC unroll 6
+      for (int c = 0; c < kChannels; ++c) {
+        V factor = hn::Set(d, weight[c]);
+        KeepInRegister(factor);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[c][v] = hn::MulAdd(factor, value[v], sum[c][v]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int c = 0; c < kChannels; ++c) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      hn::StoreU(sum[c][v], d, filters.sums + c * filters.sums_pitch + place + v * lanes);
+    }
+  }
+}
+
+// For six channels, or one: the sums over planes and taps of a weight times the plane, shifted by the tap. Up to
+// kMostPlacesOfTile - 1 more places than there are get sums that mean nothing.
+template <class T>
+void AddFilters(const Filters<T>& filters, bool is_single) {
+  const int64_t step = kVectors * static_cast<int64_t>(hn::Lanes(TagOf<T>()));
+  for (int64_t place = 0; place < filters.place_count; place += step) {
+    if (is_single) {
+      AddFiltersAt<1>(filters, place);
+    } else {
+      AddFiltersAt<static_cast<int>(kChannelsAtOnce)>(filters, place);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace gradfuse::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -364,6 +440,16 @@ class PackedPlanes {
   int64_t largest_shift() const { return largest_shift_; }
   int64_t plane_of_tap(int64_t tap) const { return plane_of_tap_[tap]; }
   int64_t shift_of_tap(int64_t tap) const { return shift_of_tap_[tap]; }
+  // Whether every element of the large side is in a plane.
+  bool has_all() const {
+    const PackedAxis* const axes[] = {&depth_, &height_, &width_};
+    for (int axis = 0; axis < Geometry::kSpatial; ++axis) {
+      int64_t elements = 0;
+      for (const auto& row : axes[axis]->rows) elements += std::max<int64_t>(0, row.end - row.begin);
+      if (elements != g_.large[axis]) return false;
+    }
+    return true;
+  }
   // Whether a plane is the large side as it is.
   bool is_plain() const { return count_ == 1 && size_ == g_.large_size && size_ == g_.small_size; }
 
@@ -387,6 +473,27 @@ class PackedPlanes {
       }
     }
     return check;
+  }
+
+  // Writes the elements of plane `index` to where they are in a channel.
+  template <class T>
+  void UnpackLarge(int64_t index, const T* from, T* to) const {
+    const auto& width = width_.rows[static_cast<size_t>(index) % width_.rows.size()];
+    const auto& height = height_.rows[static_cast<size_t>(index) / width_.rows.size() % height_.rows.size()];
+    const auto& depth = depth_.rows[static_cast<size_t>(index) / width_.rows.size() / height_.rows.size()];
+    const int64_t step = g_.stride[2];
+    for (int64_t z = depth.begin; z < depth.end; ++z) {
+      for (int64_t y = height.begin; y < height.end; ++y) {
+        const int64_t row = ElementOf(0, z, depth.remainder) * g_.large[1] + ElementOf(1, y, height.remainder);
+        T* const into = to + row * g_.large[2] + ElementOf(2, width.begin, width.remainder);
+        const T* const row_from = from + (z * height_.pitch + y) * width_.pitch + width.begin;
+        if (step == 1) {
+          std::copy_n(row_from, std::max<int64_t>(0, width.end - width.begin), into);
+        } else {
+          for (int64_t i = 0; i < width.end - width.begin; ++i) into[i * step] = row_from[i];
+        }
+      }
+    }
   }
 
   // The same for the small side, which has one plane.
@@ -418,18 +525,52 @@ class PackedPlanes {
 
 constexpr int64_t kLongestVector = 16;
 
-// Memory of a task, which must not throw.
+constexpr std::align_val_t kCacheLine{64};
+
+struct FreeAligned {
+  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
+};
+
+// Zeros for a task, which must not throw: null where there is no memory. Threads keep up to two pieces for their next
+// tasks, as the first use of new memory costs as much as the work on it.
 template <class T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count) : memory_(new (std::nothrow) T[static_cast<size_t>(count)]) {
-    if (memory_ != nullptr) std::fill_n(memory_.get(), count, T{});
+  explicit Scratch(int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    for (Piece& piece : Kept()) {
+      if (memory_.memory == nullptr && piece.bytes >= bytes) std::swap(memory_, piece);
+    }
+    if (memory_.memory == nullptr) {
+      memory_.memory.reset(::operator new(bytes, kCacheLine, std::nothrow));
+      memory_.bytes = memory_.memory == nullptr ? 0 : bytes;
+    }
+    if (memory_.memory != nullptr) std::fill_n(data(), count, T{});
   }
+  ~Scratch() {
+    if (memory_.bytes > kMostKept) return;
+    for (Piece& piece : Kept()) {
+      if (piece.bytes < memory_.bytes) std::swap(memory_, piece);
+    }
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
 
-  T* data() const { return memory_.get(); }
+  T* data() const { return static_cast<T*>(memory_.memory.get()); }
 
  private:
-  std::unique_ptr<T[]> memory_;
+  static constexpr size_t kMostKept = 2 << 20;
+
+  struct Piece {
+    std::unique_ptr<void, FreeAligned> memory;
+    size_t bytes = 0;
+  };
+  static std::array<Piece, 2>& Kept() {
+    static thread_local std::array<Piece, 2> pieces;
+    return pieces;
+  }
+
+  Piece memory_;
 };
 
 // What tasks found on the way.
@@ -449,12 +590,14 @@ bool ProductsOfPlanes(const Geometry& g, const T* small, const T* large, T* out,
   const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
   const auto add_products = GRADFUSE_DISPATCH(AddProducts<T>);
 
-  constexpr int64_t kMostChannels = 64;
+  // What a part of a block of rows and columns takes is to fit the second-level cache.
+  constexpr int64_t kMostRows = 64;
+  const int64_t most_channels = std::clamp<int64_t>(128 / planes.count(), 8, 64);
   constexpr int64_t kFewestPlaces = 1024;
   constexpr int64_t kTasks = 16;
   constexpr int64_t kPackedBytes = 2 << 20;
-  const int64_t row_blocks = CeilDiv(g.small_channels, kMostChannels);
-  const int64_t column_blocks = CeilDiv(g.large_channels, kMostChannels);
+  const int64_t row_blocks = CeilDiv(g.small_channels, kMostRows);
+  const int64_t column_blocks = CeilDiv(g.large_channels, most_channels);
   const int64_t rows_of_block = CeilDiv(g.small_channels, row_blocks);
   const int64_t channels_of_block = CeilDiv(g.large_channels, column_blocks);
   const int64_t blocks = g.groups * row_blocks * column_blocks;
@@ -567,29 +710,38 @@ bool ProductsOfChannels(const Geometry& g, const T* small, const T* large, T* ou
   const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
   const auto add_taps = GRADFUSE_DISPATCH(AddTaps<T>);
   const int64_t length = planes.size() + planes.largest_shift() + kLongestVector;
+  // Channels of one item lie one after the other: a task reads some of them in one sweep.
+  constexpr int64_t kSweepBytes = 32 << 10;
+  constexpr int64_t kTasks = 16;
+  const int64_t plane_bytes = g.large_size * static_cast<int64_t>(sizeof(T));
+  const int64_t channels_of_task =
+      std::max<int64_t>(1, std::min(CeilDiv(kSweepBytes, plane_bytes), CeilDiv(g.groups, kTasks)));
   Findings findings;
-  parallel(g.groups, g.batch * g.groups * g.small_size * taps, [&](int64_t channel) {
+  parallel(CeilDiv(g.groups, channels_of_task), g.batch * g.groups * g.small_size * taps, [&](int64_t task) {
+    const int64_t first = task * channels_of_task;
+    const int64_t end = std::min(g.groups, first + channels_of_task);
     const Scratch<T> packed(planes.count() * length);
     if (packed.data() == nullptr) {
       findings.no_memory = true;
       return;
     }
-    T* const sums = out + channel * taps;
-    std::fill_n(sums, taps, T{});
+    std::fill_n(out + first * taps, (end - first) * taps, T{});
     T check = 0;
     for (int64_t n = 0; n < g.batch; ++n) {
-      const T* const rows = small + (n * g.groups + channel) * g.small_size;
-      check += planes.PackLarge(pack, large + (n * g.groups + channel) * g.large_size, packed.data(), length);
-      for (int64_t tap = 0; tap < taps; tap += kTapsAtOnce) {
-        const int64_t count = std::min(kTapsAtOnce, taps - tap);
-        for (int64_t z = 0; z < g.small[0]; ++z) {
-          const T* at[kTapsAtOnce];
-          for (int64_t one = 0; one < count; ++one) {
-            at[one] = packed.data() + planes.plane_of_tap(tap + one) * length + planes.shift_of_tap(tap + one) +
-                      z * planes.plane_pitch();
+      for (int64_t channel = first; channel < end; ++channel) {
+        const T* const rows = small + (n * g.groups + channel) * g.small_size;
+        check += planes.PackLarge(pack, large + (n * g.groups + channel) * g.large_size, packed.data(), length);
+        for (int64_t tap = 0; tap < taps; tap += kTapsAtOnce) {
+          const int64_t count = std::min(kTapsAtOnce, taps - tap);
+          for (int64_t z = 0; z < g.small[0]; ++z) {
+            const T* at[kTapsAtOnce];
+            for (int64_t one = 0; one < count; ++one) {
+              at[one] = packed.data() + planes.plane_of_tap(tap + one) * length + planes.shift_of_tap(tap + one) +
+                        z * planes.plane_pitch();
+            }
+            check += add_taps(rows + z * g.small[1] * g.small[2], g.small[1], g.small[2], at, planes.pitch(), count,
+                              out + channel * taps + tap);
           }
-          check += add_taps(rows + z * g.small[1] * g.small[2], g.small[1], g.small[2], at, planes.pitch(), count,
-                            sums + tap);
         }
       }
     }
@@ -597,6 +749,124 @@ bool ProductsOfChannels(const Geometry& g, const T* small, const T* large, T* ou
   });
   if (findings.no_memory) throw std::bad_alloc();
   return !findings.not_finite;
+}
+
+// The gradient of the large side, plane by plane as it is packed: an element is the sum of weights times the packed
+// small side, shifted. Sums between rows mean nothing and are left out. Weights meet zeros of the padding, so that all
+// must be finite; returns false where one is not.
+template <class T>
+bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
+  const bool is_single = g.large_channels == 1;
+  const int64_t at_once = is_single ? 1 : kChannelsAtOnce;
+  const int64_t tiles = CeilDiv(g.large_channels, at_once);
+
+  // Weights as tiles need them: by group, plane, tile, channel of the small side, tap of the plane, channel of the
+  // tile.
+  std::vector<std::vector<int64_t>> taps_of_plane(static_cast<size_t>(planes.count()));
+  for (int64_t tap = 0; tap < taps; ++tap) taps_of_plane[static_cast<size_t>(planes.plane_of_tap(tap))].push_back(tap);
+  const int64_t weights_of_group = tiles * g.small_channels * taps * at_once;
+  std::vector<T> weights(static_cast<size_t>(g.groups * weights_of_group));
+  T check = 0;
+  for (int64_t group = 0; group < g.groups; ++group) {
+    T* to = weights.data() + group * weights_of_group;
+    for (const std::vector<int64_t>& of_plane : taps_of_plane) {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t channels = std::min(at_once, g.large_channels - tile * at_once);
+        for (int64_t m = 0; m < g.small_channels; ++m) {
+          const T* const from = weight + ((group * g.small_channels + m) * g.large_channels + tile * at_once) * taps;
+          for (const int64_t tap : of_plane) {
+            for (int64_t channel = 0; channel < channels; ++channel) {
+              to[channel] = from[channel * taps + tap];
+              check += to[channel] * 0;
+            }
+            to += at_once;
+          }
+        }
+      }
+    }
+  }
+  if (!(check == 0)) return false;
+  std::vector<std::vector<int64_t>> shifts_of_plane;
+  for (const std::vector<int64_t>& of_plane : taps_of_plane) {
+    shifts_of_plane.emplace_back();
+    for (const int64_t tap : of_plane) shifts_of_plane.back().push_back(planes.shift_of_tap(tap));
+  }
+
+  constexpr int64_t kPackedBytes = 256 << 10;
+  const int64_t item_bytes = g.small_channels * planes.size() * static_cast<int64_t>(sizeof(T));
+  const int64_t items_at_once = std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(item_bytes, 1), 1,
+                                                    std::max<int64_t>(1, CeilDiv(g.batch, 16)));
+  const int64_t blocks = CeilDiv(g.batch, items_at_once);
+  const int64_t places = items_at_once * planes.size();
+  const int64_t front = CeilDiv(planes.largest_shift(), kLongestVector) * kLongestVector;
+  const int64_t length = (CeilDiv(front + places + kMostPlacesOfTile, kLongestVector) | 1) * kLongestVector;
+  const bool has_all = planes.has_all();
+  Findings findings;
+  parallel(blocks * g.groups, g.batch * g.small_size * g.groups * g.small_channels * g.large_channels * taps,
+           [&](int64_t task) {
+             const int64_t group = task % g.groups;
+             const int64_t first = task / g.groups * items_at_once;
+             const int64_t items = std::min(items_at_once, g.batch - first);
+             const Scratch<T> packed(g.small_channels * length);
+             const Scratch<T> sums(at_once * length);
+             if (packed.data() == nullptr || sums.data() == nullptr) {
+               findings.no_memory = true;
+               return;
+             }
+             for (int64_t m = 0; m < g.small_channels; ++m) {
+               for (int64_t item = 0; item < items; ++item) {
+                 const int64_t channel = ((first + item) * g.groups + group) * g.small_channels + m;
+                 planes.PackSmall(pack, small + channel * g.small_size,
+                                  packed.data() + m * length + front + item * planes.size());
+               }
+             }
+             Filters<T> filters;
+             filters.planes = packed.data() + front;
+             filters.plane_pitch = length;
+             filters.plane_count = g.small_channels;
+             filters.place_count = items * planes.size();
+             filters.sums = sums.data();
+             filters.sums_pitch = length;
+             filters.weights = weights.data() + group * weights_of_group;
+             const auto channel_at = [&](int64_t item, int64_t channel) {
+               return out + (((first + item) * g.groups + group) * g.large_channels + channel) * g.large_size;
+             };
+             if (!has_all) {
+               for (int64_t item = 0; item < items; ++item) {
+                 std::fill_n(channel_at(item, 0), g.large_channels * g.large_size, T{});
+               }
+             }
+             for (int64_t plane = 0; plane < planes.count(); ++plane) {
+               const std::vector<int64_t>& shifts = shifts_of_plane[static_cast<size_t>(plane)];
+               filters.shifts = shifts.data();
+               filters.tap_count = static_cast<int64_t>(shifts.size());
+               for (int64_t tile = 0; tile < tiles; ++tile) {
+                 add_filters(filters, is_single);
+                 filters.weights += g.small_channels * filters.tap_count * at_once;
+                 const int64_t end = std::min(g.large_channels, (tile + 1) * at_once);
+                 for (int64_t channel = tile * at_once; channel < end; ++channel) {
+                   for (int64_t item = 0; item < items; ++item) {
+                     planes.UnpackLarge(plane, sums.data() + (channel - tile * at_once) * length + item * planes.size(),
+                                        channel_at(item, channel));
+                   }
+                 }
+               }
+             }
+           });
+  if (findings.no_memory) throw std::bad_alloc();
+  return true;
+}
+
+template <class T>
+void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
+  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0 ||
+      !SumsOfPlanes(g, small, weight, out, parallel)) {
+    direct::GradLarge(g, small, weight, out, parallel);
+  }
 }
 
 template <class T>
@@ -701,7 +971,7 @@ void RunTyped(const ConvolutionBackwardArgs& args, const ParallelFor& parallel) 
     if (transposed) {
       direct::GradSmall(geometry, grad_output.data(), weight.data(), result.data(), parallel);
     } else {
-      direct::GradLarge(geometry, grad_output.data(), weight.data(), result.data(), parallel);
+      GradLarge(geometry, grad_output.data(), weight.data(), result.data(), parallel);
     }
     result.Finish(parallel);
   }
