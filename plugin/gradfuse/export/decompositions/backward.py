@@ -45,18 +45,21 @@ def fused_table() -> dict[Any, Callable[..., Any]]:
 def fused_convolution_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`convolution_backward` with the gradient of the weight by `aclnn::convolution_backward`.
+    """`convolution_backward` with the gradients of input and weight by `aclnn::convolution_backward`.
 
-    As a convolution, which has the batch as channels, it is several times slower than other convolutions.
+    As a convolution, the gradient of the weight has the batch as channels, and is several times slower than other
+    convolutions. The input's gradient of a transposed convolution is an ordinary one, and stays.
     """
     *attributes, mask = rest
-    if not mask[1] or not 3 <= weight.dim() <= 5:
+    of_input, of_weight, of_bias = mask
+    transposed = attributes[3]
+    if not (of_weight or (of_input and not transposed)) or not 3 <= weight.dim() <= 5:
         return convolution_backward(grad_output, input, weight, bias_sizes, *rest)
-    others = [*attributes, [mask[0], False, mask[2]]]
+    others = [*attributes, [of_input and transposed, False, of_bias]]
     grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, bias_sizes, *others)
-    own = torch.ops.aclnn.convolution_backward
-    _, grad_weight, _ = own(grad_output, input, weight, *attributes, [False, True, False])
-    return grad_input, grad_weight, grad_bias
+    wanted = [of_input and not transposed, of_weight, False]
+    own_input, grad_weight, _ = torch.ops.aclnn.convolution_backward(grad_output, input, weight, *attributes, wanted)
+    return own_input if wanted[0] else grad_input, grad_weight if of_weight else None, grad_bias
 
 
 def convolution_backward(
