@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
 #include "capi/error.h"
+#include "capi/shared_mutex.h"
 #include "capi/thread_pool.h"
 #include "gradfuse/strided_copy.h"
 #include "kernels/dispatch.h"
@@ -65,6 +67,14 @@ void ReadOperand(const char* name, const Operand& operand, Argument& argument) {
     if (tensor == nullptr) ThrowRefusal(name, "unknown or already destroyed", "one of aclCreateTensor");
     argument.tensor = *tensor;
   }
+}
+
+std::vector<int64_t> ReadNumbers(const char* name, const aclIntArray* array) {
+  ExpectPointer(array, name, "one to an argument", ACLNN_ERR_PARAM_NULLPTR);
+  Argument argument;
+  const std::lock_guard lock(SharedMutex());
+  ReadOperand(name, Operand(array), argument);
+  return *argument.array;
 }
 
 void Staging::Input(const Argument& argument, const TypeSet& types, Tensor& tensor) {
