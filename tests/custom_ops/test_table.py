@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from completeness import FILES, TABLES, missing_parts, stray_files
@@ -63,7 +64,8 @@ def test_the_schema_is_registered_and_documented(operator: Operator) -> None:
     assert [o.name for o in schema.outputs] == [o.name for o in operator.outputs]
     for attribute in operator.attributes:
         default = onnx.helper.get_attribute_value(schema.attributes[attribute.name].default_value)
-        assert default == (attribute.default.encode() if isinstance(attribute.default, str) else attribute.default)
+        wanted = np.float32(attribute.default) if isinstance(attribute.default, float) else attribute.default
+        assert default == (wanted.encode() if isinstance(wanted, str) else wanted)
     assert all(i.doc for i in operator.inputs) and all(o.doc for o in operator.outputs)
     assert all(a.doc for a in operator.attributes)
 
