@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from gradfuse.custom_ops import (
+    apply_adam_w,
     convolution_backward,
     cross_entropy_loss_grad,
     ctc_loss,
@@ -40,6 +41,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             grouped_bias_add_grad,
             ctc_loss,
             convolution_backward,
+            apply_adam_w,
         )
     }
 )

@@ -1,5 +1,6 @@
 // The op table as text, so that the Python table of the same ops can be held against it.
 
+#include <cstdio>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -17,7 +18,7 @@ class Describer {
   void Input(const char* name, const Tensor&, const TypeSet& types) { AddInput(name, types, false); }
   void Input(const char* name, const std::optional<Tensor>&, const TypeSet& types) { AddInput(name, types, true); }
   void Attribute(const char* name, int64_t value) { AddAttribute(name, std::to_string(value)); }
-  void Attribute(const char* name, float value) { AddAttribute(name, std::to_string(value)); }
+  void Attribute(const char* name, float value) { AddAttribute(name, Number(value)); }
   void Attribute(const char* name, const std::string& value) { AddAttribute(name, Quoted(value)); }
   void Attribute(const char* name, const std::vector<int64_t>& values) {
     std::string list;
@@ -32,6 +33,12 @@ class Describer {
   }
 
  private:
+  // All digits that a float has for certain: "0.999", "1e-08".
+  static std::string Number(float value) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.6g", static_cast<double>(value));
+    return text;
+  }
   static const char* Bool(bool value) { return value ? "true" : "false"; }
   static void Append(std::string& list, const std::string& item) { list += (list.empty() ? "" : ", ") + item; }
   static std::string List(const TypeSet& types) {

@@ -6,13 +6,16 @@ import copy
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from training.models import SHAPES, Batch, MakeOptimizer, Mlp, Whole, assert_trained, batches, groups, train
 
+import gradfuse
 from gradfuse import ExportError, TrainingSession, TrainingStep, export_training_step
 
 STEPS = 100
@@ -27,8 +30,18 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "adam_amsgrad": lambda m: ADAM(m.parameters(), lr=0.01, amsgrad=True, betas=(0.9, 0.6)),
     "adamw": lambda m: ADAMW(m.parameters(), lr=0.01, weight_decay=0.2),
     "adamw_maximize": lambda m: ADAMW(m.parameters(), lr=0.001, amsgrad=True, maximize=True),
+    "adamw_maximize_fused": lambda m: ADAMW(m.parameters(), lr=0.001, maximize=True),
     "adamw_groups": lambda m: ADAMW(groups(m), lr=0.01),
 }
+
+
+def updates(graph: onnx.GraphProto) -> int:
+    """The number of parameters that an operator updates, in branches too."""
+    found = 0
+    for node in graph.node:
+        found += node.op_type == "ApplyAdamW"
+        found += sum(updates(attribute.g) for attribute in node.attribute)
+    return found
 
 
 class Options(TypedDict):
@@ -41,12 +54,17 @@ def export(module: nn.Module, make_optimizer: MakeOptimizer, batch: Batch, **opt
     return export_training_step(module, F.cross_entropy, batch, make_optimizer(module), **options)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_hundred_steps_are_those_of_torch(name: str) -> None:
+FUSED = {"adam", "adam_decay", "adamw", "adamw_groups", "adamw_maximize_fused"}
+
+
+@pytest.mark.parametrize("name, fuse", [*((name, False) for name in VARIANTS), *((name, True) for name in VARIANTS)])
+def test_a_hundred_steps_are_those_of_torch(name: str, fuse: bool) -> None:
     torch.manual_seed(0)
     module, data = Mlp(), batches(STEPS, 3)
-    step = export(module, VARIANTS[name], data[0])
+    step = export(module, VARIANTS[name], data[0], fuse=fuse)
     onnx.checker.check_model(step.model, full_check=True)
+    count = len(list(module.parameters())) if fuse and name in FUSED else 0
+    assert updates(step.model.graph) == count
     session = TrainingSession(step)
     losses = [session.step(*batch) for batch in data]
     native, trained = train(module, VARIANTS[name], data, torch.float32)
@@ -77,11 +95,12 @@ def test_clipping_groups_and_a_schedule_of_rates() -> None:
     assert any(not torch.allclose(a, b) for a, b in zip(trained.parameters(), unclipped.parameters(), strict=True))
 
 
-def test_gradients_accumulate_over_calls() -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_gradients_accumulate_over_calls(fuse: bool) -> None:
     torch.manual_seed(2)
     module, data = Mlp(), batches(30, 3, seed=2)
     make, options = VARIANTS["adamw"], Options(accumulate=3, max_grad_norm=0.3)
-    step = export(module, make, data[0], **options)
+    step = export(module, make, data[0], fuse=fuse, **options)
     onnx.checker.check_model(step.model, full_check=True)
     session = TrainingSession(step)
     before = session.state_dict()
@@ -95,6 +114,41 @@ def test_gradients_accumulate_over_calls() -> None:
     _, trained = train(module, make, data, torch.float32, **options)
     _, reference = train(module, make, data, torch.float64, **options)
     assert_trained(session.state_dict(), trained, reference, len(data))
+
+
+def test_fused_updates_run_in_stock_onnxruntime_and_expand_to_standard_nodes() -> None:
+    """By their function bodies, in the branches of an update that is clipped, scaled and accumulated too."""
+    torch.manual_seed(5)
+    module, data = Mlp(), batches(1, 3, seed=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    choices: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.3, "accumulate": 2, "grad_scaler": scaler}]
+    for options in choices:
+        step = export(module, VARIANTS["adamw"], data[0], fuse=True, **options)
+        assert updates(step.model.graph) == len(list(module.parameters()))
+        arrays = {**step.parameters, **step.optimizer_state, **step.hyperparameters}
+        feeds = {name: np.asarray(array) for name, array in arrays.items()}
+        feeds |= {"micro_step": np.array(1)} if "accumulate" in options else {}
+        names = (*step.input_names, *step.target_names)
+        feeds |= {name: tensor.numpy() for name, tensor in zip(names, data[0], strict=True)}
+        ours = onnxruntime.SessionOptions()
+        gradfuse.register(ours)
+        expected = onnxruntime.InferenceSession(step.model.SerializeToString(), ours).run(None, feeds)
+        for model in (step.model, gradfuse.expand(step.model)):
+            stock = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+            for output, wanted in zip(stock.run(None, feeds), expected, strict=True):
+                np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-7)
+        assert updates(gradfuse.expand(step.model).graph) == 0
+
+
+def test_betas_that_no_attribute_holds_keep_their_nodes() -> None:
+    torch.manual_seed(0)
+    module, data = Mlp(), batches(3, 3)
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        return ADAMW(module.parameters(), lr=0.01, betas=(1 / 3, 0.999))
+
+    step = export(module, make, data[0], fuse=True)
+    assert updates(step.model.graph) == 0
 
 
 def test_what_the_optimizer_or_the_loss_leaves_alone_stays() -> None:
@@ -142,10 +196,11 @@ def test_a_step_goes_on_from_the_state_that_the_optimizer_has(name: str) -> None
     assert_trained(session.state_dict(), native, exact, len(data))
 
 
-def test_parameters_in_float64_are_updated_in_float64() -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_parameters_in_float64_are_updated_in_float64(fuse: bool) -> None:
     torch.manual_seed(0)
     module, data = Mlp().double(), [(x.double(), y) for x, y in batches(10, 3)]
-    session = TrainingSession(export(module, VARIANTS["adamw"], data[0], max_grad_norm=0.5))
+    session = TrainingSession(export(module, VARIANTS["adamw"], data[0], max_grad_norm=0.5, fuse=fuse))
     for batch in data:
         session.step(*batch)
     _, reference = train(module, VARIANTS["adamw"], data, torch.float64, max_grad_norm=0.5)

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -101,6 +102,10 @@ GRADFUSE_INLINE V NegMulAdd(V a, V b, V c) {
 template <class V>
 GRADFUSE_INLINE V MulSub(V a, V b, V c) {
   return a * b - c;
+}
+template <class V>
+GRADFUSE_INLINE V Sqrt(V a) {
+  return std::sqrt(a);
 }
 // Of a NaN, as of equal values, the second.
 template <class V>

@@ -157,7 +157,7 @@ def _built(
         fused = fusion.fuse(work)
         work, report = fused.model, fused.report
     if description is not None:
-        optimizers.append(work, description, {*batch, *targets})
+        optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
     return TrainingStep(
         model=ir.to_proto(work),
         parameters=values,

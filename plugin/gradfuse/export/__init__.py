@@ -66,7 +66,8 @@ def export_training_step(
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
             tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
-        fuse: whether `TrainingStep.model` is fused. If not, it consists of standard operators only.
+        fuse: whether `TrainingStep.model` is fused, and Adam's update is an operator of its own. If not, it consists of
+            standard operators only.
         max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)` over the
             optimizer's parameters. None: they are not.
         accumulate: over how many calls the gradients are averaged for one update; the other calls change buffers only.
@@ -147,7 +148,7 @@ def export_training_step(
     hyperparameters: Arrays = {}
     if described is not None and optimizer is not None:
         state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
-        model = onnx_model.with_optimizer(model, step, described)
+        model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
         verifying.compare_update(model, truth.step, described, optimizer, state | hyperparameters)
 
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]

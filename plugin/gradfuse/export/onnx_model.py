@@ -157,10 +157,12 @@ def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
     return model, report
 
 
-def with_optimizer(proto: onnx.ModelProto, step: TorchStep, described: optimizers.Optimizer) -> onnx.ModelProto:
+def with_optimizer(
+    proto: onnx.ModelProto, step: TorchStep, described: optimizers.Optimizer, *, fuse: bool
+) -> onnx.ModelProto:
     """Return the model of a step with the optimizer's update in the place of the gradients."""
     model = ir.from_proto(proto)
-    optimizers.append(model, described, step.batch)
+    optimizers.append(model, described, step.batch, fuse=fuse)
     RemoveUnusedNodesPass()(model)
     return ir.to_proto(model)
 

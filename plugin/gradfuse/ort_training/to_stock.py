@@ -63,7 +63,7 @@ def to_stock(
             `optimizer_model.onnx` and `eval_model.onnx`. All may have a common prefix. Without the optimizer's model
             the step ends at the gradients; without the eval model `TrainingStep.evaluation_model` is None.
         checkpoint: the checkpoint file to begin at, such as one that training wrote; None: the folder's own.
-        fuse: whether the step is fused, as by `gradfuse.fuse`.
+        fuse: whether the step is fused, as by `gradfuse.fuse`, and Adam's update is an operator of its own.
 
     Returns:
         The step. Inputs that only the loss reads are its targets, the others its inputs. The outputs of its evaluation
@@ -105,7 +105,7 @@ def to_stock(
         model, report = result.model, result.report
     _add_in_order(model)
     if optimizer is not None:
-        optimizers.append(model, optimizer, batch)
+        optimizers.append(model, optimizer, batch, fuse=fuse)
     evaluation_model = None
     if files.eval is not None:
         evaluation_model = _evaluation_model(files.eval, constants, {*values, *targets})

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse.custom_ops import DOMAIN
+
 
 class Nodes:
     """Collects nodes, and gives names, types and shapes to their outputs.
@@ -37,6 +39,15 @@ class Nodes:
         name = f"{self._prefix}/{op_type}_{len(self.tape.nodes)}"
         output = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
         return GraphTensor(self, self.tape.op(op_type, inputs, attributes, name=name, output=output))
+
+    def ours(
+        self, op_type: str, inputs: Sequence[ir.Value | None], like: ir.Value, attributes: Mapping[str, Any], count: int
+    ) -> list[GraphTensor]:
+        """Append a node of the domain `aclnn` with some outputs, all of the type and shape of a value."""
+        name = f"{self._prefix}/{op_type}_{len(self.tape.nodes)}"
+        outputs = [ir.Value(name=f"{name}/{index}", type=like.type, shape=like.shape) for index in range(count)]
+        self.tape.op_multi_out(op_type, inputs, attributes, outputs=outputs, domain=DOMAIN, name=name)
+        return [GraphTensor(self, output) for output in outputs]
 
     def constant(self, number: float, dtype: ir.DataType) -> GraphTensor:
         """Return a scalar of a type; equal ones share a node."""

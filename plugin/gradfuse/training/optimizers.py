@@ -8,22 +8,27 @@ the optimizers of torch.optim.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import functools
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse.custom_ops import functions
+from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ExportError
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.nodes import GraphTensor, Nodes
-from gradfuse.training.rules import RULES, Rule, Slot
+from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot
 from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, STEP, UPDATED_SUFFIX
 
 MICRO_STEP = "micro_step"
 ACCUMULATED_GRADIENT = "accumulated_grad"
 LOSS_SCALE = "loss_scale"
 GROWTH_TRACKER = "growth_tracker"
+_FUSED_TYPES = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +154,7 @@ def learning_rate_name(group: int) -> str:
     return LEARNING_RATE if group == 0 else f"{LEARNING_RATE}.{group}"
 
 
-def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str]) -> None:
+def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str], *, fuse: bool) -> None:
     """Put the update into a model that has parameters as inputs and their gradients as outputs.
 
     The gradients stop being outputs; the state and the learning rates become inputs ahead of the batch, and all that
@@ -160,8 +165,12 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str]) -> Non
             input `loss_scale` if the gradients are scaled: they are multiplied by it and divided by `accumulate`.
         optimizer: what to put in.
         batch: the names of the inputs that are the batch.
+        fuse: whether parameters are updated by one operator of the domain `aclnn` each, where there is one. Its
+            function body is attached.
     """
     graph = model.graph
+    # Of an older opset there are no bodies.
+    fuse = fuse and graph.opset_imports.get("", 0) >= OLDEST_OPSET
     inputs = {str(value.name): value for value in graph.inputs}
     outputs = {str(value.name): value for value in graph.outputs}
     gradients = {name: outputs[name + GRADIENT_SUFFIX] for name in optimizer.parameters}
@@ -171,7 +180,8 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str]) -> Non
     graph.inputs[:] = list(inputs.values())
 
     nodes = Nodes("optimizer")
-    results = _conditional(nodes, optimizer, inputs, gradients)
+    fused = _fused(optimizer, inputs, gradients) if fuse else {}
+    results = _conditional(nodes, optimizer, inputs, gradients, fused)
     graph.extend(nodes.tape.nodes)
     for name, value in results.items():
         value.name = name + UPDATED_SUFFIX
@@ -180,6 +190,22 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str]) -> Non
         *(value for name, value in outputs.items() if not name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX))),
         *(outputs[name + UPDATED_SUFFIX] for name in inputs if name + UPDATED_SUFFIX in outputs),
     ]
+    if fused:
+        functions.attach(model)
+
+
+def _fused(
+    optimizer: Optimizer, inputs: Mapping[str, ir.Value], gradients: Mapping[str, ir.Value]
+) -> dict[str, FusedUpdate]:
+    """Return parameter -> the operator that updates it, for those that one can."""
+    found = {}
+    for group in optimizer.groups:
+        update = optimizer.rule.fused(group.options)
+        for name in group.parameters:
+            types = {inputs[name].dtype, gradients[name].dtype}
+            if update is not None and len(types) == 1 and types <= _FUSED_TYPES:
+                found[name] = update
+    return found
 
 
 def _new_inputs(optimizer: Optimizer, inputs: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
@@ -198,8 +224,42 @@ def _new_inputs(optimizer: Optimizer, inputs: Mapping[str, ir.Value]) -> dict[st
     return added
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """The gradients of an update.
+
+    Attributes:
+        unscaled: what nodes read, by parameter; those that an operator updates may be absent.
+        scaled: the same for all parameters, times the scale of the loss.
+        factor: what is the reciprocal of that scale; None: 1.
+    """
+
+    unscaled: Mapping[str, GraphTensor]
+    scaled: Mapping[str, GraphTensor]
+    factor: GraphTensor | None
+
+    def within(self, nodes: Nodes) -> _Gradients:
+        """Return the same with arithmetic that appends to other nodes."""
+        unscaled, scaled = (
+            {name: nodes.of(tensor.value) for name, tensor in tensors.items()}
+            for tensors in (self.unscaled, self.scaled)
+        )
+        return _Gradients(unscaled, scaled, None if self.factor is None else nodes.of(self.factor.value))
+
+    def for_operator(self, name: str) -> tuple[GraphTensor, GraphTensor | None]:
+        """Return what an operator reads, in the parameter's own type, and the factor that it still needs."""
+        scaled, unscaled = self.scaled[name], self.unscaled.get(name)
+        if unscaled is not None and unscaled.dtype == scaled.dtype:
+            return unscaled, None
+        return scaled, self.factor
+
+
 def _conditional(
-    nodes: Nodes, optimizer: Optimizer, inputs: Mapping[str, ir.Value], gradients: Mapping[str, ir.Value]
+    nodes: Nodes,
+    optimizer: Optimizer,
+    inputs: Mapping[str, ir.Value],
+    gradients: Mapping[str, ir.Value],
+    fused: Mapping[str, FusedUpdate],
 ) -> dict[str, ir.Value]:
     """Return the new values of parameters and state: changed if enough gradients were added up, and all are finite."""
     values = {name: nodes.of(value) for name, value in gradients.items()}
@@ -216,6 +276,7 @@ def _conditional(
             values[name] = nodes.of(inputs[key]) + part
             results[key] = due.where(nodes.constant(0, gradient.dtype), values[name]).value
     condition = due
+    found = _Gradients(values, values, None)
     if optimizer.loss_scaling is not None:
         scale = nodes.of(inputs[LOSS_SCALE])
         finite = _finite(nodes, values)
@@ -226,14 +287,17 @@ def _conditional(
         results |= {LOSS_SCALE: new_scale.value, GROWTH_TRACKER: new_tracker.value}
         # As torch.amp.GradScaler, which multiplies by the reciprocal.
         factor = (1 / scale.cast(ir.DataType.DOUBLE)).cast(ir.DataType.FLOAT)
-        values = {name: _widened(gradient) for name, gradient in values.items()}
-        values = {name: gradient * factor.cast(gradient.dtype) for name, gradient in values.items()}
+        # The norm is that of all unscaled gradients; operators take the factor with the others.
+        needed = [name for name in values if optimizer.max_grad_norm is not None or name not in fused]
+        wide = {name: _widened(values[name]) for name in needed}
+        unscaled = {name: gradient * factor.cast(gradient.dtype) for name, gradient in wide.items()}
+        found = _Gradients(unscaled, values, factor)
         condition = finite if due is None else due.op("And", finite)
     if condition is None:
-        return _updated(nodes, optimizer, inputs, values)
+        return _updated(nodes, optimizer, inputs, found, fused)
 
     update, keep = Nodes("optimizer/update"), Nodes("optimizer/keep")
-    updated = _updated(update, optimizer, inputs, {name: update.of(value.value) for name, value in values.items()})
+    updated = _updated(update, optimizer, inputs, found.within(update), fused)
     kept = {name: keep.of(inputs[name]).op("Identity").value for name in updated}
     branches = {
         branch: ir.Graph([], list(outputs.values()), nodes=inner.tape.nodes, name=branch)
@@ -272,30 +336,69 @@ def _rescaled(
 
 
 def _updated(
-    nodes: Nodes, optimizer: Optimizer, inputs: Mapping[str, ir.Value], gradients: Mapping[str, GraphTensor]
+    nodes: Nodes,
+    optimizer: Optimizer,
+    inputs: Mapping[str, ir.Value],
+    gradients: _Gradients,
+    fused: Mapping[str, FusedUpdate],
 ) -> dict[str, ir.Value]:
     """Return the new values of parameters, state and number of steps."""
-    computed = {name: _widened(gradient) for name, gradient in gradients.items()}
+    computed = {name: _widened(gradient) for name, gradient in gradients.unscaled.items()}
+    clipping = None
     if optimizer.max_grad_norm is not None:
-        computed = _clipped(nodes, computed, optimizer.max_grad_norm)
+        clipping = _clipping_factor(nodes, computed.values(), optimizer.max_grad_norm)
     step = nodes.of(inputs[STEP]) if optimizer.counts_steps else None
-    count = None if step is None else step.cast(ir.DataType.DOUBLE)
     results = {} if step is None else {STEP: (step + 1).value}
+    by_nodes = [name for name in optimizer.parameters if name not in fused]
+    count = step.cast(ir.DataType.DOUBLE) if step is not None and by_nodes else None
     for index, group in enumerate(optimizer.groups):
-        rate = nodes.of(inputs[learning_rate_name(index)]).cast(ir.DataType.DOUBLE)
+        learning_rate = nodes.of(inputs[learning_rate_name(index)])
+        rate = learning_rate.cast(ir.DataType.DOUBLE) if set(by_nodes) & set(group.parameters) else learning_rate
         states = optimizer.rule.states(group.options)
         for name in group.parameters:
-            gradient = -computed[name] if group.options["maximize"] else computed[name]
-            dtype, kept_in = gradient.dtype, nodes.of(inputs[name]).dtype
-            slot = Slot(
-                nodes.of(inputs[name]).cast(dtype),
-                gradient,
-                {state: nodes.of(inputs[f"{name}.{state}"]).cast(dtype) for state in states},
+            kept = Slot(
+                nodes.of(inputs[name]),
+                gradients.scaled[name],
+                {state: nodes.of(inputs[f"{name}.{state}"]) for state in states},
             )
-            parameter, new_state = optimizer.rule.update(group.options, rate, count, slot)
-            results[name] = parameter.cast(kept_in).value
-            results |= {f"{name}.{state}": tensor.cast(kept_in).value for state, tensor in new_state.items()}
+            if name in fused:
+                assert step is not None
+                gradient, factor = gradients.for_operator(name)
+                slot = dataclasses.replace(kept, gradient=gradient)
+                factors = [one.cast(ir.DataType.FLOAT) for one in (factor, clipping) if one is not None]
+                if group.options["maximize"]:
+                    factors.append(nodes.constant(-1.0, ir.DataType.FLOAT))
+                parameter, new_state = _by_operator(fused[name], learning_rate, step, slot, factors)
+            else:
+                gradient = computed[name]
+                if clipping is not None:
+                    gradient = gradient * clipping.cast(gradient.dtype)
+                gradient = -gradient if group.options["maximize"] else gradient
+                parameter, new_state = optimizer.rule.update(group.options, rate, count, _wide(kept, gradient))
+            results[name] = parameter.cast(kept.parameter.dtype).value
+            results |= {
+                f"{name}.{state}": tensor.cast(kept.parameter.dtype).value for state, tensor in new_state.items()
+            }
     return results
+
+
+def _wide(slot: Slot, gradient: GraphTensor) -> Slot:
+    """Return a slot with a gradient, in whose type everything is."""
+    dtype = gradient.dtype
+    return Slot(slot.parameter.cast(dtype), gradient, {name: value.cast(dtype) for name, value in slot.state.items()})
+
+
+def _by_operator(
+    update: FusedUpdate, rate: GraphTensor, step: GraphTensor, slot: Slot, factors: Sequence[GraphTensor]
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    """Return new parameter and new state, of the gradient times some numbers."""
+    nodes, kept = slot.parameter.nodes, slot.parameter.value
+    inputs = [slot.parameter, slot.gradient, *slot.state.values(), rate, step]
+    if factors:
+        inputs.append(functools.reduce(operator.mul, factors))
+    values = [tensor.value for tensor in inputs]
+    parameter, *state = nodes.ours(update.op_type, values, kept, update.attributes, 1 + len(slot.state))
+    return parameter, dict(zip(slot.state, state, strict=True))
 
 
 def _widened(tensor: GraphTensor) -> GraphTensor:
@@ -303,17 +406,15 @@ def _widened(tensor: GraphTensor) -> GraphTensor:
     return tensor.cast(ir.DataType.DOUBLE if tensor.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
 
 
-def _clipped(nodes: Nodes, gradients: Mapping[str, GraphTensor], max_norm: float) -> dict[str, GraphTensor]:
-    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does with the 2-norm."""
-    dtype = _widest(gradients.values())
+def _clipping_factor(nodes: Nodes, gradients: Collection[GraphTensor], max_norm: float) -> GraphTensor:
+    """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients by, with the 2-norm."""
+    dtype = _widest(gradients)
     axis = nodes.op("Constant", [], ir.DataType.INT64, (1,), {"value_ints": [0]}).value
     norms = [
-        nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, axis], dtype, (1,)).value
-        for gradient in gradients.values()
+        nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, axis], dtype, (1,)).value for gradient in gradients
     ]
     total = nodes.op("Concat", norms, dtype, (len(norms),), {"axis": 0}).norm()
-    factor = (nodes.constant(max_norm, dtype) / (total + 1e-6)).op("Min", 1.0)
-    return {name: gradient * factor.cast(gradient.dtype) for name, gradient in gradients.items()}
+    return (nodes.constant(max_norm, dtype) / (total + 1e-6)).op("Min", 1.0)
 
 
 def _widest(tensors: Iterable[GraphTensor]) -> ir.DataType:

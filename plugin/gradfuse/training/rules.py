@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gradfuse.custom_ops.apply_adam_w import exact_beta
 from gradfuse.training.nodes import GraphTensor
 
 
@@ -21,6 +22,18 @@ class Slot:
     parameter: GraphTensor
     gradient: GraphTensor
     state: Mapping[str, GraphTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedUpdate:
+    """An operator of ours that makes the update of a parameter in one pass.
+
+    Its inputs are parameter, gradient, the states, learning rate (float32), steps done before (int64) and what the
+    gradient is multiplied by first (float32, optional); its outputs the new parameter and the new states.
+    """
+
+    op_type: str
+    attributes: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +48,8 @@ class Rule:
         [Mapping[str, Any], GraphTensor, GraphTensor | None, Slot], tuple[GraphTensor, dict[str, GraphTensor]]
     ]
     """(options, learning rate, steps done before (both float64), slot) -> new parameter, new state."""
+    fused: Callable[[Mapping[str, Any]], FusedUpdate | None] = lambda options: None
+    """options -> the operator that makes the whole update; None: there is none for them."""
 
 
 def _sgd(
@@ -83,6 +98,20 @@ def _adam(
     return parameter - mean * step_size.cast(dtype) / denominator, new_state
 
 
+def _fused_adam(options: Mapping[str, Any]) -> FusedUpdate | None:
+    beta1, beta2 = options["betas"]
+    if options["amsgrad"] or not (exact_beta(beta1) and exact_beta(beta2)):
+        return None
+    attributes = {
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "epsilon": float(options["eps"]),
+        "weight_decay": float(options["weight_decay"]),
+        "decoupled_weight_decay": int(options["decoupled_weight_decay"]),
+    }
+    return FusedUpdate("ApplyAdamW", attributes)
+
+
 def _transformers_adamw(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
@@ -112,6 +141,7 @@ RULES: Mapping[str, Rule] = {
         lambda options: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())),
         lambda options: True,
         _adam,
+        _fused_adam,
     ),
     "TransformersAdamW": Rule(
         lambda options: ("exp_avg", "exp_avg_sq"),
