@@ -214,14 +214,16 @@ def by_c_api(work: Work, inputs: Inputs, outputs: dict[str, Tensor]) -> Call:
     arguments: list[Any] = []
     for parameter, tensor in zip(described, inputs.values(), strict=False):
         if capi.is_array(parameter):
-            array = library.aclCreateIntArray(capi.int64s(tensor.tolist()), ctypes.c_uint64(len(tensor)))
-            arguments.append(ctypes.c_void_p(array))
+            arguments.append(capi.create_int_array(tensor.tolist()))
         else:
             arguments.append(capi.create_tensor(tensor))
     arguments += [None] * (len(described) - len(arguments))
     for name, (kind, default) in capi.attributes_of(operator).items():
         value = work.attributes.get(name, default)
-        arguments.append(kind(value.encode() if isinstance(value, str) else value))
+        if isinstance(value, tuple):
+            arguments.append(capi.create_int_array(value))
+        else:
+            arguments.append(kind(value.encode() if isinstance(value, str) else value))
     arguments += [capi.create_tensor(tensor) for tensor in outputs.values()]
     plan, execute = getattr(library, f"aclnn{operator}GetWorkspaceSize"), getattr(library, f"aclnn{operator}")
     size, executor = ctypes.c_uint64(), ctypes.c_void_p()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from gradfuse.custom_ops import (
+    convolution_backward,
     cross_entropy_loss_grad,
     ctc_loss,
     ctc_loss_backward,
@@ -38,6 +39,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             ctc_loss_backward,
             grouped_bias_add_grad,
             ctc_loss,
+            convolution_backward,
         )
     }
 )

@@ -25,7 +25,7 @@ OLDEST_OPSET = 15
 NOTHING_IGNORED = -(1 << 63)
 """The value of an attribute such as ``ignore_index`` where no row is ignored: no class has this number."""
 
-Value: TypeAlias = int | float | str
+Value: TypeAlias = int | float | str | tuple[int, ...]
 """The value of an attribute."""
 Dim: TypeAlias = int | str | None
 """A dimension: its size, its name, or None where nothing is known."""
@@ -322,13 +322,7 @@ class Operator:
         It has the inputs up to the last that the variant has, and every attribute with its default; attributes which
         decide the text (see :class:`Variant`) are listed but not read.
         """
-        kinds = {int: "int", float: "float", str: "string"}
-        attributes = ", ".join(
-            f'{a.name}: {kinds[type(a.default)]} = "{a.default}"'
-            if isinstance(a.default, str)
-            else f"{a.name}: {kinds[type(a.default)]} = {a.default}"
-            for a in self.attributes
-        )
+        attributes = ", ".join(map(_signature, self.attributes))
         names = [i.name for i in self.inputs]
         inputs = ", ".join(names[: 1 + max(names.index(name) for name in variant.inputs)])
         outputs = ", ".join(o.name for o in self.outputs)
@@ -361,7 +355,19 @@ class Operator:
 def attribute_value(attribute: onnx.AttributeProto) -> Value:
     """The value of an attribute of one of the types that the operators use."""
     value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, list):
+        return tuple(value)
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _signature(attribute: Attribute) -> str:
+    """An attribute of a function as ONNX writes it in text, with its default."""
+    default = attribute.default
+    if isinstance(default, tuple):
+        return f"{attribute.name}: ints = [{', '.join(map(str, default))}]"
+    if isinstance(default, str):
+        return f'{attribute.name}: string = "{default}"'
+    return f"{attribute.name}: {'int' if isinstance(default, int) else 'float'} = {default}"
 
 
 def type_string(dtype: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -41,15 +39,7 @@ def inference_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _translations_are_collected_once() -> Iterator[None]:
     """torch.onnx.export reads the sources of all its translations in each call, which takes a quarter of the time."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
+    from gradfuse.export import _torch_private as private
 
-    collected = functools.cache(ONNXRegistry.from_torchlib)
-
-    def from_torchlib(**named: int) -> ONNXRegistry:
-        registry = copy.copy(collected(**named))
-        registry.functions = {operator: [*found] for operator, found in registry.functions.items()}
-        return registry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+    with private.translations_read_once():
         yield

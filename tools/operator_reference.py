@@ -6,6 +6,7 @@ import textwrap
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import Operator
+from gradfuse.custom_ops.operator import Value
 
 
 def reference() -> str:
@@ -16,7 +17,7 @@ def reference() -> str:
 def _section(operator: Operator) -> str:
     rows = [
         *(("input", i.name, i.type + (", optional" if i.optional else ""), i.doc) for i in operator.inputs),
-        *(("attribute", a.name, f"{type(a.default).__name__} = `{a.default!r}`", a.doc) for a in operator.attributes),
+        *(("attribute", a.name, _default(a.default), a.doc) for a in operator.attributes),
         *(("output", o.name, "T", o.doc) for o in operator.outputs),
     ]
     table = "\n".join(f"| {kind} | `{name}` | {type_} | {_line(doc)} |" for kind, name, type_, doc in rows)
@@ -24,6 +25,12 @@ def _section(operator: Operator) -> str:
     head = "| | name | type | |\n|---|---|---|---|"
     doc = textwrap.fill(_line(operator.doc), 120, break_on_hyphens=False)
     return f"### {operator.name}\n\n{doc}\n\n{head}\n{table}\n\nTypes: {types}."
+
+
+def _default(value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"ints = `[{', '.join(map(str, value))}]`"
+    return f"{type(value).__name__} = `{value!r}`"
 
 
 def _short(type_string: str) -> str:

@@ -195,7 +195,7 @@ class Cpu final : public Device {
   static StreamTable& Streams() { return StreamTable::Shared(); }
 
   [[noreturn]] static void ThrowNoStream() {
-    throw Error(ACL_ERROR_INVALID_PARAM, "stream is none of aclrtCreateStream, or destroyed before");
+    throw Error(ACL_ERROR_INVALID_PARAM, "stream is unknown or already destroyed; expected one of aclrtCreateStream");
   }
   static std::shared_ptr<Stream> Find(aclrtStream handle) {
     std::shared_ptr<Stream> stream;

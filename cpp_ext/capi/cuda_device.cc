@@ -74,7 +74,8 @@ class Cuda final : public Device {
     {
       const std::lock_guard lock(SharedMutex());
       if (streams_.erase(stream) == 0) {
-        throw Error(ACL_ERROR_INVALID_PARAM, "stream is none of aclrtCreateStream, or destroyed before");
+        throw Error(ACL_ERROR_INVALID_PARAM,
+                    "stream is unknown or already destroyed; expected one of aclrtCreateStream");
       }
     }
     Expect(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));

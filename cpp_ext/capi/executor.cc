@@ -41,13 +41,14 @@ void DropExecutors() { Executors::Shared().Clear(); }
 aclnnStatus Execute(const char* function, const char* op, void* workspace, uint64_t workspace_bytes,
                     aclOpExecutor* handle, aclrtStream stream) noexcept {
   return GuardedOp(function, [&] {
-    ExpectPointer(handle, "executor", "one of the first phase", ACLNN_ERR_PARAM_NULLPTR);
+    ExpectPointer(handle, "executor", "an executor of aclnn...GetWorkspaceSize", ACLNN_ERR_PARAM_NULLPTR);
     Device& device = Device::Current();
     device.ExpectStream(stream);
     std::optional<std::unique_ptr<Executor>> executor = Executors::Shared().Take(
         handle, [&](const auto& found) { ExpectFits(*found, op, workspace, workspace_bytes); });
     if (!executor) {
-      throw Error(ACLNN_ERR_PARAM_INVALID, "executor is none of the first phase, or run before; expected one run each");
+      throw Error(ACLNN_ERR_PARAM_INVALID,
+                  "executor is unknown or already used; expected an unused executor from aclnn...GetWorkspaceSize");
     }
     device.Execute(std::move(*executor), static_cast<char*>(workspace), stream);
   });

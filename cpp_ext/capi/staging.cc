@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
 #include "capi/error.h"
+#include "capi/shared_mutex.h"
 #include "capi/thread_pool.h"
 #include "gradfuse/strided_copy.h"
 #include "kernels/dispatch.h"
@@ -58,13 +60,21 @@ void ReadOperand(const char* name, const Operand& operand, Argument& argument) {
   if (operand.handle == nullptr) return;
   if (operand.is_array) {
     const IntArray* const array = IntArrayTable::Shared().Find(operand.handle);
-    if (array == nullptr) ThrowRefusal(name, "none of aclCreateIntArray, or destroyed before", "one that is there");
+    if (array == nullptr) ThrowRefusal(name, "unknown or already destroyed", "one of aclCreateIntArray");
     argument.array = *array;
   } else {
     const GivenTensor* const tensor = TensorTable::Shared().Find(operand.handle);
-    if (tensor == nullptr) ThrowRefusal(name, "none of aclCreateTensor, or destroyed before", "one that is there");
+    if (tensor == nullptr) ThrowRefusal(name, "unknown or already destroyed", "one of aclCreateTensor");
     argument.tensor = *tensor;
   }
+}
+
+std::vector<int64_t> ReadNumbers(const char* name, const aclIntArray* array) {
+  ExpectPointer(array, name, "one to an argument", ACLNN_ERR_PARAM_NULLPTR);
+  Argument argument;
+  const std::lock_guard lock(SharedMutex());
+  ReadOperand(name, Operand(array), argument);
+  return *argument.array;
 }
 
 void Staging::Input(const Argument& argument, const TypeSet& types, Tensor& tensor) {

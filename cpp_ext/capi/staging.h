@@ -32,6 +32,9 @@ struct Argument {
 // Looks an operand up; throws an Error if it is unknown. Call it with the shared mutex held.
 void ReadOperand(const char* name, const Operand& operand, Argument& argument);
 
+// The numbers of an attribute that is an array. Throws an Error for a null pointer and an unknown array.
+std::vector<int64_t> ReadNumbers(const char* name, const aclIntArray* array);
+
 // An input of an op that is no dense tensor. It is copied to the workspace before the op runs.
 struct StagedInput {
   Tensor* tensor = nullptr;  // of the op: the copy

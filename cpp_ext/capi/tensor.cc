@@ -91,7 +91,7 @@ GivenTensor MakeTensor(const int64_t* view_dims, uint64_t rank, int type, const 
 template <class Table>
 void Destroy(const void* handle, const char* name, const char* maker) {
   if (handle == nullptr || Table::Shared().Take(handle)) return;
-  Refuse(name, std::string("none of ") + maker + ", or destroyed before", "one that is there");
+  Refuse(name, "unknown or already destroyed", std::string("one of ") + maker);
 }
 
 }  // namespace

@@ -73,6 +73,9 @@ class AttributeReader {
   void Attribute(const char* name, std::string& value) {
     if (!Read(name, value)) ExpectAbsent(name, "a string");
   }
+  void Attribute(const char* name, std::vector<int64_t>& values) {
+    if (!Read(name, values)) ExpectAbsent(name, "a list of ints");
+  }
 
   Status status;
 
@@ -90,6 +93,14 @@ class AttributeReader {
     if (!Succeeded(api_, api_.KernelInfoGetAttribute_string(info_, name, text.data(), &size))) return false;
     text.resize(size - 1);
     value = std::move(text);
+    return true;
+  }
+  bool Read(const char* name, std::vector<int64_t>& values) const {
+    size_t size = 0;
+    if (!Succeeded(api_, api_.KernelInfoGetAttributeArray_int64(info_, name, nullptr, &size))) return false;
+    std::vector<int64_t> found(size);
+    if (!Succeeded(api_, api_.KernelInfoGetAttributeArray_int64(info_, name, found.data(), &size))) return false;
+    values = std::move(found);
     return true;
   }
 

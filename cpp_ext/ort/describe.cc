@@ -2,6 +2,7 @@
 
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "gradfuse/op_table.h"
 
@@ -18,6 +19,11 @@ class Describer {
   void Attribute(const char* name, int64_t value) { AddAttribute(name, std::to_string(value)); }
   void Attribute(const char* name, float value) { AddAttribute(name, std::to_string(value)); }
   void Attribute(const char* name, const std::string& value) { AddAttribute(name, Quoted(value)); }
+  void Attribute(const char* name, const std::vector<int64_t>& values) {
+    std::string list;
+    for (int64_t value : values) Append(list, std::to_string(value));
+    AddAttribute(name, "[" + list + "]");
+  }
   void Output(const char* name, const MutableTensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
 
   std::string Object(const char* name, const TypeSet& types) const {

@@ -315,7 +315,7 @@ void CheckExecutors(aclrtStream stream) {
 
   EXPECT_ERROR(aclnnMseLossBackward(workspace.memory(), size, nullptr, stream), kNull, "executor is a null pointer");
   EXPECT_ERROR(aclnnMseLossBackward(workspace.memory(), size, reinterpret_cast<aclOpExecutor*>(&something), stream),
-               kInvalid, "executor is none of the first phase");
+               kInvalid, "executor is unknown or already used");
   EXPECT_ERROR(aclnnMseLossBackward(nullptr, size, executor, stream), kNull, "workspace is a null pointer");
   EXPECT_ERROR(aclnnMseLossBackward(workspace.memory(), size - 1, executor, stream), kInvalid, "workspaceSize is");
   EXPECT_ERROR(aclnnMseLossBackward(nullptr, 0, executor, stream), kInvalid, "workspaceSize is 0");
@@ -324,14 +324,14 @@ void CheckExecutors(aclrtStream stream) {
   // What was refused can still run, in memory that begins anywhere.
   char* const odd = static_cast<char*>(workspace.memory()) + 1;
   EXPECT(aclnnMseLossBackward(odd, size, executor, stream) == ACL_SUCCESS);
-  EXPECT_ERROR(aclnnMseLossBackward(odd, size, executor, stream), kInvalid, "run before");
+  EXPECT_ERROR(aclnnMseLossBackward(odd, size, executor, stream), kInvalid, "already used");
   EXPECT(aclrtSynchronizeStream(stream) == ACL_SUCCESS);
-  EXPECT_ERROR(aclnnMseLossBackward(odd, size, executor, stream), kInvalid, "run before");
+  EXPECT_ERROR(aclnnMseLossBackward(odd, size, executor, stream), kInvalid, "already used");
 
   // Those that nobody runs are given up by aclFinalize.
   EXPECT(mse.first_phase(placed, planned) == ACL_SUCCESS);
   EXPECT(aclFinalize() == ACL_SUCCESS);
-  EXPECT_ERROR(aclnnMseLossBackward(odd, size, planned.executor, stream), kInvalid, "executor is none");
+  EXPECT_ERROR(aclnnMseLossBackward(odd, size, planned.executor, stream), kInvalid, "executor is unknown");
   EXPECT_ERROR(aclFinalize(), ACL_ERROR_UNINITIALIZE, "without aclInit");
   EXPECT(aclInit(nullptr) == ACL_SUCCESS);
   EXPECT_ERROR(aclInit(nullptr), ACL_ERROR_REPEAT_INITIALIZE, "a second time");
@@ -381,23 +381,31 @@ void CheckHandles(aclrtStream stream) {
                                     other.executor, memory,     memory + 1,      &gone,  reinterpret_cast<void*>(-1)};
   for (const void* handle : no_tensors) {
     const auto* const tensor = static_cast<const aclTensor*>(handle);
-    EXPECT_ERROR(aclDestroyTensor(tensor), kInvalid, "aclDestroyTensor: tensor is none of aclCreateTensor");
-    EXPECT_ERROR(plan(tensor, inputs, alpha), kInvalid, "log_probs is none of aclCreateTensor, or destroyed before");
-    EXPECT_ERROR(plan(log_probs, inputs, const_cast<aclTensor*>(tensor)), kInvalid, "log_alpha is none of");
+    EXPECT_ERROR(aclDestroyTensor(tensor), kInvalid,
+                 "aclDestroyTensor: tensor is unknown or already destroyed; expected one of aclCreateTensor");
+    EXPECT_ERROR(plan(tensor, inputs, alpha), kInvalid,
+                 "log_probs is unknown or already destroyed; expected one of aclCreateTensor");
+    EXPECT_ERROR(plan(log_probs, inputs, const_cast<aclTensor*>(tensor)), kInvalid,
+                 "log_alpha is unknown or already destroyed");
   }
   const void* const no_arrays[] = {gone_array,     gone,   successor,  alpha, run.executor,
                                    other.executor, memory, memory + 1, &gone, reinterpret_cast<void*>(-1)};
   for (const void* handle : no_arrays) {
     const auto* const array = static_cast<const aclIntArray*>(handle);
-    EXPECT_ERROR(aclDestroyIntArray(array), kInvalid, "aclDestroyIntArray: array is none of aclCreateIntArray");
-    EXPECT_ERROR(plan(log_probs, array, alpha), kInvalid, "input_lengths is none of aclCreateIntArray, or destroyed");
+    EXPECT_ERROR(aclDestroyIntArray(array), kInvalid,
+                 "aclDestroyIntArray: array is unknown or already destroyed; expected one of aclCreateIntArray");
+    EXPECT_ERROR(plan(log_probs, array, alpha), kInvalid,
+                 "input_lengths is unknown or already destroyed; expected one of aclCreateIntArray");
   }
   for (const void* handle : {static_cast<const void*>(alpha), static_cast<const void*>(inputs)}) {
     auto* const executor = reinterpret_cast<aclOpExecutor*>(const_cast<void*>(handle));
-    EXPECT_ERROR(aclnnCtcLoss(workspace.memory(), run.workspace_size, executor, stream), kInvalid, "executor is none");
+    EXPECT_ERROR(aclnnCtcLoss(workspace.memory(), run.workspace_size, executor, stream), kInvalid,
+                 "executor is unknown");
     if (OnCpu()) {
-      EXPECT_ERROR(aclrtSynchronizeStream(const_cast<void*>(handle)), ACL_ERROR_INVALID_PARAM, "stream is none");
-      EXPECT_ERROR(aclrtDestroyStream(const_cast<void*>(handle)), ACL_ERROR_INVALID_PARAM, "stream is none");
+      EXPECT_ERROR(aclrtSynchronizeStream(const_cast<void*>(handle)), ACL_ERROR_INVALID_PARAM,
+                   "stream is unknown or already destroyed");
+      EXPECT_ERROR(aclrtDestroyStream(const_cast<void*>(handle)), ACL_ERROR_INVALID_PARAM,
+                   "stream is unknown or already destroyed");
     }
   }
   // What is there stays so.
@@ -408,7 +416,7 @@ void CheckHandles(aclrtStream stream) {
   EXPECT(aclDestroyTensor(successor) == ACL_SUCCESS);
   for (const aclIntArray* array : {inputs, targets, static_cast<const aclIntArray*>(successor_array)}) {
     EXPECT(aclDestroyIntArray(array) == ACL_SUCCESS);
-    EXPECT_ERROR(aclDestroyIntArray(array), kInvalid, "or destroyed before");
+    EXPECT_ERROR(aclDestroyIntArray(array), kInvalid, "already destroyed");
   }
 }
 
@@ -532,7 +540,7 @@ void CheckMemory() {
                  "dst is no memory");
     EXPECT(aclrtMemcpy(host, 64, host + 8, 8, ACL_MEMCPY_HOST_TO_HOST) == ACL_SUCCESS);
     EXPECT_ERROR(aclrtSetDevice(1), ACL_ERROR_INVALID_PARAM, "deviceId is 1; expected 0");
-    EXPECT_ERROR(aclrtSynchronizeStream(host), ACL_ERROR_INVALID_PARAM, "stream is none");
+    EXPECT_ERROR(aclrtSynchronizeStream(host), ACL_ERROR_INVALID_PARAM, "stream is unknown or already destroyed");
   }
   EXPECT(aclrtFree(memory) == ACL_SUCCESS);
   if (OnCpu()) EXPECT_ERROR(aclrtFree(memory), ACL_ERROR_INVALID_PARAM, "freed before");
@@ -577,7 +585,7 @@ int main() {
   CheckMemory();
   CheckOrder(stream);
   EXPECT(aclrtDestroyStream(stream) == ACL_SUCCESS);
-  if (OnCpu()) EXPECT_ERROR(aclrtDestroyStream(stream), ACL_ERROR_INVALID_PARAM, "destroyed before");
+  if (OnCpu()) EXPECT_ERROR(aclrtDestroyStream(stream), ACL_ERROR_INVALID_PARAM, "already destroyed");
   EXPECT(aclrtResetDevice(0) == ACL_SUCCESS);
   EXPECT(aclFinalize() == ACL_SUCCESS);
   std::printf("%d failures\n", failures);

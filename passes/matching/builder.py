@@ -177,7 +177,11 @@ class Builder:
         return self.op("Expand", [value, self.shape(others)], value.dtype, sizes)
 
     def fused(
-        self, operator: str, inputs: Sequence[ir.Value], sizes: Sequence[Poly], **attributes: int | float | str
+        self,
+        operator: str,
+        inputs: Sequence[ir.Value],
+        sizes: Sequence[Poly],
+        **attributes: int | float | str | Sequence[int],
     ) -> ir.Value:
         """The output of a new node of a fused operator, in the root's type."""
         return self.op(operator, inputs, self.root.dtype, sizes, domain=custom_ops.DOMAIN, **attributes)

@@ -38,8 +38,11 @@ _ATTRIBUTE_TYPES: Mapping[str, Any] = {
     "bool": ctypes.c_bool,
     "float": ctypes.c_double,
     "str": ctypes.c_char_p,
+    "List[int]": ctypes.c_void_p,
+    "List[bool]": ctypes.c_void_p,
 }
-"""Of each type in a torch schema the C type; the operator in PyTorch has all arguments of the C function in order."""
+"""Of each type in a torch schema the C type; the operator in PyTorch has all arguments of the C function in order.
+Lists are pointers to an aclIntArray."""
 
 
 @cache
@@ -107,15 +110,27 @@ def create_tensor(tensor: Tensor, format: int = ND) -> ctypes.c_void_p:
     return ctypes.c_void_p(made)
 
 
+def create_int_array(values: Sequence[int]) -> ctypes.c_void_p:
+    """An aclIntArray of some numbers; the caller destroys it."""
+    return ctypes.c_void_p(library().aclCreateIntArray(int64s(values), ctypes.c_uint64(len(values))))
+
+
+@contextmanager
+def int_array(values: Sequence[int]) -> Iterator[ctypes.c_void_p]:
+    """An aclIntArray of some numbers."""
+    array = create_int_array(values)
+    yield array
+    expect_success(library().aclDestroyIntArray(array))
+
+
 @contextmanager
 def argument(value: Tensor | None, *, as_array: bool) -> Iterator[ctypes.c_void_p]:
     """A pointer to an aclTensor or aclIntArray of the value; a null pointer for None."""
     if value is None:
         yield ctypes.c_void_p()
     elif as_array:
-        array = ctypes.c_void_p(library().aclCreateIntArray(int64s(value.tolist()), ctypes.c_uint64(len(value))))
-        yield array
-        expect_success(library().aclDestroyIntArray(array))
+        with int_array(value.tolist()) as array:
+            yield array
     else:
         tensor = create_tensor(value)
         yield tensor
@@ -128,10 +143,13 @@ def prepare(
     """The first phase: an executor and the size of the workspace. The aclTensors are destroyed before it returns."""
     workspace_size, executor = ctypes.c_uint64(), ctypes.c_void_p()
     values = []
-    for name, (kind, default) in attributes_of(op).items():
-        value = attributes.get(name, default)
-        values.append(kind(value.encode() if isinstance(value, str) else value))
     with ExitStack() as stack:
+        for name, (kind, default) in attributes_of(op).items():
+            value = attributes.get(name, default)
+            if isinstance(value, tuple):
+                values.append(stack.enter_context(int_array(value)))
+            else:
+                values.append(kind(value.encode() if isinstance(value, str) else value))
         arguments = [
             stack.enter_context(argument(value, as_array=is_array(described)))
             for described, value in zip_longest(OPS[op].inputs, inputs)

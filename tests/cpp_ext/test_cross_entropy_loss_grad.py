@@ -1,3 +1,5 @@
+"""The kernel of CrossEntropyLossGrad: weights, ignored classes, label smoothing, reductions."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,11 +1,13 @@
+"""The kernel of CtcLoss: lengths, layouts and types of targets, alignments that do not exist."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 import torch
-from cpp_ext.ctc_samples import TARGET_TYPES, Item, batches, joined, sample
 from cpp_ext.single_node import assert_refused, assert_same_bits, run
+from ctc_samples import TARGET_TYPES, Item, batch, batches, joined
 from hypothesis import given, settings
 from operators.ctc_loss import ctc_loss
 from torch import Tensor
@@ -36,7 +38,7 @@ def test_agrees_with_pytorch_and_is_minus_infinity_past_the_lengths(batch: tuple
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
-    inputs = sample([Item(60, 20), Item(60, 25), Item(41, 0), Item(60, 9)], steps=60, classes=30, dtype=dtype)
+    inputs = batch([Item(60, 20), Item(60, 25), Item(41, 0), Item(60, 9)], steps=60, classes=30, dtype=dtype)
     check(*inputs)
     for one, two in zip(run(OP, *inputs), run(OP, *inputs, threads=2), strict=True):
         assert_same_bits(one, two)
@@ -44,7 +46,7 @@ def test_large_and_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("target_type", TARGET_TYPES)
 def test_every_type_and_layout_of_targets(target_type: torch.dtype) -> None:
-    log_probs, targets, *lengths = sample([Item(9, 3), Item(8, 2)], steps=9, classes=2, dtype=torch.float32)
+    log_probs, targets, *lengths = batch([Item(9, 3), Item(8, 2)], steps=9, classes=2, dtype=torch.float32)
     expected = run(OP, log_probs, targets, *lengths)
     for layout in (targets, joined(targets, lengths[1])):
         for out, same in zip(run(OP, log_probs, layout.to(target_type), *lengths), expected, strict=True):
@@ -52,14 +54,14 @@ def test_every_type_and_layout_of_targets(target_type: torch.dtype) -> None:
 
 
 def test_labels_that_equal_the_blank_are_labels_as_in_pytorch() -> None:
-    log_probs, targets, *lengths = sample([Item(6, 3), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
+    log_probs, targets, *lengths = batch([Item(6, 3), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
     targets[:, 1] = 0
     check(log_probs, targets, *lengths)
 
 
 def test_infeasible_empty_and_without_steps() -> None:
     items = [Item(2, 3), Item(4, 0), Item(0, 0), Item(0, 2)]
-    inputs = sample(items, steps=4, classes=5, dtype=torch.float32)
+    inputs = batch(items, steps=4, classes=5, dtype=torch.float32)
     for zero_infinity in (0, 1):
         nll, _ = run(OP, *inputs, zero_infinity=zero_infinity)
         assert nll[[0, 3]].isposinf().all() and nll[1].isfinite()
@@ -77,7 +79,7 @@ def test_no_items_and_no_steps(items: int, steps: int) -> None:
 
 @pytest.mark.parametrize("bad", (torch.nan, -torch.inf))
 def test_nan_and_infinity(bad: float) -> None:
-    log_probs, *rest = sample([Item(6, 2), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
+    log_probs, *rest = batch([Item(6, 2), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
     log_probs[2, 0] = bad
     check(log_probs, *rest)
 
@@ -120,7 +122,7 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize("message, changes", BAD_ARGUMENTS)
 def test_bad_arguments(message: str, changes: dict[str, Any]) -> None:
-    log_probs, targets, input_lengths, target_lengths = sample(
+    log_probs, targets, input_lengths, target_lengths = batch(
         [Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32
     )
     inputs = {

@@ -1,3 +1,5 @@
+"""The kernel of CtcLossBackward: lengths, layouts and types of targets, alignments that do not exist."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -5,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_ext.ctc_samples import TARGET_TYPES, Item, batches, joined, sample
 from cpp_ext.single_node import CPU, CUDA_SIMT, assert_refused, assert_same_bits, run
+from ctc_samples import TARGET_TYPES, Item, batch, batches, joined
 from hypothesis import given, settings
 from operators.ctc_loss import ctc_loss
 from operators.ctc_loss_backward import ctc_loss_backward
@@ -60,14 +62,14 @@ def test_agrees_with_pytorch_and_reads_nothing_past_the_lengths(batch: tuple[Ten
 @pytest.mark.parametrize("classes", (30, 2001))
 def test_large_and_the_same_bits_for_any_number_of_threads(dtype: torch.dtype, classes: int) -> None:
     items = [Item(90, 20), Item(90, 25), Item(61, 0), Item(90, 9)]
-    inputs = inputs_of(sample(items, steps=90, classes=classes, dtype=dtype))
+    inputs = inputs_of(batch(items, steps=90, classes=classes, dtype=dtype))
     check(*inputs)
     assert_same_bits(*run(OP, *inputs), *run(OP, *inputs, threads=2))
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_types_are_as_good_as_their_log_alpha(dtype: torch.dtype) -> None:
-    inputs = inputs_of(sample([Item(12, 3), Item(9, 4)], steps=12, classes=6, dtype=dtype))
+    inputs = inputs_of(batch([Item(12, 3), Item(9, 4)], steps=12, classes=6, dtype=dtype))
     (out,) = run(OP, *inputs)
     assert out.dtype == dtype
     exact = ctc_loss_backward(inputs[0].double(), inputs[1].double(), *inputs[2:5])
@@ -78,7 +80,7 @@ def test_narrow_types_are_as_good_as_their_log_alpha(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("target_type", TARGET_TYPES)
 def test_every_type_and_layout_of_targets(target_type: torch.dtype) -> None:
-    inputs = inputs_of(sample([Item(9, 3), Item(8, 2)], steps=9, classes=2, dtype=torch.float32))
+    inputs = inputs_of(batch([Item(9, 3), Item(8, 2)], steps=9, classes=2, dtype=torch.float32))
     (expected,) = run(OP, *inputs)
     for layout in (inputs[2], joined(inputs[2], inputs[4])):
         (out,) = run(OP, *inputs[:2], layout.to(target_type), *inputs[3:])
@@ -87,20 +89,20 @@ def test_every_type_and_layout_of_targets(target_type: torch.dtype) -> None:
 
 def test_labels_that_equal_the_blank_are_labels_as_in_pytorch() -> None:
     """But as the last label: there PyTorch's own backward drops the path that ends in the blank itself."""
-    forward_inputs = sample([Item(6, 3), Item(5, 3)], steps=6, classes=4, dtype=torch.float32)
+    forward_inputs = batch([Item(6, 3), Item(5, 3)], steps=6, classes=4, dtype=torch.float32)
     forward_inputs[1][:, 1] = 0
     check(*inputs_of(forward_inputs))
 
 
 def test_log_alpha_may_be_wider_than_it_needs() -> None:
-    inputs = inputs_of(sample([Item(9, 3), Item(8, 2)], steps=9, classes=5, dtype=torch.float32))
+    inputs = inputs_of(batch([Item(9, 3), Item(8, 2)], steps=9, classes=5, dtype=torch.float32))
     wide = torch.nn.functional.pad(inputs[6], (0, 5), value=torch.nan)
     assert_same_bits(*run(OP, *inputs[:6], wide), *run(OP, *inputs))
 
 
 @pytest.mark.parametrize("dtype", (*WIDE, *NARROW))
 def test_infeasible_items(dtype: torch.dtype) -> None:
-    inputs = inputs_of(sample([Item(3, 3), Item(2, 3), Item(0, 1)], steps=4, classes=5, dtype=dtype))
+    inputs = inputs_of(batch([Item(3, 3), Item(2, 3), Item(0, 1)], steps=4, classes=5, dtype=dtype))
     inputs[2][0] = torch.tensor([1, 1, 2])  # a repeated label needs a blank between: four steps
     inputs = inputs_of(inputs[1:5])
     (out,) = run(OP, *inputs, zero_infinity=0)
@@ -112,7 +114,7 @@ def test_infeasible_items(dtype: torch.dtype) -> None:
 
 
 def test_class_that_no_label_uses_and_that_cannot_be_gets_zero() -> None:
-    inputs = inputs_of(sample([Item(6, 2)], steps=6, classes=4, dtype=torch.float32))
+    inputs = inputs_of(batch([Item(6, 2)], steps=6, classes=4, dtype=torch.float32))
     inputs[2][0] = torch.tensor([1, 2])
     inputs[1][:, :, 3] = -torch.inf
     inputs = inputs_of(inputs[1:5])
@@ -121,7 +123,7 @@ def test_class_that_no_label_uses_and_that_cannot_be_gets_zero() -> None:
 
 
 def test_nan_reaches_its_own_item_only() -> None:
-    log_probs, *rest = sample([Item(6, 2), Item(6, 2), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
+    log_probs, *rest = batch([Item(6, 2), Item(6, 2), Item(6, 2)], steps=6, classes=4, dtype=torch.float32)
     log_probs[2, 0] = torch.nan
     rest[0][1] = torch.tensor([1, 2])
     log_probs[2, 1, 3] = torch.nan  # of a class that the item does not use
@@ -133,7 +135,7 @@ def test_nan_reaches_its_own_item_only() -> None:
 def test_sure_paths_do_not_cancel_and_long_ones_do_not_drift() -> None:
     """Peaky log-probabilities over a thousand steps: most posteriors are subnormal or nothing."""
     steps, classes = 1000, 12
-    log_probs, *rest = sample([Item(steps, 100)], steps=steps, classes=classes, dtype=torch.float32)
+    log_probs, *rest = batch([Item(steps, 100)], steps=steps, classes=classes, dtype=torch.float32)
     peaky = (log_probs.double() * 40).log_softmax(2).float()
     check(*inputs_of([peaky, *rest]))
 
@@ -164,14 +166,14 @@ NAMES = (
     ],
 )  # fmt: skip
 def test_bad_arguments(message: str, changes: dict[str, Any]) -> None:
-    inputs = inputs_of(sample([Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32))
+    inputs = inputs_of(batch([Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32))
     attributes = {name: value for name, value in changes.items() if name not in NAMES}
     changed = [changes.get(name, value) for name, value in zip(NAMES, inputs, strict=True)]
     assert_refused(OP, message, changed, attributes)
 
 
 def test_log_alpha_of_the_wrong_shape(device: str) -> None:
-    inputs = inputs_of(sample([Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32))
+    inputs = inputs_of(batch([Item(5, 2), Item(5, 1)], steps=5, classes=4, dtype=torch.float32))
     wanted = f"shape (2,5,X) with X at least {'5, ' if device == CPU else ''}twice the longest target and one"
     assert_refused(OP, f"log_alpha is float32(2,4,5); expected {wanted}", [*inputs[:6], torch.zeros(2, 4, 5)], {})
     narrow = (
@@ -182,7 +184,7 @@ def test_log_alpha_of_the_wrong_shape(device: str) -> None:
 
 @pytest.mark.parametrize("device", [CUDA_SIMT], indirect=True)
 def test_values_out_of_range_spoil_their_own_item_where_no_check_can_read_them() -> None:
-    inputs = inputs_of(sample([Item(5, 2), Item(5, 1), Item(4, 2)], steps=5, classes=4, dtype=torch.float32))
+    inputs = inputs_of(batch([Item(5, 2), Item(5, 1), Item(4, 2)], steps=5, classes=4, dtype=torch.float32))
     (expected,) = run(OP, *inputs)
     for index, value in ((2, 4), (2, -1), (3, 6), (3, -1), (4, 3), (4, -(2**62)), (4, 2**62)):
         bad = [tensor.clone() for tensor in inputs]

@@ -1,3 +1,5 @@
+"""How the build gets onnxruntime's headers, and what it says where it cannot."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""The kernel of GroupedBiasAddGrad: empty groups, many groups, order of additions."""
+
 from __future__ import annotations
 
 import pytest

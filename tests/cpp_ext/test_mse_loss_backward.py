@@ -1,3 +1,5 @@
+"""The kernel of MseLossBackward: broadcast gradients, reductions, NaN and infinities."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""The kernel of ScaledMaskedSoftmaxBackward: masks, lengths of rows, NaN and infinities."""
+
 from __future__ import annotations
 
 from typing import Any

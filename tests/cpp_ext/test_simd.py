@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpp_ext.ctc_samples import Item, sample
 from cpp_ext.single_node import run
 from cpp_ext.test_ctc_loss_backward import check, inputs_of
+from ctc_samples import Item, batch
 from numpy.typing import NDArray
 from operators import SAMPLES
 from operators.strides import moved
@@ -212,4 +212,4 @@ def test_ctc_at_all_numbers_of_classes_and_states(dtype: torch.dtype) -> None:
         (2, 3, 7, 15, 16, 17, 31, 33, 63, 65, 257), (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 40), strict=True
     ):
         items = [Item(2 * length + 1, length), Item(2 * length, max(0, length - 1))]
-        check(*inputs_of(sample(items, steps=2 * length + 2, classes=classes, dtype=dtype)))
+        check(*inputs_of(batch(items, steps=2 * length + 2, classes=classes, dtype=dtype)))

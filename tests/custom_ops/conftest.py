@@ -1,3 +1,5 @@
+"""Fixtures of the tests of operators' definitions."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""What CtcLoss computes by its body, its shapes, and what it refuses."""
+
 from __future__ import annotations
 
 from dataclasses import replace

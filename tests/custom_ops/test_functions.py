@@ -1,3 +1,5 @@
+"""Function bodies that a model carries."""
+
 from __future__ import annotations
 
 from typing import Any

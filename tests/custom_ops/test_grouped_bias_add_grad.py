@@ -1,3 +1,5 @@
+"""What GroupedBiasAddGrad computes by its body, its shapes, and what it refuses."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""What MseLossBackward computes by its body, its shapes, and what it refuses."""
+
 from __future__ import annotations
 
 import hypothesis.extra.numpy as hnp

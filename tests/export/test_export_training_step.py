@@ -659,16 +659,23 @@ def test_a_parameter_with_the_name_of_an_output_is_refused() -> None:
         export_training_step(Named(), F.mse_loss, (torch.ones(2), torch.ones(2)))
 
 
+@pytest.mark.parametrize("fuse", (True, False))
+def test_gradients_of_weights_of_convolutions_are_an_operator(fuse: bool) -> None:
+    step = export_training_step(Cnn(), F.cross_entropy, (images(4), classes(4)), fuse=fuse)
+    found = [node.op_type for node in step.model.graph.node if node.domain == "aclnn"]
+    assert found.count("ConvolutionBackward") == (2 if fuse else 0)
+    assert fuse or not found
+
+
 def test_a_wrong_export_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a translation were wrong: the gradient of every convolution's weight comes out doubled."""
-    right = backward.convolution_backward
+    right = backward.fused_convolution_backward
 
     def wrong(*arguments: Any) -> tuple[Tensor | None, ...]:
         grad_input, grad_weight, grad_bias = right(*arguments)
         return grad_input, None if grad_weight is None else 2 * grad_weight, grad_bias
 
-    table = backward.table() | {torch.ops.aten.convolution_backward.default: wrong}
-    monkeypatch.setattr(backward, "table", lambda: table)
+    monkeypatch.setattr(backward, "fused_table", lambda: {torch.ops.aten.convolution_backward.default: wrong})
     with pytest.raises(
         ExportError, match=r"output 'body\.3\.weight\.grad' of the exported model differs .* by \d"
     ) as error:

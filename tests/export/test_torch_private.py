@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxscript
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,6 +207,20 @@ def test_with_user_outputs() -> None:
         exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
         assert exported is not None
         assert [tuple(value.shape or ()) for value in exported.model.graph.outputs] == [(), (1, 3), (1,)]
+
+
+def test_translations_read_once() -> None:
+    with needed("ONNXRegistry.from_torchlib", "export several models without reading all translations again"):
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        method = vars(ONNXRegistry)["from_torchlib"]
+        own = {torch.ops.aten.relu.default: lambda x: onnxscript.opset18.Neg(x)}
+        with private.translations_read_once():
+            changed, plain = (to_onnx(nn.ReLU(), table) for table in (own, None))
+            assert ONNXRegistry.from_torchlib().functions.keys() == ONNXRegistry.from_torchlib().functions.keys()
+        assert vars(ONNXRegistry)["from_torchlib"] is method
+        assert [node.op_type for node in changed.graph] == ["Neg"]
+        assert [node.op_type for node in plain.graph] == ["Relu"]
 
 
 def test_known_decompositions() -> None:

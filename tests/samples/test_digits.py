@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -18,9 +19,18 @@ from gradfuse import TrainingStep
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What is printed, and the folder of the models."""
-    folder = tmp_path_factory.mktemp("digits") / "models"
-    return sample("digits", "--rounds", 3, "--epochs", 4, "--accuracy", 0.85, "--save", folder), folder
+    """What is printed, and the folder of the models; the demonstration runs once for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "digits"
+    folder.mkdir(exist_ok=True)
+    printed = folder / "printed.txt"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.is_file():
+            models = folder / "models"
+            output = sample("digits", "--rounds", 3, "--epochs", 4, "--accuracy", 0.85, "--save", models)
+            printed.write_text(output, encoding="utf-8")
+    return printed.read_text(encoding="utf-8"), folder / "models"
 
 
 def test_both_models_learn(saved: tuple[str, Path]) -> None:

@@ -43,9 +43,10 @@ def test_the_schema_is_that_of_the_table(operator: Operator) -> None:
     ]
     assert found[: len(inputs)] == inputs
     for attribute, (name, kind, default) in zip(operator.attributes, found[len(inputs) :], strict=True):
-        kinds = {int: ("int", "bool"), float: ("float",), str: ("str",)}[type(attribute.default)]
-        assert (name, default) == (attribute.name, attribute.default)
-        assert kind in kinds
+        kinds = {int: ("int", "bool"), float: ("float",), str: ("str",), tuple: ("List[int]", "List[bool]")}
+        kinds_of_default = kinds[type(attribute.default)]
+        assert (name, tuple(default) if isinstance(default, list) else default) == (attribute.name, attribute.default)
+        assert kind in kinds_of_default
     assert [str(result.type) for result in schema.returns] == ["Tensor"] * len(operator.outputs)
 
 

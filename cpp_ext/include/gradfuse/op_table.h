@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gradfuse/ops/convolution_backward.h"
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
 #include "gradfuse/ops/ctc_loss.h"
 #include "gradfuse/ops/ctc_loss_backward.h"
@@ -15,7 +16,7 @@ struct OpList {};
 // The table of all ops. A new op is its header and kernels, and a row here.
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
-    GroupedBiasAddGradArgs>;
+    GroupedBiasAddGradArgs, ConvolutionBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -60,7 +60,7 @@ inline constexpr TypeSet kT{};
 // defaults, and outputs. Its static Visit(args, visitor) shows each to a visitor, in the order of the ONNX signature:
 //
 //   visitor.Input(name, tensor_or_optional, types)
-//   visitor.Attribute(name, int64_t_or_float_or_string)
+//   visitor.Attribute(name, int64_t_or_float_or_string_or_vector_of_int64_t)
 //   visitor.Output(name, tensor, types)
 //
 // so that what adapts ops to a host (ONNX Runtime, a C API) is written once for all of them. Beside the struct an op

@@ -91,7 +91,12 @@ def _op(
     for argument, (attribute, default) in zip(
         arguments[inputs : len(arguments) - 2 - len(case.expected)], signature["attributes"].items(), strict=True
     ):
-        call.append(_number(argument, case.attributes.get(attribute, default)))
+        value = case.attributes.get(attribute, default)
+        if "aclIntArray" in argument:
+            arrays.append(f"const IntArray array{len(arrays)}({_braced(value)});")
+            call.append(f"array{len(arrays) - 1}.array()")
+        else:
+            call.append(_number(argument, value))
     for exact in case.expected:
         call.append(f"t[{len(tensors)}]->tensor()")
         tensors.append(_tensor(case.dtype, exact.shape, -1))

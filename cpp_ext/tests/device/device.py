@@ -66,6 +66,8 @@ class _Attribute(ctypes.Structure):
         ("text", ctypes.c_char_p),
         ("integer", ctypes.c_int64),
         ("number", ctypes.c_float),
+        ("list", ctypes.POINTER(ctypes.c_int64)),
+        ("list_size", ctypes.c_int64),
     )
 
 
@@ -219,4 +221,7 @@ def _tensor(operand: Operand | None) -> _Tensor:
 def _attribute(name: str, value: Any) -> _Attribute:
     if isinstance(value, str):
         return _Attribute(name.encode(), value.encode(), 0, 0.0)
+    if isinstance(value, tuple):
+        numbers = (ctypes.c_int64 * len(value))(*value)
+        return _Attribute(name.encode(), b"", 0, 0.0, numbers, len(value))
     return _Attribute(name.encode(), b"", int(value), float(value))

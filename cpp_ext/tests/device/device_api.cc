@@ -4,6 +4,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "gradfuse/op_table.h"
 #include "gradfuse/signature.h"
@@ -36,6 +37,9 @@ class ArgumentReader {
   }
   void Attribute(const char* name, std::string& value) {
     if (const GradfuseAttribute* found = Find(name)) value = found->text;
+  }
+  void Attribute(const char* name, std::vector<int64_t>& values) {
+    if (const GradfuseAttribute* found = Find(name)) values.assign(found->list, found->list + found->list_size);
   }
 
   Status status;

@@ -21,6 +21,8 @@ struct GradfuseAttribute {
   const char* text;
   int64_t integer;
   float number;
+  const int64_t* list;
+  int64_t list_size;
 };
 
 const char* gradfuse_device_error();

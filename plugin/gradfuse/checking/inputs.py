@@ -311,7 +311,8 @@ def _note_ours(use: _Use, node: ir.Node, operator: Operator, index: int) -> None
                 use.ignored.add(ignored)
             if classes.never:
                 (default,) = (a.default for a in operator.attributes if a.name == classes.never)
-                use.forbidden.add(node.attributes.get_int(classes.never, int(default)))
+                assert isinstance(default, int)
+                use.forbidden.add(node.attributes.get_int(classes.never, default))
         case Ends() as ends:
             use.ends = _dim(inputs.get(ends.tensor), ends.axis)
 

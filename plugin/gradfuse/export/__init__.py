@@ -123,7 +123,7 @@ def export_training_step(
             native = step.run()
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
         program = tracing.joint_program(step, native, shapes)
-        program = tracing.decomposed(program)
+        program = tracing.decomposed(program, fuse=fuse)
         tracing.connect_dropout(program, step, native)
         order = (*native.gradients, *tracing.unused(step, native))
         translated = onnx_model.translate(program, step, order, {*step.trainable, *native.changed})

@@ -7,6 +7,8 @@ they are what traced programs consist of. This module imports torch.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -116,6 +118,32 @@ def with_backward(program: torch.export.ExportedProgram) -> torch.export.Exporte
     from torch.export.experimental import _export_forward_backward
 
     return _export_forward_backward(program)
+
+
+@contextlib.contextmanager
+def translations_read_once() -> Iterator[None]:
+    """Let torch.onnx.export read the sources of its translations once in a process, not in each call."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    original = vars(ONNXRegistry)["from_torchlib"]
+
+    def from_torchlib(**options: int) -> ONNXRegistry:
+        key = tuple(options.items())
+        if key not in _REGISTRIES:
+            _REGISTRIES[key] = original.__get__(None, ONNXRegistry)(**options)
+        # The export adds the translations of its caller.
+        registry: ONNXRegistry = copy.copy(_REGISTRIES[key])
+        registry.functions = {operator: [*found] for operator, found in registry.functions.items()}
+        return registry
+
+    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
+
+
+_REGISTRIES: dict[tuple[tuple[str, int], ...], Any] = {}
 
 
 def known_decompositions(overloads: Iterable[Any]) -> Mapping[Any, Callable[..., Any]]:

@@ -50,7 +50,7 @@ def translate(program: ExportedProgram, step: TorchStep, order: Sequence[str], f
     """
     table = {**onnx_translation_table(), **recurrences.translations(), **dropout.translations()}
     try:
-        with quiet():
+        with quiet(), private.translations_read_once():
             exported = torch.onnx.export(
                 program,
                 (),

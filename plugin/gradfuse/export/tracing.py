@@ -65,13 +65,17 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> Ex
         raise refusal("torch.export gives a program without a signature") from error
 
 
-def decomposed(program: ExportedProgram) -> ExportedProgram:
+def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
     """Return a program without the operators that torch.onnx.export does not know.
+
+    Args:
+        program: a program.
+        fuse: whether operators of gradfuse may stand in it.
 
     Raises:
         ExportError: PyTorch fails to decompose it.
     """
-    table = {**backward.table(), **dropout.table()}
+    table = {**backward.table(), **(backward.fused_table() if fuse else {}), **dropout.table()}
     if not any(node.target in table for node in program.graph.nodes):
         return program
     try:

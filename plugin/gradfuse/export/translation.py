@@ -69,7 +69,11 @@ def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[...
     def translate(*arguments: Any, **named: Any) -> Any:
         given = dict(zip(names, arguments, strict=False)) | named
         inputs = [given.get(i.name) for i in operator.inputs]
-        attributes = {name: kind(given[name]) for name, kind in kinds.items() if name in given}
+        attributes = {
+            name: tuple(map(int, given[name])) if kind is tuple else kind(given[name])
+            for name, kind in kinds.items()
+            if name in given
+        }
         while inputs[-1] is None:
             inputs.pop()
         from gradfuse.custom_ops import opset

@@ -39,7 +39,10 @@ _ATTRIBUTE_TYPES: dict[str, Any] = {
     "bool": ctypes.c_bool,
     "float": ctypes.c_double,
     "str": ctypes.c_char_p,
+    "List[int]": ctypes.c_void_p,
+    "List[bool]": ctypes.c_void_p,
 }
+"""Of each type in a torch schema the C type; lists are pointers to an aclIntArray."""
 _LENGTHS = "L"
 """The type variable of the inputs that the C API takes as aclIntArray."""
 
@@ -140,9 +143,9 @@ class Kernel:
         library = _library()
         first_phase, second_phase = self._phases
         count = len(self._is_array)
-        attributes = [self._attribute(*pair) for pair in zip(self._names[count:], args[count:], strict=True)]
         tensors: list[int] = []
         arrays: list[int] = []
+        attributes: list[Any] = []
         inputs: list[int | None] = []
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
         try:
@@ -150,11 +153,17 @@ class Kernel:
                 if value is None:
                     inputs.append(None)
                 elif is_array:
-                    arrays.append(self._create_int_array(name, value))
+                    arrays.append(self._create_int_array(self._lengths(name, value)))
                     inputs.append(arrays[-1])
                 else:
                     tensors.append(self._create_tensor(name, value))
                     inputs.append(tensors[-1])
+            for name, value in zip(self._names[count:], args[count:], strict=True):
+                if isinstance(value, (list, tuple)):
+                    arrays.append(self._create_int_array([int(number) for number in value]))
+                    attributes.append(arrays[-1])
+                else:
+                    attributes.append(self._attribute(name, value))
             outputs = self._torch_op.outputs(*args)
             tensors += (self._create_tensor("output", output) for output in outputs)
             results = tensors[len(tensors) - len(outputs) :]
@@ -198,11 +207,15 @@ class Kernel:
         )
         return made or self._fail()
 
-    def _create_int_array(self, name: str, lengths: Tensor) -> int:
-        """An aclIntArray of the values of a tensor, which may be on any device; the caller destroys it."""
+    def _lengths(self, name: str, lengths: Tensor) -> list[int]:
+        """The values of a tensor, which may be on any device."""
         if lengths.dtype != torch.int64 or lengths.dim() != 1:
             raise self._error(name, _show(lengths), "int64 of shape (N)")
-        values = lengths.tolist()
+        values: list[int] = lengths.tolist()
+        return values
+
+    def _create_int_array(self, values: list[int]) -> int:
+        """An aclIntArray of some numbers; the caller destroys it."""
         made: int | None = _library().aclCreateIntArray(_int64s(values), len(values))
         return made or self._fail()
 

@@ -49,11 +49,13 @@ def _no_derivative(name: str) -> Callable[..., None]:
 def _one_by_one(name: str, op: Callable[..., Tensor | tuple[Tensor, ...]]) -> Callable[..., Any]:
     """A rule for vmap that calls the operator once for each element of the batch."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         if info.batch_size == 0:
             raise ArgumentError(f"{name}: the dimension that vmap is over is of size 0; expected 1 or more")
+        # The dimension of what does not vary is None, and of a list a list of them.
+        pairs = list(zip(args, in_dims, strict=True))
         calls = [
-            op(*(arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims, strict=True)))
+            op(*(arg.select(dim, index) if isinstance(dim, int) else arg for arg, dim in pairs))
             for index in range(info.batch_size)
         ]
         if isinstance(calls[0], Tensor):

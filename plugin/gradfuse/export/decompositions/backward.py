@@ -15,8 +15,11 @@ from torch import Tensor
 from gradfuse.export import _torch_private as private
 from gradfuse.export.decompositions import attention, index, pooling
 from gradfuse.export.decompositions.pooling import per_axis
+from gradfuse.torch.ops import register_ops
 
 aten = torch.ops.aten
+
+register_ops()
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -32,6 +35,31 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         aten.empty_permuted.default: empty_permuted,
     }
+
+
+def fused_table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions into operators of gradfuse, which take the place of those in `table()`."""
+    return {aten.convolution_backward.default: fused_convolution_backward}
+
+
+def fused_convolution_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`convolution_backward` with the gradients of input and weight by `aclnn::convolution_backward`.
+
+    As a convolution, the gradient of the weight has the batch as channels, and is several times slower than other
+    convolutions. The input's gradient of a transposed convolution is an ordinary one, and stays.
+    """
+    *attributes, mask = rest
+    of_input, of_weight, of_bias = mask
+    transposed = attributes[3]
+    if not (of_weight or (of_input and not transposed)) or not 3 <= weight.dim() <= 5:
+        return convolution_backward(grad_output, input, weight, bias_sizes, *rest)
+    others = [*attributes, [of_input and transposed, False, of_bias]]
+    grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, bias_sizes, *others)
+    wanted = [of_input and not transposed, of_weight, False]
+    own_input, grad_weight, _ = torch.ops.aclnn.convolution_backward(grad_output, input, weight, *attributes, wanted)
+    return own_input if wanted[0] else grad_input, grad_weight if of_weight else None, grad_bias
 
 
 def convolution_backward(

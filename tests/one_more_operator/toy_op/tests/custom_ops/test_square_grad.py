@@ -1,3 +1,5 @@
+"""The definition of SquareGrad."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,0 +1,33 @@
+#include "gradfuse/ops/convolution_backward.h"
+
+#include "aclnnop/aclnn_convolution_backward.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::ConvolutionBackwardArgs;
+
+aclnnStatus aclnnConvolutionBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* input,
+                                                     const aclTensor* weight, const aclIntArray* stride,
+                                                     const aclIntArray* padding, const aclIntArray* dilation,
+                                                     bool transposed, const aclIntArray* outputPadding, int64_t groups,
+                                                     const aclIntArray* outputMask, aclTensor* gradInput,
+                                                     aclTensor* gradWeight, aclTensor* gradBias,
+                                                     uint64_t* workspaceSize, aclOpExecutor** executor) {
+  using gradfuse::capi::ReadNumbers;
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnConvolutionBackwardGetWorkspaceSize", {gradOutput, input, weight, gradInput, gradWeight, gradBias},
+      [&](Args& args) {
+        args.stride = ReadNumbers("stride", stride);
+        args.padding = ReadNumbers("padding", padding);
+        args.dilation = ReadNumbers("dilation", dilation);
+        args.transposed = transposed;
+        args.output_padding = ReadNumbers("output_padding", outputPadding);
+        args.groups = groups;
+        args.output_mask = ReadNumbers("output_mask", outputMask);
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnConvolutionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                     aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnConvolutionBackward", Args::kName, workspace, workspaceSize, executor, stream);
+}

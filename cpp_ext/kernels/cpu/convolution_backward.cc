@@ -1,0 +1,1001 @@
+#include "gradfuse/ops/convolution_backward.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+#include "kernels/convolution_geometry.h"
+#include "kernels/cpu/convolution_direct.h"
+#include "kernels/cpu/targets.h"
+#include "kernels/dispatch.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/convolution_backward.cc"
+#include "kernels/cpu/foreach_target.h"
+#include "kernels/cpu/vectors-inl.h"
+
+// What the loops of all instruction sets share.
+#ifndef GRADFUSE_CONVOLUTION_BACKWARD_SHARED
+#define GRADFUSE_CONVOLUTION_BACKWARD_SHARED
+namespace gradfuse::cpu {
+namespace {
+
+// Rows and columns that are multiplied with each other, over places that lie one after the other.
+template <class T>
+struct Products {
+  const T* rows;
+  int64_t row_pitch;
+  int64_t row_count;
+  const T* const* columns;  // and kColumnsAtOnce - 1 more, which may be any of them
+  int64_t column_count;
+  bool columns_first;  // whether the columns of a tile stay in the cache while rows pass, not the other way round
+  T* sums;             // (row_count, column_count), with a pitch
+  int64_t sums_pitch;
+};
+
+// Planes that are added up, each shifted for each of some taps and multiplied with a weight.
+template <class T>
+struct Filters {
+  const T* planes;
+  int64_t plane_pitch;
+  int64_t plane_count;
+  const int64_t* shifts;
+  int64_t tap_count;
+  const T* weights;  // (plane_count, tap_count, channels at once)
+  int64_t place_count;
+  T* sums;  // (channels at once, places), with a pitch
+  int64_t sums_pitch;
+};
+
+constexpr int64_t kChannelsAtOnce = 6;
+constexpr int64_t kMostPlacesOfTile = 64;
+constexpr int64_t kColumnsAtOnce = 6;
+constexpr int64_t kTapsAtOnce = 9;
+
+}  // namespace
+}  // namespace gradfuse::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace gradfuse::cpu::HWY_NAMESPACE {
+namespace {
+
+#undef GRADFUSE_HAS_VECTORS
+#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+#define GRADFUSE_HAS_VECTORS 1
+#else
+#define GRADFUSE_HAS_VECTORS 0
+#endif
+
+// Keeps the compiler from loading a vector again for each product that it is a factor of.
+template <class V>
+GRADFUSE_INLINE void KeepInRegister(V& value) {
+#if GRADFUSE_HAS_VECTORS && defined(__x86_64__)
+  asm("" : "+v"(value.raw));
+#elif GRADFUSE_HAS_VECTORS && defined(__aarch64__)
+  asm("" : "+w"(value.raw));
+#else
+  (void)value;
+#endif
+}
+
+// Copies `rows` rows of `width` elements that lie `step` apart, and returns 0, or NaN if one of them is not finite.
+template <class T>
+T PackRows(const T* from, int64_t from_pitch, int64_t step, int64_t rows, int64_t width, T* to, int64_t to_pitch) {
+  const TagOf<T> d;
+  const auto zero = hn::Zero(d);
+  auto check = zero;
+  if (step == 1) {
+    if (from_pitch == width && to_pitch == width) {
+      width *= rows;
+      rows = 1;
+    }
+    for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+      ForEachVector(d, width, [&](int64_t i, auto at) HWY_ATTR {
+        const auto value = Load(at, d, from + i);
+        check = hn::MulAdd(value, zero, check);
+        Store(at, value, d, to + i);
+      });
+    }
+    return hn::ReduceSum(d, check);
+  }
+#if GRADFUSE_HAS_VECTORS
+  if (step == 2) {
+    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+    for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+      ForEachVector(d, width, [&](int64_t i, auto at) HWY_ATTR {
+        // The last element of a row has no neighbour.
+        const int64_t there = 2 * (width - i) - 1;
+        const auto low = hn::LoadN(d, from + 2 * i, static_cast<size_t>(std::min(there, lanes)));
+        const auto high = there > lanes
+                              ? hn::LoadN(d, from + 2 * i + lanes, static_cast<size_t>(std::min(there - lanes, lanes)))
+                              : zero;
+        const auto value = hn::ConcatEven(d, high, low);
+        check = hn::MulAdd(value, zero, check);
+        Store(at, value, d, to + i);
+      });
+    }
+    return hn::ReduceSum(d, check);
+  }
+#endif
+  T sum = 0;
+  for (int64_t row = 0; row < rows; ++row, from += from_pitch, to += to_pitch) {
+    for (int64_t i = 0; i < width; ++i) {
+      to[i] = from[i * step];
+      sum += to[i] * 0;
+    }
+  }
+  return sum + hn::ReduceSum(d, check);
+}
+
+// Writes the sums of the lanes of four vectors. Neighbours are added up while they are transposed.
+template <class D, class T = hn::TFromD<D>>
+GRADFUSE_INLINE void SumsOfFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, T* sums) {
+#if GRADFUSE_HAS_VECTORS
+  const auto ab = hn::InterleaveLower(d, a, b) + hn::InterleaveUpper(d, a, b);
+  const auto ce = hn::InterleaveLower(d, c, e) + hn::InterleaveUpper(d, c, e);
+  constexpr size_t kLanes = hn::MaxLanes(D());
+  alignas(64) T parts[2 * kLanes];
+  if constexpr (sizeof(T) == 4) {
+    const hn::RepartitionToWide<D> pairs;
+    const auto low = hn::InterleaveLower(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
+    const auto high = hn::InterleaveUpper(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
+    hn::StoreU(hn::BitCast(d, low) + hn::BitCast(d, high), d, parts);
+    for (size_t i = 0; i < 4; ++i) sums[i] = parts[i];
+    for (size_t block = 4; block < kLanes; block += 4) {
+      for (size_t i = 0; i < 4; ++i) sums[i] += parts[block + i];
+    }
+  } else {
+    hn::StoreU(ab, d, parts);
+    hn::StoreU(ce, d, parts + kLanes);
+    for (size_t i = 0; i < 4; ++i) sums[i] = parts[i / 2 * kLanes + i % 2];
+    for (size_t block = 2; block < kLanes; block += 2) {
+      for (size_t i = 0; i < 4; ++i) sums[i] += parts[i / 2 * kLanes + block + i % 2];
+    }
+  }
+#else
+  (void)d;
+  sums[0] = a;
+  sums[1] = b;
+  sums[2] = c;
+  sums[3] = e;
+#endif
+}
+
+constexpr int kColumns = static_cast<int>(kColumnsAtOnce);
+// As many rows as leave registers for the factors: 24 sums of 32 registers, 12 of 16.
+#if GRADFUSE_AVX512 || defined(__aarch64__)
+constexpr int kRows = 4;
+#else
+constexpr int kRows = 2;
+#endif
+
+// Adds the products of kTileRows rows with six columns, over `count` places, to sums.
+template <int kTileRows, class T>
+GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* columns, int64_t offset, int64_t count,
+                             bool is_first, int64_t columns_there, T* sums, int64_t sums_pitch) {
+  const TagOf<T> d;
+  using V = hn::Vec<TagOf<T>>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  V sum[kTileRows][kColumns];
+  for (auto& line : sum) {
+    for (V& one : line) one = hn::Zero(d);
+  }
+  const T* const c0 = columns[0] + offset;
+  const T* const c1 = columns[1] + offset;
+  const T* const c2 = columns[2] + offset;
+  const T* const c3 = columns[3] + offset;
+  const T* const c4 = columns[4] + offset;
+  const T* const c5 = columns[5] + offset;
+  const auto add = [&](int64_t i, auto at) HWY_ATTR {
+    V row[kTileRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kTileRows; ++r) {
+      row[r] = Load(at, d, rows + r * row_pitch + i);
+      KeepInRegister(row[r]);
+    }
+    const T* const places[kColumns] = {c0 + i, c1 + i, c2 + i, c3 + i, c4 + i, c5 + i};
+#pragma GCC unroll 6
+    for (int c = 0; c < kColumns; ++c) {
+      V column = Load(at, d, places[c]);
+      KeepInRegister(column);
+#pragma GCC unroll 4
+      for (int r = 0; r < kTileRows; ++r) sum[r][c] = hn::MulAdd(row[r], column, sum[r][c]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) add(i, Whole());
+  if (i < count) add(i, Part{static_cast<size_t>(count - i)});
+  // A tile's sums lie one after the other, with nothing after the last.
+  T flat[kTileRows * kColumns + 2];
+  V none = hn::Zero(d);
+#pragma GCC unroll 6
+  for (int one = 0; one < kTileRows * kColumns; one += 4) {
+    const auto get = [&](int index) HWY_ATTR {
+      return index < kTileRows * kColumns ? sum[index / kColumns][index % kColumns] : none;
+    };
+    SumsOfFour(d, get(one), get(one + 1), get(one + 2), get(one + 3), flat + one);
+  }
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int64_t c = 0; c < columns_there; ++c) {
+      T& to = sums[r * sums_pitch + c];
+      to = is_first ? flat[r * kColumns + c] : to + flat[r * kColumns + c];
+    }
+  }
+}
+
+template <class T>
+GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t column, int64_t offset, int64_t count,
+                               bool is_first) {
+  const T* const rows = products.rows + row * products.row_pitch + offset;
+  const T* const* const columns = products.columns + column;
+  const int64_t there = std::min<int64_t>(kColumns, products.column_count - column);
+  T* const sums = products.sums + row * products.sums_pitch + column;
+  const auto add = [&](auto tile_rows) HWY_ATTR {
+    AddTile<decltype(tile_rows)::value>(rows, products.row_pitch, columns, offset, count, is_first, there, sums,
+                                        products.sums_pitch);
+  };
+  switch (std::min<int64_t>(kRows, products.row_count - row)) {
+    case 1: add(std::integral_constant<int, 1>()); break;
+    case 2: add(std::integral_constant<int, 2>()); break;
+    case 3: add(std::integral_constant<int, std::min(3, kRows)>()); break;
+    default: add(std::integral_constant<int, kRows>()); break;
+  }
+}
+
+// The products of all rows with all columns over places [0, count), a part of them after the other, so that what tiles
+// share is in the cache. With is_first the sums are set, and else added to.
+template <class T>
+void AddProducts(const Products<T>& products, int64_t count, int64_t part, bool is_first) {
+  for (int64_t offset = 0; offset < count; offset += part) {
+    const int64_t places = std::min(part, count - offset);
+    const bool sets = is_first && offset == 0;
+    if (products.columns_first) {
+      for (int64_t column = 0; column < products.column_count; column += kColumns) {
+        for (int64_t row = 0; row < products.row_count; row += kRows) {
+          AddTileAt(products, row, column, offset, places, sets);
+        }
+      }
+    } else {
+      for (int64_t row = 0; row < products.row_count; row += kRows) {
+        for (int64_t column = 0; column < products.column_count; column += kColumns) {
+          AddTileAt(products, row, column, offset, places, sets);
+        }
+      }
+    }
+  }
+}
+
+constexpr int kTaps = static_cast<int>(kTapsAtOnce);
+
+// Adds the products of rows of `width` elements with the same places of up to nine planes. Returns 0, or NaN if an
+// element of the rows is not finite.
+template <class T>
+T AddTaps(const T* rows, int64_t row_count, int64_t width, const T* const* planes, int64_t pitch, int64_t taps,
+          T* sums) {
+  const TagOf<T> d;
+  using V = hn::Vec<TagOf<T>>;
+  V sum[kTaps];
+  for (V& one : sum) one = hn::Zero(d);
+  const T* from[kTaps];
+  for (int tap = 0; tap < kTaps; ++tap) from[tap] = planes[std::min<int64_t>(tap, taps - 1)];
+  V check = hn::Zero(d);
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t row = 0; row < row_count; ++row) {
+    // One body for whole vectors and the last, so that the sums stay in registers from one to the other.
+    for (int64_t i = 0; i < width; i += lanes) {
+      const V value = hn::LoadN(d, rows + row * width + i, static_cast<size_t>(std::min(lanes, width - i)));
+      check = hn::MulAdd(value, hn::Zero(d), check);
+#pragma GCC unroll 9
+      for (int tap = 0; tap < kTaps; ++tap) {
+        // What is behind the end of a row is finite, and multiplied with 0.
+        sum[tap] = hn::MulAdd(value, hn::LoadU(d, from[tap] + row * pitch + i), sum[tap]);
+      }
+    }
+  }
+  for (int64_t tap = 0; tap < taps; ++tap) sums[tap] += hn::ReduceSum(d, sum[tap]);
+  return hn::ReduceSum(d, check);
+}
+
+#if GRADFUSE_AVX512 || defined(__aarch64__)
+constexpr int kVectors = 4;
+#else
+constexpr int kVectors = 2;
+#endif
+
+// One tile of AddFilters: kVectors vectors of places.
+template <int kChannels, class T>
+GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t place) {
+  const TagOf<T> d;
+  using V = hn::Vec<TagOf<T>>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  V sum[kChannels][kVectors];
+  for (auto& line : sum) {
+    for (V& one : line) one = hn::Zero(d);
+  }
+  const T* weight = filters.weights;
+  const T* plane = filters.planes + place;
+  for (int64_t m = 0; m < filters.plane_count; ++m, plane += filters.plane_pitch) {
+    for (int64_t tap = 0; tap < filters.tap_count; ++tap, weight += kChannels) {
+      const T* const from = plane - filters.shifts[tap];
+      V value[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        value[v] = hn::LoadU(d, from + v * lanes);
+        KeepInRegister(value[v]);
+      }
+#pragma GCC unroll 6
+      for (int c = 0; c < kChannels; ++c) {
+        V factor = hn::Set(d, weight[c]);
+        KeepInRegister(factor);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[c][v] = hn::MulAdd(factor, value[v], sum[c][v]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int c = 0; c < kChannels; ++c) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      hn::StoreU(sum[c][v], d, filters.sums + c * filters.sums_pitch + place + v * lanes);
+    }
+  }
+}
+
+// For six channels, or one: the sums over planes and taps of a weight times the plane, shifted by the tap. Up to
+// kMostPlacesOfTile - 1 more places than there are get sums that mean nothing.
+template <class T>
+void AddFilters(const Filters<T>& filters, bool is_single) {
+  const int64_t step = kVectors * static_cast<int64_t>(hn::Lanes(TagOf<T>()));
+  for (int64_t place = 0; place < filters.place_count; place += step) {
+    if (is_single) {
+      AddFiltersAt<1>(filters, place);
+    } else {
+      AddFiltersAt<static_cast<int>(kChannelsAtOnce)>(filters, place);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gradfuse::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace gradfuse::cpu {
+namespace {
+
+using Geometry = ConvolutionGeometry;
+
+// How the large side is packed along a dimension, so that one place of the kernel meets elements that are neighbours: a
+// row for each remainder of positions by the stride, with the zeros of the padding that windows meet. Rows lie one
+// after the other. Where one ends in zeros and the next begins with some, they share them.
+struct PackedAxis {
+  struct Row {
+    int64_t remainder;
+    int64_t windows;  // positions that are met
+    int64_t begin;    // of the elements that are there
+    int64_t end;
+  };
+
+  PackedAxis(const Geometry& g, int axis) : pitch(g.small[axis]) {
+    const int64_t stride = g.stride[axis];
+    for (int64_t tap = 0; tap < g.kernel[axis]; ++tap) {
+      const int64_t reach = tap * g.dilation[axis];
+      size_t found = 0;
+      while (found < rows.size() && rows[found].remainder != reach % stride) ++found;
+      if (found == rows.size()) rows.push_back({reach % stride, 0, 0, 0});
+      rows[found].windows = std::max(rows[found].windows, g.small[axis] + reach / stride);
+      row_of_tap.push_back(static_cast<int64_t>(found));
+      shift_of_tap.push_back(reach / stride);
+    }
+    for (Row& row : rows) {
+      const int64_t first = g.padding[axis] - row.remainder;  // of the elements, in positions before the stride
+      row.begin = first <= 0 ? 0 : CeilDiv(first, stride);
+      const int64_t last = g.large[axis] + first;
+      row.end = last <= 0 ? 0 : std::min(row.windows, CeilDiv(last, stride));
+      if (row.begin >= row.end) {
+        row.begin = row.windows;
+        row.end = 0;
+      }
+      pitch = std::max({pitch, row.end, row.windows - row.begin});
+    }
+  }
+
+  std::vector<Row> rows;
+  std::vector<int64_t> row_of_tap;
+  std::vector<int64_t> shift_of_tap;
+  int64_t pitch;
+};
+
+// The same of all dimensions: planes, one for each row of each dimension with each of the others.
+class PackedPlanes {
+ public:
+  explicit PackedPlanes(const Geometry& g) : g_(g), depth_(g, 0), height_(g, 1), width_(g, 2) {
+    size_ = depth_.pitch * height_.pitch * width_.pitch;
+    count_ = static_cast<int64_t>(depth_.rows.size() * height_.rows.size() * width_.rows.size());
+    for (int64_t tap0 = 0; tap0 < g.kernel[0]; ++tap0) {
+      for (int64_t tap1 = 0; tap1 < g.kernel[1]; ++tap1) {
+        for (int64_t tap2 = 0; tap2 < g.kernel[2]; ++tap2) {
+          plane_of_tap_.push_back(
+              (depth_.row_of_tap[tap0] * static_cast<int64_t>(height_.rows.size()) + height_.row_of_tap[tap1]) *
+                  static_cast<int64_t>(width_.rows.size()) +
+              width_.row_of_tap[tap2]);
+          shift_of_tap_.push_back((depth_.shift_of_tap[tap0] * height_.pitch + height_.shift_of_tap[tap1]) *
+                                      width_.pitch +
+                                  width_.shift_of_tap[tap2]);
+        }
+      }
+    }
+    largest_shift_ = *std::max_element(shift_of_tap_.begin(), shift_of_tap_.end());
+  }
+
+  int64_t size() const { return size_; }          // of a plane
+  int64_t count() const { return count_; }        // of planes
+  int64_t pitch() const { return width_.pitch; }  // of rows
+  int64_t plane_pitch() const { return height_.pitch * width_.pitch; }
+  int64_t largest_shift() const { return largest_shift_; }
+  int64_t plane_of_tap(int64_t tap) const { return plane_of_tap_[tap]; }
+  int64_t shift_of_tap(int64_t tap) const { return shift_of_tap_[tap]; }
+  // Whether every element of the large side is in a plane.
+  bool has_all() const {
+    const PackedAxis* const axes[] = {&depth_, &height_, &width_};
+    for (int axis = 0; axis < Geometry::kSpatial; ++axis) {
+      int64_t elements = 0;
+      for (const auto& row : axes[axis]->rows) elements += std::max<int64_t>(0, row.end - row.begin);
+      if (elements != g_.large[axis]) return false;
+    }
+    return true;
+  }
+  // Whether a plane is the large side as it is.
+  bool is_plain() const { return count_ == 1 && size_ == g_.large_size && size_ == g_.small_size; }
+
+  // Packs a channel of an item to planes that are `distance` apart. What is not written was 0 before.
+  template <class T, class Pack>
+  T PackLarge(const Pack& pack, const T* from, T* to, int64_t distance) const {
+    T check = 0;
+    for (const auto& depth : depth_.rows) {
+      for (const auto& height : height_.rows) {
+        for (const auto& width : width_.rows) {
+          for (int64_t z = depth.begin; z < depth.end && width.begin < width.end && height.begin < height.end; ++z) {
+            const int64_t plane = ElementOf(0, z, depth.remainder);
+            const int64_t row = plane * g_.large[1] + ElementOf(1, height.begin, height.remainder);
+            const int64_t first = row * g_.large[2] + ElementOf(2, width.begin, width.remainder);
+            check += pack(from + first, g_.stride[1] * g_.large[2], g_.stride[2], height.end - height.begin,
+                          width.end - width.begin, to + (z * height_.pitch + height.begin) * width_.pitch + width.begin,
+                          width_.pitch);
+          }
+          to += distance;
+        }
+      }
+    }
+    return check;
+  }
+
+  // Writes the elements of plane `index` to where they are in a channel.
+  template <class T>
+  void UnpackLarge(int64_t index, const T* from, T* to) const {
+    const auto& width = width_.rows[static_cast<size_t>(index) % width_.rows.size()];
+    const auto& height = height_.rows[static_cast<size_t>(index) / width_.rows.size() % height_.rows.size()];
+    const auto& depth = depth_.rows[static_cast<size_t>(index) / width_.rows.size() / height_.rows.size()];
+    const int64_t step = g_.stride[2];
+    for (int64_t z = depth.begin; z < depth.end; ++z) {
+      for (int64_t y = height.begin; y < height.end; ++y) {
+        const int64_t row = ElementOf(0, z, depth.remainder) * g_.large[1] + ElementOf(1, y, height.remainder);
+        T* const into = to + row * g_.large[2] + ElementOf(2, width.begin, width.remainder);
+        const T* const row_from = from + (z * height_.pitch + y) * width_.pitch + width.begin;
+        if (step == 1) {
+          std::copy_n(row_from, std::max<int64_t>(0, width.end - width.begin), into);
+        } else {
+          for (int64_t i = 0; i < width.end - width.begin; ++i) into[i * step] = row_from[i];
+        }
+      }
+    }
+  }
+
+  // The same for the small side, which has one plane.
+  template <class T, class Pack>
+  T PackSmall(const Pack& pack, const T* from, T* to) const {
+    T check = 0;
+    for (int64_t z = 0; z < g_.small[0]; ++z) {
+      check += pack(from + z * g_.small[1] * g_.small[2], g_.small[2], 1, g_.small[1], g_.small[2],
+                    to + z * height_.pitch * width_.pitch, width_.pitch);
+    }
+    return check;
+  }
+
+ private:
+  int64_t ElementOf(int axis, int64_t position, int64_t remainder) const {
+    return position * g_.stride[axis] + remainder - g_.padding[axis];
+  }
+
+  const Geometry& g_;
+  PackedAxis depth_;
+  PackedAxis height_;
+  PackedAxis width_;
+  int64_t size_;
+  int64_t count_;
+  std::vector<int64_t> plane_of_tap_;
+  std::vector<int64_t> shift_of_tap_;
+  int64_t largest_shift_;
+};
+
+constexpr int64_t kLongestVector = 16;
+
+constexpr std::align_val_t kCacheLine{64};
+
+struct FreeAligned {
+  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
+};
+
+// Zeros for a task, which must not throw: null where there is no memory. Threads keep up to two pieces for their next
+// tasks, as the first use of new memory costs as much as the work on it.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    for (Piece& piece : Kept()) {
+      if (memory_.memory == nullptr && piece.bytes >= bytes) std::swap(memory_, piece);
+    }
+    if (memory_.memory == nullptr) {
+      memory_.memory.reset(::operator new(bytes, kCacheLine, std::nothrow));
+      memory_.bytes = memory_.memory == nullptr ? 0 : bytes;
+    }
+    if (memory_.memory != nullptr) std::fill_n(data(), count, T{});
+  }
+  ~Scratch() {
+    if (memory_.bytes > kMostKept) return;
+    for (Piece& piece : Kept()) {
+      if (piece.bytes < memory_.bytes) std::swap(memory_, piece);
+    }
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  T* data() const { return static_cast<T*>(memory_.memory.get()); }
+
+ private:
+  static constexpr size_t kMostKept = 2 << 20;
+
+  struct Piece {
+    std::unique_ptr<void, FreeAligned> memory;
+    size_t bytes = 0;
+  };
+  static std::array<Piece, 2>& Kept() {
+    static thread_local std::array<Piece, 2> pieces;
+    return pieces;
+  }
+
+  Piece memory_;
+};
+
+// What tasks found on the way.
+struct Findings {
+  std::atomic<bool> not_finite{false};
+  std::atomic<bool> no_memory{false};
+};
+
+// The weight gradient as products of matrices, of the small side by (channel of the large side, place of the kernel),
+// over all places of all items: each column is a packed plane from a place on. Products with the zeros between rows
+// and in the padding are 0 if all numbers are finite; returns false where one is not.
+template <class T>
+bool ProductsOfPlanes(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const int64_t all_columns = g.large_channels * taps;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_products = GRADFUSE_DISPATCH(AddProducts<T>);
+
+  // What a part of a block of rows and columns takes is to fit the second-level cache.
+  constexpr int64_t kMostRows = 64;
+  const int64_t most_channels = std::clamp<int64_t>(128 / planes.count(), 8, 64);
+  constexpr int64_t kFewestPlaces = 1024;
+  constexpr int64_t kTasks = 16;
+  constexpr int64_t kPackedBytes = 2 << 20;
+  const int64_t row_blocks = CeilDiv(g.small_channels, kMostRows);
+  const int64_t column_blocks = CeilDiv(g.large_channels, most_channels);
+  const int64_t rows_of_block = CeilDiv(g.small_channels, row_blocks);
+  const int64_t channels_of_block = CeilDiv(g.large_channels, column_blocks);
+  const int64_t blocks = g.groups * row_blocks * column_blocks;
+  const int64_t most_slices = std::max<int64_t>(1, g.batch * planes.size() / kFewestPlaces);
+  const int64_t wanted_slices = std::min({CeilDiv(kTasks, blocks), most_slices, g.batch});
+  const int64_t items_of_slice = CeilDiv(g.batch, wanted_slices);
+  const int64_t slices = CeilDiv(g.batch, items_of_slice);
+
+  // Planes that need no packing are used where they are, if they are long enough.
+  const bool in_place = planes.is_plain() && planes.size() >= 256;
+  const int64_t item_bytes =
+      (rows_of_block + channels_of_block * planes.count()) * planes.size() * static_cast<int64_t>(sizeof(T));
+  const int64_t items_at_once =
+      in_place ? 1 : std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(item_bytes, 1), 1, items_of_slice);
+  // An odd number of cache lines, so that planes do not meet in few places of the cache.
+  const int64_t needed = items_at_once * planes.size() + planes.largest_shift() + kLongestVector;
+  const int64_t length = (CeilDiv(needed, kLongestVector) | 1) * kLongestVector;
+  const int64_t part = taps == 1 ? 512 : 1024;
+
+  const int64_t filters = g.groups * g.small_channels * all_columns;
+  std::vector<T> sums(static_cast<size_t>(slices > 1 ? slices * filters : 0));
+  Findings findings;
+  const int64_t cost = g.batch * g.small_size * filters;
+  parallel(blocks * slices, cost, [&](int64_t task) {
+    const int64_t slice = task % slices;
+    const int64_t block = task / slices;
+    const int64_t group = block / (row_blocks * column_blocks);
+    const int64_t first_row = block / column_blocks % row_blocks * rows_of_block;
+    const int64_t first_channel = block % column_blocks * channels_of_block;
+    const int64_t rows = std::min(rows_of_block, g.small_channels - first_row);
+    const int64_t channels = std::min(channels_of_block, g.large_channels - first_channel);
+    if (rows <= 0 || channels <= 0) return;
+    const Scratch<T> packed_rows(in_place ? 0 : rows * length);
+    const Scratch<T> packed_channels(in_place ? 0 : channels * planes.count() * length);
+    const std::unique_ptr<const T*[]> columns(new (std::nothrow) const T*[channels * taps + kLongestVector]);
+    if (packed_rows.data() == nullptr || packed_channels.data() == nullptr || columns == nullptr) {
+      findings.no_memory = true;
+      return;
+    }
+    T* const slice_sums = slices > 1 ? sums.data() + slice * filters : out;
+    Products<T> products;
+    products.row_count = rows;
+    products.columns = columns.get();
+    products.column_count = channels * taps;
+    products.columns_first = taps == 1;
+    products.sums = slice_sums + (group * g.small_channels + first_row) * all_columns + first_channel * taps;
+    products.sums_pitch = all_columns;
+    products.rows = packed_rows.data();
+    products.row_pitch = length;
+    const auto set_columns = [&](const T* first, int64_t distance) {
+      for (int64_t column = 0; column < channels * taps + kLongestVector; ++column) {
+        const int64_t real = std::min(column, channels * taps - 1);
+        columns[column] = first + (real / taps * planes.count() + planes.plane_of_tap(real % taps)) * distance +
+                          planes.shift_of_tap(real % taps);
+      }
+    };
+    set_columns(packed_channels.data(), length);
+    T check = 0;
+    const int64_t begin = slice * items_of_slice;
+    const int64_t end = std::min(g.batch, begin + items_of_slice);
+    for (int64_t first = begin; first < end; first += items_at_once) {
+      const int64_t items = std::min(items_at_once, end - first);
+      for (int64_t item = 0; item < items; ++item) {
+        const int64_t n = first + item;
+        const T* const s = small + ((n * g.groups + group) * g.small_channels + first_row) * g.small_size;
+        const T* const l = large + ((n * g.groups + group) * g.large_channels + first_channel) * g.large_size;
+        if (in_place) {
+          products.rows = s;
+          products.row_pitch = g.small_size;
+          set_columns(l, g.large_size);
+          continue;
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+          check +=
+              planes.PackSmall(pack, s + row * g.small_size, packed_rows.data() + row * length + item * planes.size());
+        }
+        for (int64_t channel = 0; channel < channels; ++channel) {
+          check += planes.PackLarge(pack, l + channel * g.large_size,
+                                    packed_channels.data() + channel * planes.count() * length + item * planes.size(),
+                                    length);
+        }
+      }
+      add_products(products, items * planes.size(), part, first == begin);
+    }
+    if (!(check == 0)) findings.not_finite = true;
+  });
+  if (findings.no_memory) throw std::bad_alloc();
+  if (findings.not_finite) return false;
+  if (slices > 1) {
+    constexpr int64_t kTask = 4096;
+    parallel(CeilDiv(filters, kTask), (slices + 1) * filters * static_cast<int64_t>(sizeof(T)), [&](int64_t task) {
+      const int64_t begin = task * kTask;
+      const int64_t end = std::min(filters, begin + kTask);
+      std::copy(sums.data() + begin, sums.data() + end, out + begin);
+      for (int64_t slice = 1; slice < slices; ++slice) {
+        const T* const from = sums.data() + slice * filters;
+        for (int64_t i = begin; i < end; ++i) out[i] += from[i];
+      }
+    });
+  }
+  return true;
+}
+
+// The same where each group has one channel on both sides: of each channel the large side is packed, and rows of the
+// small side are used where they are.
+template <class T>
+bool ProductsOfChannels(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_taps = GRADFUSE_DISPATCH(AddTaps<T>);
+  const int64_t length = planes.size() + planes.largest_shift() + kLongestVector;
+  // Channels of one item lie one after the other: a task reads some of them in one sweep.
+  constexpr int64_t kSweepBytes = 32 << 10;
+  constexpr int64_t kTasks = 16;
+  const int64_t plane_bytes = g.large_size * static_cast<int64_t>(sizeof(T));
+  const int64_t channels_of_task =
+      std::max<int64_t>(1, std::min(CeilDiv(kSweepBytes, plane_bytes), CeilDiv(g.groups, kTasks)));
+  Findings findings;
+  parallel(CeilDiv(g.groups, channels_of_task), g.batch * g.groups * g.small_size * taps, [&](int64_t task) {
+    const int64_t first = task * channels_of_task;
+    const int64_t end = std::min(g.groups, first + channels_of_task);
+    const Scratch<T> packed(planes.count() * length);
+    if (packed.data() == nullptr) {
+      findings.no_memory = true;
+      return;
+    }
+    std::fill_n(out + first * taps, (end - first) * taps, T{});
+    T check = 0;
+    for (int64_t n = 0; n < g.batch; ++n) {
+      for (int64_t channel = first; channel < end; ++channel) {
+        const T* const rows = small + (n * g.groups + channel) * g.small_size;
+        check += planes.PackLarge(pack, large + (n * g.groups + channel) * g.large_size, packed.data(), length);
+        for (int64_t tap = 0; tap < taps; tap += kTapsAtOnce) {
+          const int64_t count = std::min(kTapsAtOnce, taps - tap);
+          for (int64_t z = 0; z < g.small[0]; ++z) {
+            const T* at[kTapsAtOnce];
+            for (int64_t one = 0; one < count; ++one) {
+              at[one] = packed.data() + planes.plane_of_tap(tap + one) * length + planes.shift_of_tap(tap + one) +
+                        z * planes.plane_pitch();
+            }
+            check += add_taps(rows + z * g.small[1] * g.small[2], g.small[1], g.small[2], at, planes.pitch(), count,
+                              out + channel * taps + tap);
+          }
+        }
+      }
+    }
+    if (!(check == 0)) findings.not_finite = true;
+  });
+  if (findings.no_memory) throw std::bad_alloc();
+  return !findings.not_finite;
+}
+
+// The gradient of the large side, plane by plane as it is packed: an element is the sum of weights times the packed
+// small side, shifted. Sums between rows mean nothing and are left out. Weights meet zeros of the padding, so that all
+// must be finite; returns false where one is not.
+template <class T>
+bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
+  const bool is_single = g.large_channels == 1;
+  const int64_t at_once = is_single ? 1 : kChannelsAtOnce;
+  const int64_t tiles = CeilDiv(g.large_channels, at_once);
+
+  // Weights as tiles need them: by group, plane, tile, channel of the small side, tap of the plane, channel of the
+  // tile.
+  std::vector<std::vector<int64_t>> taps_of_plane(static_cast<size_t>(planes.count()));
+  for (int64_t tap = 0; tap < taps; ++tap) taps_of_plane[static_cast<size_t>(planes.plane_of_tap(tap))].push_back(tap);
+  const int64_t weights_of_group = tiles * g.small_channels * taps * at_once;
+  std::vector<T> weights(static_cast<size_t>(g.groups * weights_of_group));
+  T check = 0;
+  for (int64_t group = 0; group < g.groups; ++group) {
+    T* to = weights.data() + group * weights_of_group;
+    for (const std::vector<int64_t>& of_plane : taps_of_plane) {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t channels = std::min(at_once, g.large_channels - tile * at_once);
+        for (int64_t m = 0; m < g.small_channels; ++m) {
+          const T* const from = weight + ((group * g.small_channels + m) * g.large_channels + tile * at_once) * taps;
+          for (const int64_t tap : of_plane) {
+            for (int64_t channel = 0; channel < channels; ++channel) {
+              to[channel] = from[channel * taps + tap];
+              check += to[channel] * 0;
+            }
+            to += at_once;
+          }
+        }
+      }
+    }
+  }
+  if (!(check == 0)) return false;
+  std::vector<std::vector<int64_t>> shifts_of_plane;
+  for (const std::vector<int64_t>& of_plane : taps_of_plane) {
+    shifts_of_plane.emplace_back();
+    for (const int64_t tap : of_plane) shifts_of_plane.back().push_back(planes.shift_of_tap(tap));
+  }
+
+  constexpr int64_t kPackedBytes = 256 << 10;
+  const int64_t item_bytes = g.small_channels * planes.size() * static_cast<int64_t>(sizeof(T));
+  const int64_t items_at_once = std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(item_bytes, 1), 1,
+                                                    std::max<int64_t>(1, CeilDiv(g.batch, 16)));
+  const int64_t blocks = CeilDiv(g.batch, items_at_once);
+  const int64_t places = items_at_once * planes.size();
+  const int64_t front = CeilDiv(planes.largest_shift(), kLongestVector) * kLongestVector;
+  const int64_t length = (CeilDiv(front + places + kMostPlacesOfTile, kLongestVector) | 1) * kLongestVector;
+  const bool has_all = planes.has_all();
+  Findings findings;
+  parallel(blocks * g.groups, g.batch * g.small_size * g.groups * g.small_channels * g.large_channels * taps,
+           [&](int64_t task) {
+             const int64_t group = task % g.groups;
+             const int64_t first = task / g.groups * items_at_once;
+             const int64_t items = std::min(items_at_once, g.batch - first);
+             const Scratch<T> packed(g.small_channels * length);
+             const Scratch<T> sums(at_once * length);
+             if (packed.data() == nullptr || sums.data() == nullptr) {
+               findings.no_memory = true;
+               return;
+             }
+             for (int64_t m = 0; m < g.small_channels; ++m) {
+               for (int64_t item = 0; item < items; ++item) {
+                 const int64_t channel = ((first + item) * g.groups + group) * g.small_channels + m;
+                 planes.PackSmall(pack, small + channel * g.small_size,
+                                  packed.data() + m * length + front + item * planes.size());
+               }
+             }
+             Filters<T> filters;
+             filters.planes = packed.data() + front;
+             filters.plane_pitch = length;
+             filters.plane_count = g.small_channels;
+             filters.place_count = items * planes.size();
+             filters.sums = sums.data();
+             filters.sums_pitch = length;
+             filters.weights = weights.data() + group * weights_of_group;
+             const auto channel_at = [&](int64_t item, int64_t channel) {
+               return out + (((first + item) * g.groups + group) * g.large_channels + channel) * g.large_size;
+             };
+             if (!has_all) {
+               for (int64_t item = 0; item < items; ++item) {
+                 std::fill_n(channel_at(item, 0), g.large_channels * g.large_size, T{});
+               }
+             }
+             for (int64_t plane = 0; plane < planes.count(); ++plane) {
+               const std::vector<int64_t>& shifts = shifts_of_plane[static_cast<size_t>(plane)];
+               filters.shifts = shifts.data();
+               filters.tap_count = static_cast<int64_t>(shifts.size());
+               for (int64_t tile = 0; tile < tiles; ++tile) {
+                 add_filters(filters, is_single);
+                 filters.weights += g.small_channels * filters.tap_count * at_once;
+                 const int64_t end = std::min(g.large_channels, (tile + 1) * at_once);
+                 for (int64_t channel = tile * at_once; channel < end; ++channel) {
+                   for (int64_t item = 0; item < items; ++item) {
+                     planes.UnpackLarge(plane, sums.data() + (channel - tile * at_once) * length + item * planes.size(),
+                                        channel_at(item, channel));
+                   }
+                 }
+               }
+             }
+           });
+  if (findings.no_memory) throw std::bad_alloc();
+  return true;
+}
+
+template <class T>
+void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
+  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0 ||
+      !SumsOfPlanes(g, small, weight, out, parallel)) {
+    direct::GradLarge(g, small, weight, out, parallel);
+  }
+}
+
+template <class T>
+void GradWeight(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
+  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0) {
+    std::fill_n(out, g.groups * g.small_channels * g.large_channels * g.kernel_size, T{});
+    return;
+  }
+  const bool by_channel = g.small_channels == 1 && g.large_channels == 1;
+  const bool is_done = by_channel ? ProductsOfChannels(g, small, large, out, parallel)
+                                  : ProductsOfPlanes(g, small, large, out, parallel);
+  if (!is_done) direct::GradWeight(g, small, large, out, parallel);
+}
+
+// Sums over the batch and the places of a channel.
+template <class T>
+void GradBias(const T* grad, int64_t batch, int64_t channels, int64_t size, T* out, const ParallelFor& parallel) {
+  parallel(channels, batch * channels * size * static_cast<int64_t>(sizeof(T)), [&](int64_t channel) {
+    double sum = 0;
+    for (int64_t n = 0; n < batch; ++n) {
+      const T* from = grad + (n * channels + channel) * size;
+      for (int64_t i = 0; i < size; ++i) sum += static_cast<double>(from[i]);
+    }
+    out[channel] = static_cast<T>(sum);
+  });
+}
+
+constexpr int64_t kConversionTask = 32768;
+
+// An input in the type that it is computed in: 16 bits are widened.
+template <class T>
+class Operand {
+ public:
+  using Real = ComputeType<T>;
+
+  Operand(const Tensor& tensor, const ParallelFor& parallel) {
+    if constexpr (std::is_same_v<T, Real>) {
+      data_ = tensor.Data<T>();
+    } else {
+      const int64_t count = tensor.NumElements();
+      wide_.resize(static_cast<size_t>(count));
+      const T* from = tensor.Data<T>();
+      parallel(CeilDiv(count, kConversionTask), 3 * tensor.NumBytes(), [&](int64_t task) {
+        const int64_t end = std::min(count, (task + 1) * kConversionTask);
+        for (int64_t i = task * kConversionTask; i < end; ++i) wide_[static_cast<size_t>(i)] = ToCompute(from[i]);
+      });
+      data_ = wide_.data();
+    }
+  }
+
+  const Real* data() const { return data_; }
+
+ private:
+  const Real* data_;
+  std::vector<Real> wide_;
+};
+
+// The same for an output, which is rounded once.
+template <class T>
+class Result {
+ public:
+  using Real = ComputeType<T>;
+
+  explicit Result(const MutableTensor& tensor) : tensor_(tensor) {
+    if constexpr (!std::is_same_v<T, Real>) wide_.resize(static_cast<size_t>(tensor.NumElements()));
+  }
+
+  Real* data() {
+    if constexpr (std::is_same_v<T, Real>) {
+      return tensor_.MutableData<T>();
+    } else {
+      return wide_.data();
+    }
+  }
+
+  void Finish(const ParallelFor& parallel) const {
+    if constexpr (!std::is_same_v<T, Real>) {
+      const int64_t count = tensor_.NumElements();
+      T* to = tensor_.MutableData<T>();
+      parallel(CeilDiv(count, kConversionTask), 3 * tensor_.NumBytes(), [&](int64_t task) {
+        const int64_t end = std::min(count, (task + 1) * kConversionTask);
+        for (int64_t i = task * kConversionTask; i < end; ++i) {
+          to[i] = FromCompute<T>(wide_[static_cast<size_t>(i)]);
+        }
+      });
+    }
+  }
+
+ private:
+  const MutableTensor& tensor_;
+  std::vector<Real> wide_;
+};
+
+template <class T>
+void RunTyped(const ConvolutionBackwardArgs& args, const ParallelFor& parallel) {
+  const Geometry geometry(args);
+  const bool transposed = args.transposed != 0;
+  const Operand<T> grad_output(args.grad_output, parallel);
+  if (args.output_mask[0] != 0) {
+    const Operand<T> weight(args.weight, parallel);
+    Result<T> result(args.grad_input);
+    if (transposed) {
+      direct::GradSmall(geometry, grad_output.data(), weight.data(), result.data(), parallel);
+    } else {
+      GradLarge(geometry, grad_output.data(), weight.data(), result.data(), parallel);
+    }
+    result.Finish(parallel);
+  }
+  if (args.output_mask[1] != 0) {
+    const Operand<T> input(args.input, parallel);
+    Result<T> result(args.grad_weight);
+    GradWeight(geometry, transposed ? input.data() : grad_output.data(), transposed ? grad_output.data() : input.data(),
+               result.data(), parallel);
+    result.Finish(parallel);
+  }
+  if (args.output_mask[2] != 0) {
+    const int64_t channels = args.grad_output.shape[1];
+    const int64_t size = transposed ? geometry.large_size : geometry.small_size;
+    Result<T> result(args.grad_bias);
+    GradBias(grad_output.data(), geometry.batch, channels, size, result.data(), parallel);
+    result.Finish(parallel);
+  }
+}
+
+}  // namespace
+
+void Run(const ConvolutionBackwardArgs& args, const ParallelFor& parallel) {
+  WithFloatType(args.input.dtype, [&](auto type) { RunTyped<decltype(type)>(args, parallel); });
+}
+
+}  // namespace gradfuse::cpu
+#endif  // HWY_ONCE
