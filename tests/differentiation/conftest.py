@@ -10,7 +10,7 @@ import pytest
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the share, and the operators with cases that are not compared."""
-    if not config.getoption("--node-tests-share"):
+    if not config.getoption("--node-tests-share", default=False):
         return
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from node_tests import run
 from torch import Tensor
 
-from gradfuse import differentiate
+from gradfuse import ModelError, differentiate
 from gradfuse.testing import assert_gradients_close
 
 Array = npt.NDArray[Any]
@@ -575,3 +575,43 @@ def test_gelu_with_a_bias(op: str, exact: str) -> None:
 def test_quick_gelu() -> None:
     model = microsoft("float[N, 8] a", "y = com.microsoft.QuickGelu <alpha = 1.5> (a)", "N, 8")
     require_torchs(model, shaped((4, 8)), lambda a: a * torch.sigmoid(1.5 * a), ["a"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_branches_that_read_what_is_around_them(first: bool, second: bool) -> None:
+    model = model_of(
+        "float[N, 3] a, float[3] b, float[3] c, bool p, bool q",
+        """d = Tanh(a)
+        y = If (p) <
+            then_branch = one () => (float[N, 3] t) { e = Mul(d, b) t = Mul(e, e) },
+            else_branch = two () => (float[N, 3] u) {
+                u = If (q) <
+                    then_branch = three () => (float[N, 3] r) { r = Mul(a, c) },
+                    else_branch = four () => (float[N, 3] s) { s = Identity(d) }
+                >
+            }
+        >""",
+        output="float[N, 3] y",
+    )
+    feeds = {**shaped((4, 3), (3,), (3,)), "p": np.array(first), "q": np.array(second)}
+
+    def by_torch(a: Tensor, b: Tensor, c: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        d = a.tanh()
+        taken = (d * b) ** 2 if p else a * c if q else d
+        return taken + 0 * (a.sum() + b.sum() + c.sum())
+
+    require_torchs(model, feeds, by_torch, ["a", "b", "c"])
+
+
+def test_a_branch_that_draws_numbers_is_refused() -> None:
+    model = model_of(
+        "float[N, 3] a, bool p",
+        """y = If (p) <
+            then_branch = one () => (float[N, 3] t) { n = RandomNormalLike(a) t = Mul(a, n) },
+            else_branch = two () => (float[N, 3] u) { u = Identity(a) }
+        >""",
+        output="float[N, 3] y",
+    )
+    with pytest.raises(ModelError, match=r"RandomNormalLike .*draws numbers in a branch of If"):
+        differentiate(model, ["a"], seeds={"y": "v"})

@@ -258,23 +258,35 @@ def test_running_statistics_do_not_train() -> None:
 IN_SUBGRAPHS = """<ir_version: 10, opset_import: ["": 18]>
 g (float[N, 3] x, bool c) => (float[N, 3] y) <float[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[3] b = {1, 2, 3}> {
     a = MatMul(x, w)
-    y = If (c) <
-        then_branch = then () => (float[N, 3] t) { t = Add(a, b) },
-        else_branch = otherwise () => (float[N, 3] o) { o = Identity(a) }
-    >
+    y = %s
 }"""
+BRANCHES = """If (c) <
+    then_branch = then () => (float[N, 3] t) { t = Add(a, b) },
+    else_branch = otherwise () => (float[N, 3] o) { o = Identity(a) }
+>"""
+LOOP = """Loop <body = body (int64 k, bool more, float[N, 3] s) => (bool on, float[N, 3] t) {
+    on = Identity(more) t = Add(s, b)
+}> (n, c, a)"""
 
 
 def test_what_subgraphs_read_from_around_them_is_not_lost() -> None:
-    """`b` and `a` are inputs of no node of the graph itself."""
-    model = onnx.parser.parse_model(IN_SUBGRAPHS)
-    model.graph.node[1].name = "chosen"
-    with pytest.raises(
-        ModelError, match=r"If \(node 'chosen'\): no gradient rule.*the gradient of '[ab]' depends on it"
-    ):
-        build_training_step(model, "mse")
-    with pytest.raises(ModelError, match=r"If \(node 'chosen'\).*'b'"):
+    """`b` is an input of no node of the graph itself."""
+    model = onnx.parser.parse_model(IN_SUBGRAPHS % LOOP)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2), "n"))
+    model.graph.node[1].name = "repeated"
+    with pytest.raises(ModelError, match=r"Loop \(node 'repeated'\): no gradient rule.*of 'b' depends on it"):
         gradfuse.differentiate(model, ["b"], seeds={"y": "v"})
+    model = onnx.parser.parse_model(IN_SUBGRAPHS % BRANCHES)
+    step = build_training_step(model, "mse", optimizer=optimizers.SGD(lr=0.1))
+    assert set(step.parameters) == {"w", "b"}
+    session = TrainingSession(step)
+    x, target = np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    for taken in (False, True):
+        before = session.state_dict()
+        session.step({"x": x, "c": np.array(taken)}, target)
+        after = session.state_dict()
+        assert (after["w"] != before["w"]).all()
+        assert (after["b"] != before["b"]).all() == taken
 
 
 def test_a_parameter_that_is_used_twice_gets_the_gradients_of_both() -> None:

@@ -49,6 +49,7 @@ def differentiable() -> list[Differentiable]:
         for (domain, name), entry in rules.items()
         if entry.rule is not None and not (not domain and name in _CONVERTED)
     ]
+    found.append(Differentiable("", "If", "rule", "branches without random numbers"))
     for name, newer in _CONVERTED.items():
         found.append(Differentiable("", name, "conversion", rules["", newer].limits))
     schema: Any

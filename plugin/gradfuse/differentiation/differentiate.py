@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,7 +177,7 @@ def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -
         asked = dict.fromkeys(outputs)
     else:
         asked = {of: None}
-    taken = {*(v.name for v in graph.inputs), *graph.initializers, *(v.name for n in graph for v in n.outputs)}
+    taken = {value.name for value in values_of(graph)}
     for name, seed in asked.items():
         value = outputs.get(name)
         if value is None:
@@ -190,6 +190,15 @@ def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -
         if seed in taken:
             raise ArgumentError(f"differentiate: the seed {seed!r} is taken by the model; expected a new name")
     return {outputs[name]: seed for name, seed in asked.items()}
+
+
+def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield all values of a graph and of those within it."""
+    for part in (graph, *graph.subgraphs()):
+        yield from part.inputs
+        yield from part.initializers.values()
+        for node in part:
+            yield from node.outputs
 
 
 def _seed(graph: ir.Graph, tape: Tape, value: ir.Value, name: str | None) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from gradfuse.differentiation.control_flow import of_branches
 from gradfuse.differentiation.rules import FLOATS, Call, Entry, Gradient, entry_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.models.inlining import graphs_of
@@ -41,11 +42,16 @@ def gradients(
         needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
         if (not needed and not captured) or _is_constant(node):
             continue
-        entry = _entry(node, needed, captured, active)
+        branches = node.op_type == "If" and not node.domain
+        entry = None if branches else _entry(node, needed, captured, active)
         dy = [tape.total(found[value]) if value in found else None for value in node.outputs]
         for value, total in zip(node.outputs, dy, strict=True):
             if total is not None:
                 found[value] = [total]
+        if entry is None:
+            for value, gradient in of_branches(node, tape, dy, captured, gradients).items():
+                found.setdefault(value, []).append(gradient)
+            continue
         for index, gradient in _of_inputs(node, entry, tape, dy, needed).items():
             source = node.inputs[index]
             assert source is not None

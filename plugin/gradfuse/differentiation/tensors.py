@@ -31,7 +31,7 @@ class Tape:
     def __init__(self, prefix: str, opset: int) -> None:
         self.nodes: list[ir.Node] = []
         self.opset = opset
-        self._prefix = prefix
+        self.prefix = prefix
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], Tensor] = {}
 
     def of(self, value: ir.Value) -> Tensor:
@@ -65,7 +65,7 @@ class Tape:
         # A condition or an index says nothing of the type of the numbers beside it.
         like = next((t.dtype for t in typed if t.dtype != ir.DataType.BOOL), ir.DataType.FLOAT)
         operands = [self.constant(x, like) if isinstance(x, (int, float)) else x for x in inputs]
-        name = f"{self._prefix}{op_type}_{len(self.nodes)}"
+        name = f"{self.prefix}{op_type}_{len(self.nodes)}"
         suffixes = [""] if count == 1 else [f".{k}" for k in range(count)]
         result = ir.TensorType(dtype or _dtype(op_type, operands, attributes))
         node = ir.node(

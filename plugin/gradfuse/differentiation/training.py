@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
-from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared
+from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared, values_of
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -296,17 +296,9 @@ def _require_free_names(
     if description is not None:
         states = description.input_names()
         wanted |= {*states, *(name + UPDATED_SUFFIX for name in states)}
-    for value in _values(graph):
+    for value in values_of(graph):
         if value.name in wanted and value is not loss:
             raise ArgumentError(f"{_WHO}: the model has a value {value.name!r}; expected that name to be free")
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    for part in (graph, *graph.subgraphs()):
-        yield from part.inputs
-        yield from part.initializers.values()
-        for node in part:
-            yield from node.outputs
 
 
 def _taken_out(graph: ir.Graph, names: Iterable[str]) -> Arrays:
