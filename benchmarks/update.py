@@ -1,6 +1,6 @@
-"""What ApplyAdamW saves of a whole training step: fused steps with AdamW's update as one operator a parameter, or as nodes.
+"""What ApplyAdamW saves of a whole training step.
 
-Two sessions of one model take steps in turns.
+Two sessions of one fused step take turns: in one AdamW's update is an operator a parameter, in the other nodes.
 
     python benchmarks/update.py [--only MODEL] [--batch N] [--steps N] [--threads N]
 """
@@ -31,6 +31,7 @@ def session_options(threads: int) -> Any:
     options.intra_op_num_threads = threads
     # Idle threads of one session must not take the cores from the other.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    gradfuse.register(options)
     return options
 
 
@@ -58,9 +59,8 @@ def measure(model: Model, count: int, steps: int, threads: int) -> None:
     print(f"{model.title}, batch {count}, {steps} steps, {threads} threads")
     for name, found in times.items():
         print(f"  update by {name}: {sizes[name]} nodes, {min(found):.1f} ms, median {statistics.median(found):.1f}")
-    print(
-        f"  gain {median:.2f} ({low:.2f} to {high:.2f}), of the least times {min(times['nodes']) / min(times['operator']):.2f}"
-    )
+    least = min(times["nodes"]) / min(times["operator"])
+    print(f"  gain {median:.2f} ({low:.2f} to {high:.2f}), of the least times {least:.2f}")
 
 
 def main() -> None:
