@@ -1,6 +1,6 @@
-"""What ApplyAdamW saves of a whole training step, beside the same update as nodes.
+"""What ApplyAdamW saves of a whole training step.
 
-Two sessions of one model take steps in turns.
+Two sessions of one fused step take turns: in one AdamW's update is an operator a parameter, in the other nodes.
 
     python benchmarks/update.py [--only MODEL] [--batch N] [--steps N] [--threads N]
 """
@@ -31,6 +31,7 @@ def session_options(threads: int) -> Any:
     options.intra_op_num_threads = threads
     # Idle threads of one session must not take the cores from the other.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    gradfuse.register(options)
     return options
 
 
