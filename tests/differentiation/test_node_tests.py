@@ -74,6 +74,9 @@ NOT_COMPARED: Mapping[str, str] = {
 }
 """Why a case cannot be compared."""
 
+LONG = {"test_lppool_3d_default"}
+"""onnx's evaluator takes a minute for it."""
+
 MOVED = AT_A_KINK | NOT_FINITE | OTHER_OUTPUTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "onnx-training.md"
@@ -84,12 +87,12 @@ def _deterministic() -> dict[str, Case]:
 
 
 def _names() -> list[Any]:
-    """All cases, of which the first three of each operator are in the suite, and those that are listed above."""
+    """All cases, of which the first of each operator is in the suite, and those that are listed above."""
     seen: Counter[str] = Counter()
     names = []
     for name, case in _deterministic().items():
         seen[case.op_type] += 1
-        in_suite = seen[case.op_type] <= 3 or name in MOVED or name in NOT_COMPARED
+        in_suite = (seen[case.op_type] == 1 or name in MOVED or name in NOT_COMPARED) and name not in LONG
         names.append(pytest.param(name, marks=[] if in_suite else pytest.mark.slow))
     return names
 
