@@ -1,3 +1,5 @@
+"""What ConvolutionBackward computes by its body, its shapes, and what it refuses."""
+
 from __future__ import annotations
 
 from typing import Any
