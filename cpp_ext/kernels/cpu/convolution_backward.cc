@@ -240,8 +240,8 @@ GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t
                                         products.sums_pitch);
   };
   switch (std::min<int64_t>(kRows, products.row_count - row)) {
-    // NOLINTNEXTLINE(bugprone-branch-clone): they differ where there are registers for several rows
     case 1: add(std::integral_constant<int, 1>()); break;
+    // NOLINTNEXTLINE(bugprone-branch-clone): they differ where there are registers for more than two rows
     case 2: add(std::integral_constant<int, 2>()); break;
     case 3: add(std::integral_constant<int, std::min(3, kRows)>()); break;
     default: add(std::integral_constant<int, kRows>()); break;
