@@ -21,12 +21,12 @@ struct ConvolutionGeometry {
   int64_t groups;
   int64_t small_channels;  // of a group
   int64_t large_channels;  // of a group
-  int64_t small[kSpatial];
-  int64_t large[kSpatial];
-  int64_t kernel[kSpatial];
-  int64_t stride[kSpatial];
-  int64_t padding[kSpatial];  // at the beginning
-  int64_t dilation[kSpatial];
+  int64_t small[kSpatial] = {};
+  int64_t large[kSpatial] = {};
+  int64_t kernel[kSpatial] = {};
+  int64_t stride[kSpatial] = {};
+  int64_t padding[kSpatial] = {};  // at the beginning
+  int64_t dilation[kSpatial] = {};
 
   int64_t small_size;
   int64_t large_size;

@@ -220,7 +220,7 @@ GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* c
     };
     SumsOfFour(d, get(one), get(one + 1), get(one + 2), get(one + 3), flat + one);
   }
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int64_t r = 0; r < kTileRows; ++r) {
     for (int64_t c = 0; c < columns_there; ++c) {
       T& to = sums[r * sums_pitch + c];
       to = is_first ? flat[r * kColumns + c] : to + flat[r * kColumns + c];
@@ -241,6 +241,7 @@ GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t
   };
   switch (std::min<int64_t>(kRows, products.row_count - row)) {
     case 1: add(std::integral_constant<int, 1>()); break;
+    // NOLINTNEXTLINE(bugprone-branch-clone): they differ where there are registers for more than two rows
     case 2: add(std::integral_constant<int, 2>()); break;
     case 3: add(std::integral_constant<int, std::min(3, kRows)>()); break;
     default: add(std::integral_constant<int, kRows>()); break;
@@ -414,9 +415,13 @@ struct PackedAxis {
 // The same of all dimensions: planes, one for each row of each dimension with each of the others.
 class PackedPlanes {
  public:
-  explicit PackedPlanes(const Geometry& g) : g_(g), depth_(g, 0), height_(g, 1), width_(g, 2) {
-    size_ = depth_.pitch * height_.pitch * width_.pitch;
-    count_ = static_cast<int64_t>(depth_.rows.size() * height_.rows.size() * width_.rows.size());
+  explicit PackedPlanes(const Geometry& g)
+      : g_(g),
+        depth_(g, 0),
+        height_(g, 1),
+        width_(g, 2),
+        size_(depth_.pitch * height_.pitch * width_.pitch),
+        count_(static_cast<int64_t>(depth_.rows.size() * height_.rows.size() * width_.rows.size())) {
     for (int64_t tap0 = 0; tap0 < g.kernel[0]; ++tap0) {
       for (int64_t tap1 = 0; tap1 < g.kernel[1]; ++tap1) {
         for (int64_t tap2 = 0; tap2 < g.kernel[2]; ++tap2) {
@@ -638,7 +643,7 @@ bool ProductsOfPlanes(const Geometry& g, const T* small, const T* large, T* out,
       return;
     }
     T* const slice_sums = slices > 1 ? sums.data() + slice * filters : out;
-    Products<T> products;
+    Products<T> products{};
     products.row_count = rows;
     products.columns = columns.get();
     products.column_count = channels * taps;
@@ -824,7 +829,7 @@ bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, co
                                   packed.data() + m * length + front + item * planes.size());
                }
              }
-             Filters<T> filters;
+             Filters<T> filters{};
              filters.planes = packed.data() + front;
              filters.plane_pitch = length;
              filters.plane_count = g.small_channels;
