@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -313,7 +314,8 @@ def training_step(
         loaded = reading.load(source)
         inputs = [*data_files(loaded.ir), source]
         files.require_other(target, inputs, "the training step")
-    with _busy("differentiating"):
+    with _busy("differentiating"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         step = build_training_step(
             loaded,
             loss,
@@ -327,6 +329,8 @@ def training_step(
         )
     with _busy("writing"):
         step.save(target, inputs=inputs, force=force)
+    for warning in caught:
+        click.echo(f"warning: {warning.message}", err=True)
     if step.report is not None:
         _print_report(step.report, verbose=False)
     click.echo(f"parameters {', '.join(step.parameters)}")

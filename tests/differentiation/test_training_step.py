@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -318,3 +319,24 @@ def test_names_that_a_step_needs_are_free(name: str) -> None:
     model.graph.node[0].output[0] = model.graph.node[1].input[0] = name
     with pytest.raises(ArgumentError, match=f"the model has a value '{name}'"):
         build_training_step(model, "mse")
+
+
+def test_merged_vectors_are_warned_of_and_unknown_operators_are_named() -> None:
+    """As torch.onnx.export's optimizer merges biases of equal value; a tied weight is no such case."""
+    text = """
+        <ir_version: 9, opset_import: ["": 18]> m (float[N, 3] x) => (float[N, 3] y)
+        <float[3, 3] w = {1, 0, 0, 0, 1, 0, 0, 0, 1}, float[3] zeros = {0, 0, 0}, float[3] own = {0, 0, 0}>
+        { a = MatMul(x, w) b = Add(a, zeros) c = MatMul(b, w) d = Add(c, zeros) y = Add(d, own) }
+    """
+    with pytest.warns(UserWarning, match=r"several nodes read 'zeros'; each trains as one tensor"):
+        gradfuse.build_training_step(onnx.parser.parse_model(text), "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradfuse.build_training_step(onnx.parser.parse_model(text), "mse", frozen=["zeros"])
+    unknown = onnx.parser.parse_model(
+        text.replace('"": 18]', '"": 18, "other": 1]').replace("Add(a, zeros)", "other.Op(a)")
+    )
+    with pytest.raises(
+        gradfuse.ModelError, match=r"^other::Op \(node ''\): no gradient rule for this operator of domain"
+    ):
+        gradfuse.build_training_step(unknown, "mse")

@@ -32,18 +32,9 @@ def gradients(
     nodes = list(graph)
     active, lost = _depending(nodes, wrt)
     found: dict[ir.Value, list[Tensor]] = {value: [seed] for value, seed in seeds.items()}
-    for node in reversed(nodes):
+    for node, entry, needed, captured in _way_back(nodes, seeds, active, lost):
         if not any(value in found for value in node.outputs):
             continue
-        captured = [value for value in captured_by(node) if value in active or value in lost]
-        for value in (*node.inputs, *captured):
-            if value in lost:
-                raise _no_derivative(lost[value], active)
-        needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
-        if (not needed and not captured) or _is_constant(node):
-            continue
-        branches = node.op_type == "If" and not node.domain
-        entry = None if branches else _entry(node, needed, captured, active)
         dy = [tape.total(found[value]) if value in found else None for value in node.outputs]
         for value, total in zip(node.outputs, dy, strict=True):
             if total is not None:
@@ -57,6 +48,38 @@ def gradients(
             assert source is not None
             found.setdefault(source, []).append(gradient)
     return {value: tape.total(found[value]) for value in wrt if value in found}
+
+
+def _way_back(
+    nodes: Sequence[ir.Node],
+    seeds: Collection[ir.Value],
+    active: Collection[ir.Value],
+    lost: Mapping[ir.Value, ir.Node],
+) -> list[tuple[ir.Node, Entry | None, frozenset[int], list[ir.Value]]]:
+    """Return the nodes that gradients may go through, from the last one on.
+
+    With each are its rule, which an If has none of, the indices of the inputs that need gradients, and the values from
+    outside that its subgraphs read and that need them.
+
+    Raises:
+        ModelError: a node has no rule. This is known before any rule looks at a node that the other one feeds.
+    """
+    way = []
+    reached = set(seeds)
+    for node in reversed(nodes):
+        if reached.isdisjoint(node.outputs):
+            continue
+        captured = [value for value in captured_by(node) if value in active or value in lost]
+        for value in (*node.inputs, *captured):
+            if value is not None and value in lost:
+                raise _no_derivative(lost[value], active)
+        needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
+        if (not needed and not captured) or _is_constant(node):
+            continue
+        branches = node.op_type == "If" and not node.domain
+        way.append((node, None if branches else _entry(node, needed, captured, active), needed, captured))
+        reached.update(captured, (value for k in needed if (value := node.inputs[k]) is not None))
+    return way
 
 
 def captured_by(node: ir.Node) -> list[ir.Value]:

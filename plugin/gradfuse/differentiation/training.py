@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,9 @@ def build_training_step(
         ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
             or running statistics, or an option is out of range.
         ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
+
+    Warns:
+        UserWarning: several nodes read a vector that trains, as after an exporter has merged equal initializers.
     """
     criterion = losses.named(loss) if isinstance(loss, str) else loss
     if criterion is not None and not isinstance(criterion, losses.Loss):
@@ -113,6 +117,7 @@ def _built(
         name: value for name, value in graph.initializers.items() if value.dtype in FLOATS and name not in statistics
     }
     asked = _asked(graph, initializers, trainable, frozen)
+    shared = _shared(initializers)
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
@@ -130,6 +135,7 @@ def _built(
     found = gradients(graph, tape, {result: seed}, chosen)
     graph.extend(tape.nodes)
     parameters = _with_gradients(asked, initializers, found, trainable is not None)
+    _warn_of_shared([name for name in parameters if name in shared])
     description = None
     if optimizer is not None:
         description = dataclasses.replace(
@@ -224,6 +230,25 @@ def _matching(
             raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}, which {what}; expected float initializers")
         found |= dict.fromkeys(matched)
     return list(found)
+
+
+def _shared(initializers: Mapping[str, ir.Value]) -> set[str]:
+    """Return the vectors that several nodes read: biases and scales of layers are seldom shared, weights often."""
+    return {
+        name
+        for name, value in initializers.items()
+        if value.shape is not None and len(value.shape) == 1 and len({node for node, _ in value.uses()}) > 1
+    }
+
+
+def _warn_of_shared(names: Sequence[str]) -> None:
+    if names:
+        listed = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            f"{_WHO}: several nodes read {listed}; each trains as one tensor. Exporters merge initializers of equal "
+            "value: torch.onnx.export does not with optimize=False",
+            stacklevel=3,
+        )
 
 
 def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[ir.Value, list[str]]:
