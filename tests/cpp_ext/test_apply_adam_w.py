@@ -37,7 +37,7 @@ def tensors_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> lis
     decoupled=st.integers(0, 1),
     dtype=st.sampled_from(FLOATS),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_agrees_with_torch_optim(
     size: int,
     step: int,
