@@ -38,7 +38,7 @@ def check(*described: Any, dtype: torch.dtype = torch.float32, threads: int = 1,
     transposed=st.integers(0, 1),
     dtype=st.sampled_from((torch.float32, torch.float64)),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_agrees_with_pytorch(
     batch: int,
     groups: int,

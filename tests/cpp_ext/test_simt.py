@@ -59,7 +59,7 @@ def test_errors_of_kernels_are_found(tmp_path: Path) -> None:
 def test_kernels_agree_with_numpy_under_the_sanitizers() -> None:
     """What `make gpu-test` runs on a GPU, on the host machine: nothing is read or written out of bounds.
 
-    In the suite the C API's programs run the kernels under the sanitizers.
+    To build them takes two minutes, so that `make test-slow` runs it.
     """
     program = CPP_EXT / "tests" / "device" / "gpu_test.py"
     result = subprocess.run([sys.executable, program, "--simt-sanitized"], capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ from variants import FEEDS, GRAPHS, Array, built
 
 from gradfuse import fuse
 
-MUTANTS = 1_200
+MUTANTS = 1_000
 SLOW_MUTANTS = 50_000
 VARIANT_SHARE = 5
 """For so many mutants of training graphs there is one of a small graph of tests/support/variants.py."""
