@@ -217,7 +217,7 @@ def sanitized(variant: str, source: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """On the CPU, and with the CUDA kernels on the machine of the tests. In the suite valgrind runs those of the CPU."""
+    """On the CPU, and with the CUDA kernels on the host. In the suite valgrind runs those of the CPU."""
     program = sanitized("simt-sanitized", "capi_check.cc", tmp_path)
     for device in ("cpu", "cuda"):
         assert output_of(program, device=device, GRADFUSE_NUM_THREADS="3").endswith("\n0 failures\n")
