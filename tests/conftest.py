@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from command_runs import Run, runner
 
 # Tests run in as many processes as there are cores already; onnxruntime's threads are set where they are tested.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,3 +44,9 @@ def _translations_are_collected_once() -> Iterator[None]:
 
     with private.translations_read_once():
         yield
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process: exit code, standard output, standard error."""
+    return runner(capfd)

@@ -6,6 +6,7 @@ what it computes (`forward`).
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class Loss(abc.ABC):
     """What all losses have: `reduction`, "mean" or "sum", as in torch.nn.
 
     Raises:
@@ -72,6 +73,7 @@ class Loss:
         """The inputs that it adds: one tensor like the output, for most."""
         return (Target("target", None, lambda shape: shape),)
 
+    @abc.abstractmethod
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         """Append the loss to a graph.
 
@@ -83,7 +85,6 @@ class Loss:
         Returns:
             A scalar.
         """
-        raise NotImplementedError
 
     def _reduced(self, elements: Tensor) -> Tensor:
         return elements.op("ReduceMean" if self.reduction == _MEAN else "ReduceSum", keepdims=0)

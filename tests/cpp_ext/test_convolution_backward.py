@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_ext.single_node import CUDA_SIMT, assert_refused, assert_same_bits, run
+from cpp_ext.single_node import CPU, CUDA_SIMT, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operators import SAMPLES
@@ -77,20 +77,22 @@ LARGE: list[tuple[Any, ...]] = [
 ]
 
 
-LARGE_ON_CUDA = [LARGE[2], LARGE[7]]
-
-
+@pytest.mark.parametrize("device", [CPU], indirect=True)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
 @pytest.mark.parametrize("described", LARGE, ids=str)
-def test_large_and_the_same_bits_for_any_number_of_threads(
-    described: tuple[Any, ...], dtype: torch.dtype, device: str
-) -> None:
-    if device == CUDA_SIMT and (dtype != torch.float32 or described not in LARGE_ON_CUDA):
-        pytest.skip("its CUDA kernels are direct loops, which take the machine of the tests long")
+def test_large_and_the_same_bits_for_any_number_of_threads(described: tuple[Any, ...], dtype: torch.dtype) -> None:
     *sizes, attributes = described
     one, two = (check(*sizes, dtype=dtype, threads=threads, **attributes) for threads in (1, 2))
     for first, second in zip(one, two, strict=True):
         assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("device", [CUDA_SIMT], indirect=True)
+@pytest.mark.parametrize("described", [LARGE[2], LARGE[7]], ids=str)
+def test_large_on_cuda(described: tuple[Any, ...]) -> None:
+    """Its kernels are direct loops, which take the machine of the tests long: two sizes stand for all."""
+    *sizes, attributes = described
+    check(*sizes, **attributes)
 
 
 @pytest.mark.parametrize("bad", (torch.inf, torch.nan))

@@ -13,8 +13,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from command_runs import Run
 
-from gradfuse import TrainingSession, cli
+from gradfuse import TrainingSession
 from gradfuse.differentiation.coverage import differentiable
 
 MODEL = """<ir_version: 10, opset_import: ["": 18]>
@@ -26,19 +27,6 @@ net (float[N, 3] x) => (float[N, 4] y, int64[N] label)
     y = Relu(b)
     label = ArgMax <axis = 1, keepdims = 0> (y)
 }"""
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    def command(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.run([str(argument) for argument in arguments])
-        output, errors = capfd.readouterr()
-        return code, output, errors
-
-    return command
 
 
 def saved(path: Path, change: Callable[[onnx.ModelProto], None] = lambda model: None) -> Path:

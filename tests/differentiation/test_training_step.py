@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -340,3 +341,25 @@ def test_merged_vectors_are_warned_of_and_unknown_operators_are_named() -> None:
         gradfuse.ModelError, match=r"^other::Op \(node ''\): no gradient rule for this operator of domain"
     ):
         gradfuse.build_training_step(unknown, "mse")
+
+
+def test_the_roi_align_of_an_older_opset_stays_as_it_was() -> None:
+    """Its default changed in opset 16, which models are raised beyond."""
+    text = """
+        <ir_version: 9, opset_import: ["": 15]>
+        m (float[1, 1, 4, 4] x, float[R, 4] rois, int64[R] item) => (float[R, 1, 2, 2] y) <float[1] w = {2}>
+        { found = RoiAlign<output_height=2, output_width=2>(x, rois, item) y = Mul(found, w) }
+    """
+    model = onnx.parser.parse_model(text)
+    x = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
+    feeds = {"x": x, "rois": np.array([[0, 0, 3, 3]], np.float32), "item": np.zeros(1, np.int64)}
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (wanted,) = session.run(None, feeds)
+    step = build_training_step(model, "mse", fuse=False)
+    loss = TrainingSession(step).step(tuple(feeds.values()), wanted)
+    assert float(loss) == 0.0
+
+
+def test_what_all_losses_have_is_no_loss() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        losses.Loss()  # type: ignore[abstract]

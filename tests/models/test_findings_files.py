@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import small_models
+from command_runs import Run, runner
 from onnx import TensorProto, helper
 
 import gradfuse
@@ -26,21 +26,14 @@ from gradfuse.models import files, reading, writing
 
 FINDINGS = Path(__file__).parents[1] / "findings"
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command in this process, in an empty folder: exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
 
-    def command(line: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.run(line.split())
-        output, errors = capfd.readouterr()
-        return code, output, errors
-
-    return command
+    command = runner(capfd)
+    return lambda line: command(*line.split())
 
 
 COMMANDS = ("fuse MODEL out.onnx", "explain MODEL", "check MODEL MODEL --runs 1", "expand MODEL out.onnx")

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import onnx
 import onnx_ir
 import pytest
 import small_models
+from command_runs import Run
 
 import gradfuse
-from gradfuse import cli, custom_ops, fusion
+from gradfuse import custom_ops, fusion
 
 
 @pytest.fixture
@@ -33,22 +33,6 @@ def plain(tmp_path: Path) -> Path:
     path = tmp_path / "plain.onnx"
     onnx.save(small_models.forward(), path)
     return path
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process: exit code, standard output, standard error."""
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.run([str(argument) for argument in arguments])
-        output, errors = capfd.readouterr()
-        return code, output, errors
-
-    return command
 
 
 def op_types(path: Path) -> set[str]:

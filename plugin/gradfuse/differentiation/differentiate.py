@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
 
 OLDEST_OPSET = 17
-"""Older models are raised to it: from 15 to 17 operators only gained types and attributes."""
+"""Older models are raised to it: from 15 to 17 operators gained types and attributes, and RoiAlign another default."""
 
 PREFIX = "gradient/"
 
@@ -80,7 +80,7 @@ def prepared(model: ir.Model) -> ir.Model:
     """Return the model with its functions inlined, in an opset that rules are written for, and with shapes."""
     model = with_tensors_in_memory(model)
     inline(model, lambda function: True)
-    model.opset_imports[""] = max(model.opset_imports[""], OLDEST_OPSET)
+    _raise_opset(model)
     _expand_functions(model)
     # Constants among the initializers have shapes; what lacks one is asked for.
     for value in model.graph.initializers.values():
@@ -91,6 +91,18 @@ def prepared(model: ir.Model) -> ir.Model:
     if untyped:
         shapes.infer(model, untyped)
     return model
+
+
+def _raise_opset(model: ir.Model) -> None:
+    """Bring a model of an opset from 15 on to the oldest that rules are written for."""
+    if model.opset_imports[""] >= OLDEST_OPSET:
+        return
+    if model.opset_imports[""] < 16:
+        for node in model.graph.all_nodes():
+            mode = "coordinate_transformation_mode"
+            if node.op_type == "RoiAlign" and not node.domain and mode not in node.attributes:
+                node.attributes[mode] = ir.AttrString(mode, "output_half_pixel")
+    model.opset_imports[""] = OLDEST_OPSET
 
 
 def _expand_functions(model: ir.Model) -> None:

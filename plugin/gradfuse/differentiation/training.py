@@ -247,7 +247,7 @@ def _warn_of_shared(names: Sequence[str]) -> None:
         warnings.warn(
             f"{_WHO}: several nodes read {listed}; each trains as one tensor. Exporters merge initializers of equal "
             "value: torch.onnx.export does not with optimize=False",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
