@@ -187,17 +187,19 @@ class _Text:
             "nothing_shape = Constant<value_ints=[0]>()\nnothing = ConstantOfShape(nothing_shape)",
         ]
         of_input, of_weight = "input" in self.wanted, "weight" in self.wanted
-        if of_weight or (of_input and self.transposed):
-            parts.append(self._windows())
-        if of_weight:
-            parts.append(self._grad_weight())
-        if of_input:
-            if self.transposed:
-                parts.append(self._grad_small())
-            else:
-                # onnxruntime has no ConvTranspose in float64, and onnx.reference none of several groups.
-                general = self.wide or self.groups > 1
-                parts.append(self._grad_large_by_windows() if general else self._grad_large())
+        if self.wide:
+            # onnxruntime has no convolutions in float64.
+            if of_weight or (of_input and self.transposed):
+                parts.append(self._windows())
+            if of_weight:
+                parts.append(self._grad_weight_by_windows())
+            if of_input:
+                parts.append(self._grad_small_by_windows() if self.transposed else self._grad_large_by_windows())
+        else:
+            if of_weight:
+                parts.append(self._grad_weight())
+            if of_input:
+                parts.append(self._grad_small() if self.transposed else self._grad_large())
         if "bias" in self.wanted:
             axes = ", ".join(map(str, [0, *(axis + 2 for axis in self.axes)]))
             parts.append(f"bias_axes = Constant<value_ints=[{axes}]>()")
@@ -255,7 +257,7 @@ class _Text:
             windows = Reshape<allowzero=1>(met_by_place, windows_shape)
         """
 
-    def _grad_weight(self) -> str:
+    def _grad_weight_by_windows(self) -> str:
         perm = self._perm(1, 2, 0, *(axis + 3 for axis in self.axes))
         return f"""
             small_shape = Concat<axis=0>(batch, group_count, small_of_group, places)
@@ -268,7 +270,7 @@ class _Text:
             weight_sum = Reshape<allowzero=1>(weight_products, weight_shape)
         """
 
-    def _grad_small(self) -> str:
+    def _grad_small_by_windows(self) -> str:
         """The convolution of the large side."""
         perm = self._perm(1, 0, self.spatial + 2, *(axis + 2 for axis in self.axes))
         return f"""
@@ -283,12 +285,56 @@ class _Text:
             input_sum = Reshape<allowzero=1>(sums_by_item, input_shape)
         """
 
+    def _attributes(self, **lists: Sequence[int]) -> str:
+        """The attributes of a convolution, each with a number for each spatial dimension, or two."""
+        texts = (f"{name}=[{', '.join(map(str, numbers))}]" for name, numbers in lists.items())
+        return ", ".join([f"group={self.groups}", *texts])
+
+    def _grad_weight(self) -> str:
+        """The convolution of the large side by the small one, with items of the batch in the place of channels."""
+        swapped = self._perm(1, 0, *(axis + 2 for axis in self.axes))
+        options = self._attributes(strides=self.dilation, dilations=self.stride, pads=[*self.begin, *self.end])
+        axes = ", ".join(str(axis + 2) for axis in self.axes)
+        turned = f"large_by_channel = Transpose<{swapped}>(large)"
+        if self.groups > 1:
+            # (N, groups, channels, ...) to (channels, groups N, ...).
+            turned = f"""
+                large_places = Shape<start=2, end={self.spatial + 2}>(large)
+                large_in_groups_shape = Concat<axis=0>(batch, group_count, large_of_group, large_places)
+                large_in_groups = Reshape<allowzero=1>(large, large_in_groups_shape)
+                large_turned = Transpose<{self._perm(2, 1, 0, *(axis + 3 for axis in self.axes))}>(large_in_groups)
+                items = Mul(group_count, batch)
+                large_by_channel_shape = Concat<axis=0>(large_of_group, items, large_places)
+                large_by_channel = Reshape<allowzero=1>(large_turned, large_by_channel_shape)
+            """
+        return f"""
+            {turned}
+            small_by_channel = Transpose<{swapped}>(small)
+            products = Conv<{options}>(large_by_channel, small_by_channel)
+            first_tap = Constant<value_ints=[{", ".join("0" for _ in self.axes)}]>()
+            tap_axes = Constant<value_ints=[{axes}]>()
+            products_of_taps = Slice(products, first_tap, taps, tap_axes)
+            weight_sum = Transpose<{swapped}>(products_of_taps)
+        """
+
+    def _grad_small(self) -> str:
+        """The convolution of the large side."""
+        options = self._attributes(strides=self.stride, dilations=self.dilation, pads=[*self.begin, *self.end])
+        axes = ", ".join(str(axis + 2) for axis in self.axes)
+        return f"""
+            all_windows = Conv<{options}>(large, kernel)
+            first_place = Constant<value_ints=[{", ".join("0" for _ in self.axes)}]>()
+            place_axes = Constant<value_ints=[{axes}]>()
+            input_sum = Slice(all_windows, first_place, places, place_axes)
+        """
+
     def _grad_large(self) -> str:
         """The transposed convolution of the small side, cut to the large side or filled up with zeros."""
-        strides, dilations = (", ".join(map(str, numbers)) for numbers in (self.stride, self.dilation))
+        options = self._attributes(strides=self.stride, dilations=self.dilation)
+        uncut = f"uncut = ConvTranspose<{options}>(small, kernel)" if self.groups == 1 else self._spread()
         begin = ", ".join(map(str, (0, 0, *self.begin)))
         return f"""
-            uncut = ConvTranspose<group={self.groups}, strides=[{strides}], dilations=[{dilations}]>(small, kernel)
+            {uncut}
             cut_begin = Constant<value_ints=[{begin}]>()
             large_shape = Shape(large)
             cut_end = Add(cut_begin, large_shape)
@@ -298,6 +344,58 @@ class _Text:
             none_missing = Sub(missing, missing)
             fills = Concat<axis=0>(none_missing, missing)
             input_sum = Pad(cut, fills)
+        """
+
+    def _spread(self) -> str:
+        """Name `uncut` the transposed convolution in groups, which onnx.reference has none of.
+
+        It is the convolution of the small side, with zeros between its elements, by the kernel turned around.
+        """
+        numbers = {"strides_of_axes": self.stride, "dilations_of_axes": self.dilation}
+        text = "".join(
+            f"{name} = Constant<value_ints=[{', '.join(map(str, found))}]>()\n" for name, found in numbers.items()
+        )
+        source = "small"
+        if max(self.stride) > 1:
+            source = "small_apart"
+            apart = [2 * axis + 3 for axis in self.axes]
+            behind = [0] * (2 * self.spatial + 2)
+            for axis, stride in zip(apart, self.stride, strict=True):
+                behind[axis] = stride - 1
+            zeros = [*[0] * len(behind), *behind]
+            text += f"""
+                apart_axes = Constant<value_ints=[{", ".join(map(str, apart))}]>()
+                small_with_axes = Unsqueeze(small, apart_axes)
+                zeros_between = Constant<value_ints=[{", ".join(map(str, zeros))}]>()
+                small_with_zeros = Pad(small_with_axes, zeros_between)
+                small_channels_and_items = Shape<start=0, end=2>(small)
+                apart_places = Mul(places, strides_of_axes)
+                apart_shape = Concat<axis=0>(small_channels_and_items, apart_places)
+                small_apart = Reshape<allowzero=1>(small_with_zeros, apart_shape)
+            """
+        spatial_axes = ", ".join(str(axis + 2) for axis in self.axes)
+        backward = ", ".join("-1" for _ in self.axes)
+        lowest = ", ".join(str(-(2**62)) for _ in self.axes)
+        group_perm = self._perm(0, 2, 1, *(axis + 3 for axis in self.axes))
+        return f"""
+            {text}
+            kernel_in_groups_shape = Concat<axis=0>(group_count, small_of_group, large_of_group, taps)
+            kernel_in_groups = Reshape<allowzero=1>(kernel, kernel_in_groups_shape)
+            kernel_turned = Transpose<{group_perm}>(kernel_in_groups)
+            large_channels = Mul(group_count, large_of_group)
+            kernel_by_large_shape = Concat<axis=0>(large_channels, small_of_group, taps)
+            kernel_by_large = Reshape<allowzero=1>(kernel_turned, kernel_by_large_shape)
+            backward = Constant<value_ints=[{backward}]>()
+            turn_to = Constant<value_ints=[{lowest}]>()
+            turn_axes = Constant<value_ints=[{spatial_axes}]>()
+            kernel_around = Slice(kernel_by_large, backward, turn_to, turn_axes, backward)
+            one_tap = Constant<value_ints=[1]>()
+            taps_beside = Sub(taps, one_tap)
+            reach = Mul(taps_beside, dilations_of_axes)
+            no_channels = Constant<value_ints=[0, 0]>()
+            around = Concat<axis=0>(no_channels, reach, no_channels, reach)
+            small_padded = Pad({source}, around)
+            uncut = Conv<{self._attributes(dilations=self.dilation)}>(small_padded, kernel_around)
         """
 
     def _grad_large_by_windows(self) -> str:
