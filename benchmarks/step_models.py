@@ -27,6 +27,32 @@ class DigitsCnn(nn.Module):
         return self.head(F.max_pool2d(features, 2).flatten(1))  # type: ignore[no-any-return]
 
 
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions with batch normalisation beside a shortcut."""
+
+    def __init__(self, channels: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, outputs, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second_norm(self.second(F.relu(self.first_norm(self.first(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet20() -> nn.Module:
+    """ResNet-20 for images of 32 x 32, as of He et al. 2015 but for shortcuts with a 1 x 1 convolution."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    for channels, outputs, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
+        layers += [Residual(channels, outputs, stride), Residual(outputs, outputs, 1), Residual(outputs, outputs, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
 class Block(nn.Module):
     """Causal attention and a feed-forward layer, each behind a normalisation."""
 
@@ -131,6 +157,10 @@ def tokens(count: int) -> tuple[Tensors, Tensors]:
     return (torch.randn(count, Experts.width),), (torch.randint(0, 10, (count,)),)
 
 
+def pictures(count: int) -> tuple[Tensors, Tensors]:
+    return (torch.randn(count, 3, 32, 32),), (torch.randint(0, 10, (count,)),)
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A step to measure: how its module, loss and batches are made, and the sizes of batches."""
@@ -144,6 +174,7 @@ class Model:
 
 MODELS = {
     "digits": Model("CNN on 8 x 8 digits", DigitsCnn, F.cross_entropy, digits, (8, 64, 512)),
+    "resnet20": Model("ResNet-20 on 32 x 32 images", resnet20, F.cross_entropy, pictures, (8, 32, 128)),
     "gpt": Model("GPT, 4 layers of 256, vocabulary 32,000, 128 tokens", Gpt, F.cross_entropy, text, (1, 4, 16)),
     "ctc": Model("convolutions and GRU with CTC, 400 frames", Speech, ctc_loss, speech, (1, 4, 16)),
     "moe": Model("8 experts with biases of groups", Experts, F.cross_entropy, tokens, (64, 512, 4096)),
