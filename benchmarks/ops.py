@@ -36,6 +36,7 @@ from typing import Any
 # Read when PyTorch is loaded: its threads would go on spinning while the next variant runs, and take a core from it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
 import onnxruntime as ort

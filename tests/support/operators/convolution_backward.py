@@ -35,7 +35,8 @@ def convolution_backward(
     """
     spatial = input.dim() - 2
     work = working_type(dtype)
-    wide = [tensor.to(work) for tensor in (grad_output, input, weight)]
+    # Contiguous, as PyTorch refuses some strides of float64.
+    wide = [tensor.to(work).contiguous() for tensor in (grad_output, input, weight)]
     lists = [list(numbers) * spatial if len(numbers) == 1 else list(numbers) for numbers in (stride, dilation)]
     extra = list(output_padding) * spatial if len(output_padding) == 1 else list(output_padding)
     begin, end = (list(padding) * spatial,) * 2 if len(padding) == 1 else (list(padding),) * 2
