@@ -13,6 +13,7 @@ import onnx
 
 from gradfuse.custom_ops import (
     apply_adam_w,
+    batch_norm,
     batch_norm_backward,
     convolution_backward,
     cross_entropy_loss_grad,
@@ -43,6 +44,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             ctc_loss,
             convolution_backward,
             batch_norm_backward,
+            batch_norm,
             apply_adam_w,
         )
     }

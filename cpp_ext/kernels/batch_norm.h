@@ -46,8 +46,8 @@ class BatchParts {
   int64_t count_;
 };
 
-// How far ahead a sum over planes asks for memory, in elements: for the next plane, which the processor does not see by
-// itself, or within a large one as other sweeps do.
+// How far ahead a loop over planes asks for memory, in elements: for the next plane, which the processor does not see
+// by itself, or within a large one as other sweeps do.
 template <class T>
 int64_t AskedAhead(int64_t size, int64_t pitch, bool is_last) {
   constexpr int64_t kLarge = 16384;

@@ -48,6 +48,11 @@ def gated(step: TrainingStep) -> list[bool]:
     return [len(node.input) > RELU_OUTPUT and bool(node.input[RELU_OUTPUT]) for node in nodes]
 
 
+def rectified(step: TrainingStep) -> list[bool]:
+    """Of each normalization, whether a ReLU is in it."""
+    return [any(one.name == "relu" and one.i for one in node.attribute) for node in of_type(step, "BatchNorm")]
+
+
 GATES = ("LessOrEqual", "Greater")
 
 
@@ -68,6 +73,8 @@ def test_the_gradient_of_a_relu_is_in_that_of_the_normalization(
     step = exported(Net(function))
     assert gated(step) == [True]
     assert not of_type(step, *GATES)
+    # The ReLU itself is in the normalization where it follows directly.
+    assert len(of_type(step, "Relu")) == rectified(step).count(False)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,24 @@ def test_other_gradients_stay_what_they_are(function: Callable[[Tensor, nn.Modul
     step = exported(Net(function))
     assert gated(step) == [False]
     assert of_type(step, *GATES)
+    assert rectified(step) == [False]
+
+
+@pytest.mark.parametrize(
+    "function, folded",
+    [
+        (lambda x, norm: norm(x).relu(), True),
+        (lambda x, norm: (y := norm(x).relu()) + y.exp(), True),
+        (lambda x, norm: (norm(x) + 0.5).relu(), False),
+        (lambda x, norm: (y := norm(x)).relu() + y.sin(), False),
+        (lambda x, norm: (y := norm(x)).relu() + y.relu(), False),
+        (lambda x, norm: F.relu6(norm(x)), False),
+    ],
+)
+def test_a_relu_that_is_all_that_reads_a_result_is_in_it(
+    function: Callable[[Tensor, nn.Module], Tensor], folded: bool
+) -> None:
+    assert rectified(exported(Net(function))) == [folded]
 
 
 class Two(nn.Module):
@@ -124,6 +149,8 @@ def test_normalizations_of_all_kinds(module: nn.Module, sizes: tuple[int, ...], 
     layers = [nn.Flatten(), nn.Linear(width, width), nn.Unflatten(1, sizes), module, *([nn.ReLU()] if relu else [])]
     step = exported(nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3)), *sizes)
     assert gated(step) == [relu]
+    # Without running statistics PyTorch traces another operator.
+    assert rectified(step) == ([relu] if module.running_mean is not None else [])
 
 
 @pytest.mark.parametrize("frozen, mask", [("weight", [1, 0, 1]), ("bias", [1, 1, 0])])
@@ -157,13 +184,13 @@ def test_with_parameters_of_another_type_it_stays_in_pieces() -> None:
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     batch = torch.randn(16, 4), torch.randint(0, 3, (16,))
     step = export_training_step(module, F.cross_entropy, batch, autocast=torch.bfloat16)
-    assert not of_type(step, "BatchNormBackward")
+    assert not of_type(step, "BatchNorm", "BatchNormBackward")
 
 
 def test_in_evaluation_mode_it_stays_in_pieces() -> None:
     module = Net(lambda x, norm: norm(x).relu())
     module.norm.eval()
-    assert not of_type(exported(module), "BatchNormBackward")
+    assert not of_type(exported(module), "BatchNorm", "BatchNormBackward")
 
 
 def test_without_fusing_there_are_standard_operators_only() -> None:

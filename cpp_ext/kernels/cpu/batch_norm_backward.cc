@@ -130,7 +130,9 @@ void WritePlanes(const GradPlanes<T>& channel, const GradFactors<ComputeType<T>>
   const auto offset = hn::Set(d, factors.offset);
   GradPlanes<T> plane = channel;
   for (int64_t left = channel.count; left > 0; --left, plane.Advance(channel.pitch)) {
+    const int64_t ahead = AskedAhead<T>(plane.size, plane.pitch, left == 1);
     ForEachVectorInto<Sink<kStreams, Whole>>(plane.grad_input, d, plane.size, [&](int64_t i, auto at) HWY_ATTR {
+      if constexpr (!kStreams && hn::MaxLanes(d) > 1) __builtin_prefetch(plane.grad_input + ahead + i, /*rw=*/1);
       const auto distance = Load(at, d, plane.input + i) - mean;
       const auto grad = Gradient<kGates>(at, plane, i);
       Store(at, hn::MulAdd(scale, grad, hn::MulAdd(slope, distance, offset)), d, plane.grad_input + i);

@@ -1,4 +1,4 @@
-"""Puts `aclnn::batch_norm_backward` into traced programs, with the gradient of a ReLU that follows in it.
+"""Puts `aclnn::batch_norm` and `aclnn::batch_norm_backward` into traced programs, with a ReLU that follows in them.
 
 This module imports torch.
 """
@@ -22,20 +22,41 @@ KEPT = (aten.native_batch_norm_backward.default, aten.threshold_backward.default
 """The operators that a program must still have."""
 
 _MAX_RANK = 8
+_FORWARD_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_batch_norms(program: ExportedProgram) -> None:
-    """Replace gradients of batch normalization in training mode in a program, where all tensors have one type.
+    """Replace batch normalization in training mode in a program, and its gradients, where all tensors have one type.
 
-    The gradient of a ReLU that nothing else reads becomes part of the operator. That is exact whatever lies between the
-    two, as the operator gates what it reads by the ReLU's output.
+    A ReLU that is all that reads a result becomes part of the operator. So does the gradient of a ReLU that nothing
+    else reads than the gradient of a normalization. That is exact whatever lies between the two, as the operator gates
+    what it reads by the ReLU's output.
     """
     graph = program.graph
     for node in list(graph.nodes):
-        if node.target is aten.native_batch_norm_backward.default:
+        if node.target is aten._native_batch_norm_legit_functional.default:
+            _fuse_forward(node)
+        elif node.target is aten.native_batch_norm_backward.default:
             _fuse_backward(node)
     graph.lint()
     program.graph_module.recompile()
+
+
+def _fuse_forward(node: Node) -> None:
+    *inputs, training, momentum, eps = node.args
+    x = inputs[0]
+    if not training or not _fit(x, inputs) or _value(x).dtype not in _FORWARD_TYPES:
+        return
+    results = [user for user in node.users if user.args[1] == 0]
+    readers = [reader for result in results for reader in result.users]
+    relu = readers[0] if len(readers) == 1 and readers[0].target is aten.relu.default else None
+    with node.graph.inserting_before(node):
+        arguments = (*inputs, momentum, eps, relu is not None)
+        fused = node.graph.call_function(torch.ops.aclnn.batch_norm.default, arguments)
+    _replace(node, fused)
+    if relu is not None:
+        relu.replace_all_uses_with(results[0])
+        node.graph.erase_node(relu)
 
 
 def _fuse_backward(node: Node) -> None:
