@@ -13,6 +13,8 @@ import onnx
 
 from gradfuse.custom_ops import (
     apply_adam_w,
+    batch_norm,
+    batch_norm_backward,
     convolution_backward,
     cross_entropy_loss_grad,
     ctc_loss,
@@ -41,6 +43,8 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             grouped_bias_add_grad,
             ctc_loss,
             convolution_backward,
+            batch_norm_backward,
+            batch_norm,
             apply_adam_w,
         )
     }

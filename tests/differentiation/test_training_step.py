@@ -213,15 +213,20 @@ def test_differentiate_refuses_what_is_not_there() -> None:
             gradfuse.differentiate(model, **arguments)
 
 
-def test_batch_norm_trains_as_in_torch() -> None:
+@pytest.mark.parametrize("fuse", (True, False))
+@pytest.mark.parametrize("relu", (True, False))
+def test_batch_norm_trains_as_in_torch(fuse: bool, relu: bool) -> None:
     def module() -> nn.Module:
         torch.manual_seed(0)
-        parts = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.3), nn.Tanh(), nn.BatchNorm2d(4))
+        activation = nn.ReLU() if relu else nn.Tanh()
+        parts = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.3), activation, nn.BatchNorm2d(4))
         return nn.Sequential(*parts, nn.Flatten(), nn.Linear(144, CLASSES))
 
-    model = forward(module().eval(), X)
-    step = build_training_step(model, "cross_entropy", optimizer=optimizers.SGD(lr=0.1), train_batch_norm=True)
+    model, sgd = forward(module().eval(), X), optimizers.SGD(lr=0.1)
+    step = build_training_step(model, "cross_entropy", optimizer=sgd, train_batch_norm=True, fuse=fuse)
     assert len(step.buffers) == 4
+    gates = [len(node.input) > 5 for node in step.model.graph.node if node.op_type == "BatchNormBackward"]
+    assert gates == ([False, relu] if fuse else [])
     session = TrainingSession(step)
 
     def trained(dtype: torch.dtype) -> tuple[nn.Module, float]:

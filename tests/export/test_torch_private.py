@@ -59,6 +59,11 @@ class Loss(nn.Module):
         return self.layer(x).sum()  # type: ignore[no-any-return]
 
 
+class Rectified(Loss):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
@@ -197,6 +202,15 @@ def test_with_backward() -> None:
         program = private.with_backward(torch.export.export(Loss(), (torch.ones(2, 3),)))
         loss, *gradients = program.graph_module.graph.output_node().args[0]
         assert [tuple(one.meta["val"].shape) for one in (loss, *gradients)] == [(), (1, 3), (1,)]
+
+
+def test_with_backward_keeps_operators() -> None:
+    with needed("torch._decomp.core_aten_decompositions", "see the gradients of batch normalization as one operator"):
+        kept = torch.ops.aten.threshold_backward.default
+        forward = torch.export.export(Rectified(), (torch.ones(2, 3),))
+        for wanted in ((), (kept,)):
+            program = private.with_backward(forward, wanted)
+            assert (kept in {node.target for node in program.graph.nodes}) == bool(wanted)
 
 
 def test_with_user_outputs() -> None:

@@ -307,6 +307,7 @@ CTC = ({0: "batch", 1: "labels"}, {0: "batch"}, {0: "batch"})
 SPEECH = ({0: "batch", 1: "length"}, *CTC)
 CTC_OPERATORS = ("CtcLoss", "CtcLossBackward")
 GROUPED = ("CrossEntropyLossGrad", "GroupedBiasAddGrad")
+NORMALIZED = ("CrossEntropyLossGrad", "BatchNorm", "BatchNormBackward")
 SOFTMAX = ("CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward")
 
 
@@ -315,7 +316,7 @@ def _experts(grouping: str, fused: tuple[str, ...] = ("CrossEntropyLossGrad",)) 
 
 
 MODELS = {
-    "ResNet": Model(ResNet, nn.CrossEntropyLoss(label_smoothing=0.1), images, ITEMS),
+    "ResNet": Model(ResNet, nn.CrossEntropyLoss(label_smoothing=0.1), images, ITEMS, NORMALIZED),
     "ConvNeXt": Model(ConvNext, F.cross_entropy, images, ITEMS),
     "ViT": Model(VisionTransformer, F.cross_entropy, patches, ITEMS),
     "GPT": Model(lambda: Gpt(True), next_token_loss, texts, (TEXT, TEXT), SOFTMAX),

@@ -1,6 +1,8 @@
 #pragma once
 
 #include "gradfuse/ops/apply_adam_w.h"
+#include "gradfuse/ops/batch_norm.h"
+#include "gradfuse/ops/batch_norm_backward.h"
 #include "gradfuse/ops/convolution_backward.h"
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
 #include "gradfuse/ops/ctc_loss.h"
@@ -17,7 +19,7 @@ struct OpList {};
 // The table of all ops. A new op is its header and kernels, and a row here.
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
-    GroupedBiasAddGradArgs, ConvolutionBackwardArgs, ApplyAdamWArgs>;
+    GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, ApplyAdamWArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -128,6 +128,10 @@ template <class V>
 GRADFUSE_INLINE V IfThenZeroElse(bool mask, V no) {
   return mask ? V{} : no;
 }
+template <class D>
+GRADFUSE_INLINE bool FirstN(D, size_t lanes) {
+  return lanes != 0;
+}
 GRADFUSE_INLINE bool And(bool a, bool b) { return a && b; }
 template <class D>
 GRADFUSE_INLINE bool AllFalse(D, bool mask) {

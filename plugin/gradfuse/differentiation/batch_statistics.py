@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.normalization import mean
+from gradfuse.custom_ops.batch_norm_backward import MAX_RANK
+from gradfuse.differentiation.normalization import BY_BATCH, mean
 from gradfuse.differentiation.rules import error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 
@@ -47,11 +48,16 @@ def separate_statistics(graph: ir.Graph) -> None:
             seen.add(value)
 
 
-def use_batch_statistics(graph: ir.Graph, tape: Tape) -> dict[str, Tensor]:
+def use_batch_statistics(graph: ir.Graph, tape: Tape, *, fuse: bool) -> dict[str, Tensor]:
     """Normalise by the mean and variance of the batch, which are computed ahead of each node.
 
     The nodes stay in inference mode: onnxruntime's kernel for training mode writes the new running statistics over the
     old ones, which are still read.
+
+    Args:
+        graph: the graph of a forward model.
+        tape: where nodes are written.
+        fuse: whether the gradient of a node may be `aclnn::BatchNormBackward`.
 
     Returns:
         The name of each running statistic, and its new value, which is that of torch: the running variance is updated
@@ -81,6 +87,9 @@ def use_batch_statistics(graph: ir.Graph, tape: Tape) -> dict[str, Tensor]:
             updated[str(statistic.name)] = kept * momentum + batch.cast(kept.dtype) * (1 - momentum)
         for index, batch in zip((_MEAN, _VARIANCE), (middle, spread), strict=True):
             node.replace_input_with(index, batch.cast(tape.of(_given(node, index)).dtype).value)
+        types = {_given(node, index).dtype for index in range(len(node.inputs))}
+        if fuse and len(types) == 1 and 2 <= rank <= MAX_RANK:
+            node.meta[BY_BATCH] = True
         graph.insert_before(node, tape.nodes[begin:])
     tape.nodes.clear()
     return updated

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradfuse.differentiation.rules import Call, Gradient, gradient
+import onnx_ir as ir
+
+from gradfuse.differentiation.rules import Call, Gradient, constant_of, gradient
 from gradfuse.differentiation.tensors import Tensor
+
+BY_BATCH = "gradfuse.normalizes_by_batch"
+"""The key of `meta` that says of a BatchNormalization: its mean and variance are the batch's, and read by it alone."""
 
 
 def _centred(x: Tensor, axes: list[int], epsilon: float) -> tuple[Tensor, Tensor]:
@@ -35,6 +40,9 @@ def batch_normalization(call: Call) -> Iterator[Gradient]:
         raise call.error("the result depends on its running statistics; expected on its first output only")
     assert x is not None and scale is not None and dy is not None
     rank, epsilon = call.rank(x), call.attribute("epsilon", 1e-5)
+    if call.node.meta.get(BY_BATCH):
+        yield from _by_batch(call, epsilon)
+        return
     others = [axis for axis in range(rank) if axis != 1]
 
     def column(vector: Tensor | None) -> Tensor:
@@ -54,6 +62,48 @@ def batch_normalization(call: Call) -> Iterator[Gradient]:
         scaled = column(scale) * inverse
         yield lambda: -(dy * scaled).sum(others, keepdims=False).cast(scale.dtype)
         yield lambda: (dy * normalized * (scaled * inverse * -0.5)).sum(others, keepdims=False).cast(scale.dtype)
+
+
+def _by_batch(call: Call, epsilon: float) -> Iterator[Gradient]:
+    """One operator, whose gradient of the input goes through mean and variance as well, which then get none."""
+    x, scale, _, mean, variance = call.x
+    assert x is not None and scale is not None and mean is not None and variance is not None
+    wanted = [index in call.needed for index in range(3)]
+    inverse = 1 / (variance + epsilon).sqrt()
+    yield from call.tape.parts(
+        "BatchNormBackward", 3, call.dy[0], x, scale, mean, inverse, None,
+        domain="aclnn", output_mask=[int(one) for one in wanted],
+    )  # fmt: skip
+    yield lambda: None
+    yield lambda: None
+
+
+def fold_relus(graph: ir.Graph) -> None:
+    """Let gradients of batch normalization read what comes into a ReLU's gradient that nothing else reads."""
+    for node in graph:
+        if node.op_type != "BatchNormBackward" or node.domain != "aclnn" or node.inputs[_RELU_OUTPUT] is not None:
+            continue
+        gated = node.inputs[0]
+        gate = None if gated is None else gated.producer()
+        if gated is None or gate is None or gate.op_type != "Where":
+            continue
+        condition, source, other = gate.inputs
+        positive = None if condition is None else condition.producer()
+        if positive is None or positive.op_type != "Greater" or len(list(gated.uses())) > 1 or gated.is_graph_output():
+            continue
+        output, least = positive.inputs
+        producer = None if output is None else output.producer()
+        if producer is not None and producer.op_type == "Relu" and _is_zero(other) and _is_zero(least):
+            node.replace_input_with(0, source)
+            node.replace_input_with(_RELU_OUTPUT, output)
+
+
+_RELU_OUTPUT = 5
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    found = None if value is None else constant_of(value)
+    return found is not None and found.size == 1 and not found.any()
 
 
 @gradient("InstanceNormalization")

@@ -16,6 +16,7 @@ from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
 from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared, values_of
+from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -124,7 +125,7 @@ def _built(
 
     updated = {}
     if train_batch_norm:
-        updated = use_batch_statistics(graph, Tape(free_prefix(graph), work.opset_imports[""]))
+        updated = use_batch_statistics(graph, Tape(free_prefix(graph), work.opset_imports[""]), fuse=fuse)
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     result, targets = _loss(graph, tape, criterion)
     graph.extend(tape.nodes)
@@ -134,6 +135,8 @@ def _built(
     seed = tape.constant(np.ones([1] * len(result.shape or ())), result.dtype or ir.DataType.FLOAT)
     found = gradients(graph, tape, {result: seed}, chosen)
     graph.extend(tape.nodes)
+    if fuse:
+        fold_relus(graph)
     parameters = _with_gradients(asked, initializers, found, trainable is not None)
     _warn_of_shared([name for name in parameters if name in shared])
     description = None

@@ -113,11 +113,30 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 # Traced programs.
 
 
-def with_backward(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Extend a program that returns a loss by the gradients of its trainable inputs, as further outputs."""
+def with_backward(program: torch.export.ExportedProgram, kept: Iterable[Any] = ()) -> torch.export.ExportedProgram:
+    """Extend a program that returns a loss by the gradients of its trainable inputs, as further outputs.
+
+    Args:
+        program: the program.
+        kept: operators that are not decomposed, as others are that are not in ATen's core.
+    """
+    import torch._decomp as decompositions
     from torch.export.experimental import _export_forward_backward
 
-    return _export_forward_backward(program)
+    original = decompositions.core_aten_decompositions
+
+    def without_kept() -> Any:
+        table: Any = original()
+        for overload in kept:
+            table.pop(overload, None)
+        return table
+
+    # It takes the table from there in each call.
+    decompositions.core_aten_decompositions = without_kept
+    try:
+        return _export_forward_backward(program)
+    finally:
+        decompositions.core_aten_decompositions = original
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, recurrences
+from gradfuse.export import batch_norms, dropout, recurrences
 from gradfuse.export.decompositions import backward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -53,7 +53,7 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> Ex
         # The other attention kernels have backward operators that no exporter knows.
         with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
             forward = torch.export.export(_Traced(step, native), arguments, dynamic_shapes=dims)
-            program = private.with_backward(forward)
+            program = private.with_backward(forward, batch_norms.KEPT)
     except Exception as error:
         # torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
@@ -80,6 +80,8 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
         return program
     try:
         with quiet():
+            if fuse:
+                batch_norms.fuse_batch_norms(program)
             result: ExportedProgram = program.run_decompositions(table)
             return result
     except Exception as error:

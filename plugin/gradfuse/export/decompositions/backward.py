@@ -25,7 +25,13 @@ register_ops()
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     # torch.onnx translates batch normalisation in training mode as if it were in evaluation mode.
-    known = private.known_decompositions([aten._native_batch_norm_legit_functional.default])
+    known = private.known_decompositions(
+        [
+            aten._native_batch_norm_legit_functional.default,
+            aten.native_batch_norm_backward.default,
+            aten.threshold_backward.default,
+        ]
+    )
     return {
         **known,
         **attention.table(),

@@ -1,0 +1,24 @@
+#include "gradfuse/ops/batch_norm_backward.h"
+
+#include "aclnnop/aclnn_batch_norm_backward.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::BatchNormBackwardArgs;
+
+aclnnStatus aclnnBatchNormBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* input,
+                                                   const aclTensor* weightOptional, const aclTensor* saveMean,
+                                                   const aclTensor* saveInvstd, const aclTensor* reluOutputOptional,
+                                                   const aclIntArray* outputMask, aclTensor* gradInput,
+                                                   aclTensor* gradWeight, aclTensor* gradBias, uint64_t* workspaceSize,
+                                                   aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnBatchNormBackwardGetWorkspaceSize",
+      {gradOutput, input, weightOptional, saveMean, saveInvstd, reluOutputOptional, gradInput, gradWeight, gradBias},
+      [&](Args& args) { args.output_mask = gradfuse::capi::ReadNumbers("output_mask", outputMask); }, workspaceSize,
+      executor);
+}
+
+aclnnStatus aclnnBatchNormBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                   aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnBatchNormBackward", Args::kName, workspace, workspaceSize, executor, stream);
+}

@@ -1,0 +1,198 @@
+"""Batch normalization in exported steps: which nodes it becomes. Each export compares its numbers with PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfuse import TrainingStep, export_training_step
+
+RELU_OUTPUT = 5
+
+
+class Net(nn.Module):
+    """A function of features and their normalization, between two convolutions."""
+
+    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, bias=False)
+        self.norm = norm or nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 3, 2)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x), self.norm)).mean((2, 3))  # type: ignore[no-any-return]
+
+
+def exported(module: nn.Module, *sizes: int, **options: object) -> TrainingStep:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape) * 0.5)
+    batch = torch.randn(4, *(sizes or (2, 6, 5))), torch.randint(0, 3, (4,))
+    return export_training_step(module, F.cross_entropy, batch, **options)  # type: ignore[arg-type]
+
+
+def of_type(step: TrainingStep, *op_types: str) -> list[onnx.NodeProto]:
+    return [node for node in step.model.graph.node if node.op_type in op_types]
+
+
+def gated(step: TrainingStep) -> list[bool]:
+    """Of each gradient of a normalization, whether a ReLU's is in it."""
+    nodes = of_type(step, "BatchNormBackward")
+    return [len(node.input) > RELU_OUTPUT and bool(node.input[RELU_OUTPUT]) for node in nodes]
+
+
+def rectified(step: TrainingStep) -> list[bool]:
+    """Of each normalization, whether a ReLU is in it."""
+    return [any(one.name == "relu" and one.i for one in node.attribute) for node in of_type(step, "BatchNorm")]
+
+
+GATES = ("LessOrEqual", "Greater")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, norm: norm(x).relu(),
+        lambda x, norm: F.relu_(norm(x)),
+        # The ReLU's output is read twice: its gradient is a sum, which one operator gates.
+        lambda x, norm: (y := norm(x).relu()) + y.exp(),
+        # Between them is what passes the gradient on.
+        lambda x, norm: (norm(x) + 0.5).relu(),
+    ],
+)
+def test_the_gradient_of_a_relu_is_in_that_of_the_normalization(
+    function: Callable[[Tensor, nn.Module], Tensor],
+) -> None:
+    step = exported(Net(function))
+    assert gated(step) == [True]
+    assert not of_type(step, *GATES)
+    # The ReLU itself is in the normalization where it follows directly.
+    assert len(of_type(step, "Relu")) == rectified(step).count(False)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, norm: (norm(x) + x).relu(),
+        # The normalization's output is read twice: its gradient is a sum with that of the ReLU.
+        lambda x, norm: (y := norm(x)).relu() + y.sin(),
+        lambda x, norm: (norm(x) * 2).relu(),
+        lambda x, norm: F.threshold(norm(x), 0.1, 0.0),
+        lambda x, norm: F.hardtanh(norm(x)),
+        lambda x, norm: norm(x.relu()),
+    ],
+)
+def test_other_gradients_stay_what_they_are(function: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    step = exported(Net(function))
+    assert gated(step) == [False]
+    assert of_type(step, *GATES)
+    assert rectified(step) == [False]
+
+
+@pytest.mark.parametrize(
+    "function, folded",
+    [
+        (lambda x, norm: norm(x).relu(), True),
+        (lambda x, norm: (y := norm(x).relu()) + y.exp(), True),
+        (lambda x, norm: (norm(x) + 0.5).relu(), False),
+        (lambda x, norm: (y := norm(x)).relu() + y.sin(), False),
+        (lambda x, norm: (y := norm(x)).relu() + y.relu(), False),
+        (lambda x, norm: F.relu6(norm(x)), False),
+    ],
+)
+def test_a_relu_that_is_all_that_reads_a_result_is_in_it(
+    function: Callable[[Tensor, nn.Module], Tensor], folded: bool
+) -> None:
+    assert rectified(exported(Net(function))) == [folded]
+
+
+class Two(nn.Module):
+    """A residual block whose shortcut is normalized as well: both gradients are gated by one ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shortcut = nn.Conv2d(2, 3, 1), nn.Conv2d(2, 3, 1)
+        self.norm, self.other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)) + self.other(self.shortcut(x))
+        return y.relu().mean((2, 3))  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_two_read_is_in_neither() -> None:
+    step = exported(Two())
+    assert gated(step) == [False, False]
+    assert of_type(step, *GATES)
+
+
+@pytest.mark.parametrize("relu", (False, True))
+@pytest.mark.parametrize(
+    "module, sizes",
+    [
+        (nn.BatchNorm1d(3), (3,)),
+        (nn.BatchNorm1d(3, affine=False), (3, 5)),
+        (nn.BatchNorm3d(3), (3, 2, 3, 4)),
+        (nn.BatchNorm2d(3, momentum=0.25, eps=1e-3), (3, 4, 4)),
+        (nn.BatchNorm2d(3, track_running_stats=False), (3, 4, 4)),
+    ],
+    ids=str,
+)
+def test_normalizations_of_all_kinds(module: nn.Module, sizes: tuple[int, ...], relu: bool) -> None:
+    width = int(torch.tensor(sizes).prod())
+    layers = [nn.Flatten(), nn.Linear(width, width), nn.Unflatten(1, sizes), module, *([nn.ReLU()] if relu else [])]
+    step = exported(nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3)), *sizes)
+    assert gated(step) == [relu]
+    # Without running statistics PyTorch traces another operator.
+    assert rectified(step) == ([relu] if module.running_mean is not None else [])
+
+
+@pytest.mark.parametrize("frozen, mask", [("weight", [1, 0, 1]), ("bias", [1, 1, 0])])
+def test_only_the_gradients_that_are_asked_for(frozen: str, mask: list[int]) -> None:
+    module = Net(lambda x, norm: norm(x).relu())
+    module.norm.get_parameter(frozen).requires_grad_(False)
+    (node,) = of_type(exported(module), "BatchNormBackward")
+    assert [list(one.ints) for one in node.attribute if one.name == "output_mask"] == [mask]
+
+
+def test_a_batch_of_any_size() -> None:
+    step = exported(Net(lambda x, norm: norm(x).relu()), dynamic_shapes=({0: "batch"}, {0: "batch"}))
+    assert gated(step) == [True]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_normalization_of_one_type(dtype: torch.dtype) -> None:
+    step = exported_as(dtype)
+    assert gated(step) == [True]
+
+
+def exported_as(dtype: torch.dtype) -> TrainingStep:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
+    batch = torch.randn(16, 4).to(dtype), torch.randint(0, 3, (16,))
+    return export_training_step(module, F.cross_entropy, batch)
+
+
+def test_with_parameters_of_another_type_it_stays_in_pieces() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    batch = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    step = export_training_step(module, F.cross_entropy, batch, autocast=torch.bfloat16)
+    assert not of_type(step, "BatchNorm", "BatchNormBackward")
+
+
+def test_in_evaluation_mode_it_stays_in_pieces() -> None:
+    module = Net(lambda x, norm: norm(x).relu())
+    module.norm.eval()
+    assert not of_type(exported(module), "BatchNorm", "BatchNormBackward")
+
+
+def test_without_fusing_there_are_standard_operators_only() -> None:
+    step = exported(Net(lambda x, norm: norm(x).relu()), fuse=False)
+    assert {node.domain for node in step.model.graph.node} <= {""}
