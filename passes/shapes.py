@@ -72,6 +72,8 @@ def _prepared(model: ir.Model) -> onnx.ModelProto:
         for node in list(graph.all_nodes()):
             if node.op_type in _SKIP and node.domain == "com.microsoft":
                 _put_identities(node)
+            if node.op_type == "MatMulNBits" and node.domain == "com.microsoft" and graph is copy.graph:
+                _put_product(graph, node)
             stand_in = _stand_in(node)
             if stand_in is not None:
                 _become(node, *stand_in)
@@ -101,6 +103,20 @@ def _put_identities(node: ir.Node) -> None:
             copy.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
             graph.insert_after(node, copy)
             value.replace_all_uses_with(copy.outputs[0], replace_graph_outputs=True)
+
+
+def _put_product(graph: ir.Graph, node: ir.Node) -> None:
+    """Make a product with quantised weights one with a matrix of floats, which is an input of the graph."""
+    columns, rows = (node.attributes.get(name) for name in ("K", "N"))
+    scales = node.inputs[2] if len(node.inputs) > 2 else None
+    known = None if scales is None else scales if scales.const_value is None else scales.const_value
+    dtype = None if known is None else known.dtype
+    if columns is None or rows is None or dtype is None:
+        return
+    shape = ir.Shape([columns.as_int(), rows.as_int()])
+    weight = ir.Value(name=f"{node.outputs[0].name} of MatMulNBits", type=ir.TensorType(dtype), shape=shape)
+    graph.inputs.append(weight)
+    _become(node, "MatMul", [node.inputs[0], weight], {})
 
 
 def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
