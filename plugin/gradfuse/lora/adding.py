@@ -64,14 +64,10 @@ def add_lora(
             adapter already, or a number is out of range.
         ModelError: the model cannot be read.
     """
-    who = "add_lora"
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ArgumentError(f"{who}: rank is {rank!r}; expected a positive integer")
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not (math.isfinite(alpha) and alpha > 0):
-        raise ArgumentError(f"{who}: alpha is {alpha!r}; expected a positive number")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ArgumentError(f"{who}: seed is {seed!r}; expected an integer from 0 on")
-    return _added(who, model, targets, modules, rank, float(alpha), np.random.default_rng(seed))
+    with collection_paused():
+        loaded = reading.load(model)
+        with_adapters(loaded.ir, targets, rank, alpha, seed=seed, modules=modules)
+        return loaded.restore(loaded.ir)
 
 
 def add_lora_inputs(model: ModelLike, targets: str | Iterable[str], *, modules: Mapping[str, str] | None = None) -> Any:
@@ -94,6 +90,36 @@ def add_lora_inputs(model: ModelLike, targets: str | Iterable[str], *, modules: 
         ArgumentError: as for `add_lora`.
         ModelError: the model cannot be read.
     """
+    with collection_paused():
+        loaded = reading.load(model)
+        with_adapter_inputs(loaded.ir, targets, modules=modules)
+        return loaded.restore(loaded.ir)
+
+
+def with_adapters(
+    model: ir.Model,
+    targets: str | Iterable[str],
+    rank: int,
+    alpha: float,
+    *,
+    seed: int = 0,
+    modules: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Do the work of `add_lora` on a model itself, and return the names of the adapters' initializers."""
+    who = "add_lora"
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ArgumentError(f"{who}: rank is {rank!r}; expected a positive integer")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not (math.isfinite(alpha) and alpha > 0):
+        raise ArgumentError(f"{who}: alpha is {alpha!r}; expected a positive number")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ArgumentError(f"{who}: seed is {seed!r}; expected an integer from 0 on")
+    return _added(who, model, targets, modules, rank, float(alpha), np.random.default_rng(seed))
+
+
+def with_adapter_inputs(
+    model: ir.Model, targets: str | Iterable[str], *, modules: Mapping[str, str] | None = None
+) -> list[str]:
+    """Do the work of `add_lora_inputs` on a model itself, and return the names of the inputs."""
     return _added("add_lora_inputs", model, targets, modules, None, None, None)
 
 
@@ -104,33 +130,32 @@ def adapter_names(module: str) -> tuple[str, str]:
 
 def _added(
     who: str,
-    model: ModelLike,
+    model: ir.Model,
     targets: str | Iterable[str],
     modules: Mapping[str, str] | None,
     rank: int | None,
     alpha: float | None,
     rng: np.random.Generator | None,
-) -> Any:
-    with collection_paused():
-        loaded = reading.load(model)
-        work = loaded.ir
-        if work.functions:
-            inline(work, lambda function: True)
-        known = json.loads(work.metadata_props.get(METADATA_KEY, "{}"))
-        adapters = {name for module in known for name in adapter_names(module)}
-        names = {str(value.name) for value in values_of(work.graph)}
-        for target in chosen(who, work.graph, targets, modules or {}, adapters):
-            taken = [name for name in adapter_names(target.module) if name in names]
-            if taken:
-                raise ArgumentError(f"{who}: the model has {taken[0]!r} already; expected a module without adapters")
-            known[target.module] = {"rank": rank, "alpha": alpha}
-            a, b = _adapter(work.graph, target, rank, rng)
-            scale = 1.0 if rank is None or alpha is None else alpha / rank
-            for use in target.uses:
-                _put_beside(use, a, b, scale, names)
-            names |= {str(a.name), str(b.name)}
-        work.metadata_props[METADATA_KEY] = json.dumps(known)
-        return loaded.restore(work)
+) -> list[str]:
+    if model.functions:
+        inline(model, lambda function: True)
+    known = json.loads(model.metadata_props.get(METADATA_KEY, "{}"))
+    adapters = {name for module in known for name in adapter_names(module)}
+    names = {str(value.name) for value in values_of(model.graph)}
+    found: list[str] = []
+    for target in chosen(who, model.graph, targets, modules or {}, adapters):
+        taken = [name for name in adapter_names(target.module) if name in names]
+        if taken:
+            raise ArgumentError(f"{who}: the model has {taken[0]!r} already; expected a module without adapters")
+        known[target.module] = {"rank": rank, "alpha": alpha}
+        a, b = _adapter(model.graph, target, rank, rng)
+        scale = 1.0 if rank is None or alpha is None else alpha / rank
+        for use in target.uses:
+            _put_beside(use, a, b, scale, names)
+        found += adapter_names(target.module)
+        names.update(adapter_names(target.module))
+    model.metadata_props[METADATA_KEY] = json.dumps(known)
+    return found
 
 
 def _adapter(
