@@ -277,6 +277,18 @@ def test_initial_values_are_those_of_peft() -> None:
     assert np.array_equal(first, of(0)) and not np.array_equal(first, of(1))
 
 
+def test_the_example_of_the_page_serves_what_it_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    trained = names["session"].evaluate(names["x"])
+    assert_gradients_close(names["with_adapter"], trained, trained.astype(float), np.float32, terms=8)
+    assert np.array_equal(names["without"], names["x"][:, :3])
+    assert (tmp_path / "peft_adapter" / "adapter_config.json").is_file()
+
+
 SHARED = """<ir_version: 10, opset_import: ["": 18]>
 net (float[N, 4] x) => (float[N, 4] y) <float[4, 4] "tied.weight", float[4, 4] "other.weight"> {
     [first] a = MatMul(x, "tied.weight")
