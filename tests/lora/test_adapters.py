@@ -468,6 +468,14 @@ def test_bad_input_is_one_line(name: str) -> None:
     assert "\n" not in str(error.value) and str(error.value).startswith("add_lora: ")
 
 
+@pytest.mark.parametrize("text", ["no json", "[]", '{"fc": 8}', '{"fc": {"rank": 8}}'])
+def test_metadata_that_is_not_ours_is_refused(text: str) -> None:
+    model = _matmul().model
+    model.metadata_props.add(key="gradfuse.lora", value=text)
+    with pytest.raises(gradfuse.ModelError, match="the metadata 'gradfuse.lora' is .*; expected what add_lora writes"):
+        add_lora(model, "fc")
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build_training_step(_matmul().model, "mse")
     with pytest.raises(ArgumentError, match="the step has no adapters; expected one of a model of add_lora"):

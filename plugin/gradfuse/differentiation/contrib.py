@@ -99,6 +99,9 @@ def matmul_n_bits(call: Call) -> Iterator[Gradient]:
     """x W^T + bias: the weight's own gradient is not given, nor those of its scales and zero points."""
     _, dy = _operands(call)
     bits, prepacked = call.attribute("bits", 4), call.attribute("weight_prepacked", 0)
+    missing = [name for name in ("K", "N", "block_size") if call.attribute(name) is None]
+    if missing or call.input(2) is None:
+        raise call.error(f"it has no {missing[0] if missing else 'scales'}; expected weight, scales and their sizes")
     if bits not in _BITS:
         raise call.error(f"bits is {bits}; expected 2, 4 or 8")
     if prepacked:

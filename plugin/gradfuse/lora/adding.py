@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.differentiation.differentiate import values_of
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.fusion import collection_paused
 from gradfuse.lora.targets import Target, Use, chosen
 from gradfuse.models import reading
@@ -128,6 +128,23 @@ def adapter_names(module: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
+def known_modules(who: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the metadata of a model says of the adapters of each module.
+
+    Raises:
+        ModelError: it is not what `add_lora` writes.
+    """
+    text = metadata.get(METADATA_KEY, "{}")
+    try:
+        known = json.loads(text)
+        complete = isinstance(known, dict) and all({"rank", "alpha"} <= found.keys() for found in known.values())
+    except (ValueError, AttributeError, RecursionError):
+        complete = False
+    if not complete:
+        raise ModelError(f"{who}: the metadata {METADATA_KEY!r} is {text[:100]!r}; expected what add_lora writes")
+    return dict(known)
+
+
 def _added(
     who: str,
     model: ir.Model,
@@ -139,7 +156,7 @@ def _added(
 ) -> list[str]:
     if model.functions:
         inline(model, lambda function: True)
-    known = json.loads(model.metadata_props.get(METADATA_KEY, "{}"))
+    known = known_modules(who, model.metadata_props)
     adapters = {name for module in known for name in adapter_names(module)}
     names = {str(value.name) for value in values_of(model.graph)}
     found: list[str] = []

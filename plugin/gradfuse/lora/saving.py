@@ -14,7 +14,7 @@ import onnx
 
 from gradfuse.checking.execution import import_onnxruntime
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
-from gradfuse.lora.adding import METADATA_KEY, adapter_names
+from gradfuse.lora.adding import adapter_names, known_modules
 from gradfuse.models import files, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.arguments import require_path
@@ -67,9 +67,8 @@ def save_adapter(trained: TrainingSession | TrainingStep, path: str | os.PathLik
 
 
 def _modules(model: onnx.ModelProto) -> dict[str, tuple[int, float]]:
-    """Return the rank and alpha of each module with adapters."""
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    stored = json.loads(metadata.get(METADATA_KEY, "{}"))
+    """Return the rank and alpha of each module whose adapters are no inputs."""
+    stored = known_modules(_WHO, {entry.key: entry.value for entry in model.metadata_props})
     modules = {module: (int(found["rank"]), float(found["alpha"])) for module, found in stored.items() if found["rank"]}
     if not modules:
         raise ArgumentError(f"{_WHO}: the step has no adapters; expected one of a model of add_lora")

@@ -119,7 +119,9 @@ def _products(graph: ir.Graph) -> Iterator[Use | Refusal]:
 
 
 def _quantised(node: ir.Node) -> Iterator[Use]:
-    weight, scales = node.inputs[1], node.inputs[2]
+    if len(node.inputs) < 3:
+        return  # onnx's checker does not know the operator.
+    weight, scales = node.inputs[1:3]
     columns, rows = (node.attributes.get(name) for name in ("K", "N"))
     dtype = None if scales is None else _dtype(scales)
     if weight is not None and _tensor(weight) is not None and columns and rows and dtype in FLOATS:
