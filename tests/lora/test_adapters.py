@@ -350,6 +350,7 @@ def test_one_of_two_nodes_is_chosen_by_its_name() -> None:
         ("['', 'layers.0', 'layers.0.q', 'linear']", "node_linear", "val_3", "layers.0.q"),
         ("not a list", "/layers.0/q/MatMul", "onnx::MatMul_7", "layers.0.q"),
         ("", "MatMul_7", "val_3", "val_3"),
+        ("", "", "layers[0].q[1].weight", "layers[0].q[1]"),
     ],
 )
 def test_modules_are_named_as_the_exporter_notes_them(scopes: str, node: str, weight: str, module: str) -> None:
@@ -472,7 +473,7 @@ def test_bad_input_is_one_line(name: str) -> None:
 def test_metadata_that_is_not_ours_is_refused(text: str) -> None:
     model = _matmul().model
     model.metadata_props.add(key="gradfuse.lora", value=text)
-    with pytest.raises(gradfuse.ModelError, match="the metadata 'gradfuse.lora' is .*; expected what add_lora writes"):
+    with pytest.raises(gradfuse.ModelError, match=r"the metadata 'gradfuse.lora' is .*; expected what add_lora writes"):
         add_lora(model, "fc")
 
 

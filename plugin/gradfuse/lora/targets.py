@@ -225,7 +225,7 @@ def _with_own_modules(uses: Sequence[Use], modules: Mapping[str, str], who: str)
 
 def _matches(pattern: str, use: Use) -> bool:
     # As in PEFT, the end of a module's name will do.
-    ends = fnmatch.fnmatchcase(use.module, f"*.{pattern}")
+    ends = use.module.endswith(f".{pattern}") or fnmatch.fnmatchcase(use.module, f"*.{pattern}")
     return ends or _named([pattern], use.weight.name, use.node.name, use.module)
 
 
@@ -236,9 +236,9 @@ def _unmatched(pattern: str, graph: ir.Graph, refusals: Iterable[Refusal]) -> st
             return refusal.why
     expected = f"expected weights of {_OPERATORS}"
     for node in graph.all_nodes():
-        if node.name and fnmatch.fnmatchcase(node.name, pattern):
+        if _named([pattern], node.name):
             return f"is a node {node.op_type} without such a weight; {expected}"
-    if any(fnmatch.fnmatchcase(name, pattern) for name in graph.initializers):
+    if _named([pattern], *graph.initializers):
         return f"is no weight of {_OPERATORS}; expected one"
     return f"matches nothing; {expected}"
 
@@ -261,7 +261,8 @@ def _require_one_way(who: str, target: Target, patterns: Iterable[str], refusals
 
 
 def _named(patterns: Iterable[str], *names: str | None) -> bool:
-    return any(fnmatch.fnmatchcase(name or "", pattern) for pattern in patterns for name in names)
+    # Names may have brackets, which patterns take for choices.
+    return any(name == one or fnmatch.fnmatchcase(name, one) for one in patterns for name in names if name)
 
 
 def _flipped(use: Use) -> bool:
