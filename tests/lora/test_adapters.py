@@ -409,6 +409,19 @@ def test_kinds_of_models_are_kept_and_the_argument_is_not_changed(tmp_path: Path
     assert base.model.SerializeToString() == before
 
 
+def test_files_from_when_initializers_were_inputs_are_taken() -> None:
+    model = _gemm().model
+    model.ir_version, model.opset_import[0].version = 3, 8
+    for tensor in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    x = np.ones((2, IN), np.float32)
+    for added in (add_lora(model, "fc"), add_lora_inputs(model, "fc")):
+        onnx.checker.check_model(added)
+        assert np.array_equal(session_of(added).run(None, {"x": x})[0], session_of(model).run(None, {"x": x})[0])
+    step = build_training_step(add_lora(model, "fc"), "mse", trainable=ADAPTERS)
+    assert step.input_names == ("x",)
+
+
 def test_external_data_is_not_read(tmp_path: Path) -> None:
     base = _matmul()
     onnx.save(base.model, tmp_path / "base.onnx", save_as_external_data=True, size_threshold=0, location="data")

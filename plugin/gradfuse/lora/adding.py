@@ -171,6 +171,8 @@ def _added(
             _put_beside(use, a, b, scale, names)
         found += adapter_names(target.module)
         names.update(adapter_names(target.module))
+    # Before, all initializers are inputs.
+    model.ir_version = max(model.ir_version, 4)
     model.metadata_props[METADATA_KEY] = json.dumps(known)
     return found
 
