@@ -42,7 +42,8 @@ def add_lora(
 
     A is an initializer `<module>.lora_A.weight` of shape (rank, in), and B is `<module>.lora_B.weight` of shape
     (out, rank), as in PEFT. A is uniform within 1 / sqrt(in), B is 0, so that the model gives what it gave. They are
-    float64 beside weights in float64, and else float32. Functions of the model are inlined. A training step that trains them alone is
+    float64 beside weights in float64, and else float32. Functions of the model are inlined. A training step that trains
+    adapters alone is
     `build_training_step(model, loss, trainable=["*.lora_*"])`.
 
     Args:
