@@ -22,7 +22,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
-	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (five minutes)"
+	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (six minutes)"
 	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
 	@echo "make test-slow   run the sweeps that the suite leaves out (hours)"
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
@@ -71,6 +71,7 @@ samples: $(INSTALLED)
 	$(BIN)/python samples/train_without_torch.py export build/samples
 	$(BIN)/python samples/train_without_torch.py train build/samples
 	$(BIN)/python samples/finetune_onnx.py
+	$(BIN)/python samples/lora_int4.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

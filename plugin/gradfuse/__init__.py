@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         get_library_path,
         register,
     )
+    from gradfuse.lora.adding import add_lora, add_lora_inputs
+    from gradfuse.lora.saving import save_adapter
     from gradfuse.ort_training.to_stock import to_stock
     from gradfuse.training.session import TrainingSession
     from gradfuse.training.step import TrainingStep
@@ -48,6 +50,8 @@ __all__ = [
     "TrainingSession",
     "TrainingStep",
     "__version__",
+    "add_lora",
+    "add_lora_inputs",
     "build_training_step",
     "check",
     "custom_ops",
@@ -67,6 +71,7 @@ __all__ = [
     "optimizers",
     "passes",
     "register",
+    "save_adapter",
     "testing",
     "to_stock",
 ]
@@ -91,6 +96,8 @@ _MODULE_OF = {
     "ModelError": "gradfuse.errors",
     "TrainingSession": "gradfuse.training.session",
     "TrainingStep": "gradfuse.training.step",
+    "add_lora": "gradfuse.lora.adding",
+    "add_lora_inputs": "gradfuse.lora.adding",
     "build_training_step": "gradfuse.differentiation.training",
     "check": "gradfuse.checking.check",
     "differentiate": "gradfuse.differentiation.differentiate",
@@ -106,6 +113,7 @@ _MODULE_OF = {
     "info": "gradfuse.environment",
     "onnx_translation_table": "gradfuse.export.translation",
     "register": "gradfuse.library",
+    "save_adapter": "gradfuse.lora.saving",
     "to_stock": "gradfuse.ort_training.to_stock",
 }
 

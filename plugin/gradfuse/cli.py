@@ -283,6 +283,9 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
 @click.option("--weight-decay", type=float, help="As in torch.optim.")
 @click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these initializers only; may be repeated.")
 @click.option("--frozen", multiple=True, metavar="PATTERN", help="Do not train these initializers; may be repeated.")
+@click.option("--lora", multiple=True, metavar="PATTERN", help="Train low-rank adapters of these; may be repeated.")
+@click.option("--lora-rank", type=int, help="The rank of the adapters; 8 by default.")
+@click.option("--lora-alpha", type=float, help="Adapters are scaled by alpha / rank; 8 by default.")
 @click.option("--train-batch-norm", is_flag=True, help="Take the batch's statistics and update the running ones.")
 @click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average the gradients of so many calls.")
@@ -296,6 +299,9 @@ def training_step(
     optimizer: str | None,
     trainable: tuple[str, ...],
     frozen: tuple[str, ...],
+    lora: tuple[str, ...],
+    lora_rank: int | None,
+    lora_alpha: float | None,
     train_batch_norm: bool,
     max_grad_norm: float | None,
     accumulate: int,
@@ -306,7 +312,10 @@ def training_step(
     """Make a training step from a forward model, without PyTorch."""
     files.require_regular(target, "the training step")
     chosen = _optimizer(optimizer, options)
+    if not lora and (lora_rank is not None or lora_alpha is not None):
+        raise click.UsageError(f"--lora-{'alpha' if lora_rank is None else 'rank'} is given without --lora")
     from gradfuse.differentiation.training import build_training_step
+    from gradfuse.lora.adding import with_adapters
     from gradfuse.models import reading
     from gradfuse.models.tensors import data_files
 
@@ -314,6 +323,10 @@ def training_step(
         loaded = reading.load(source)
         inputs = [*data_files(loaded.ir), source]
         files.require_other(target, inputs, "the training step")
+    if lora:
+        rank = 8 if lora_rank is None else lora_rank
+        adapters = with_adapters(loaded.ir, lora, rank, 8 if lora_alpha is None else lora_alpha)
+        trainable = (*adapters, *trainable)
     with _busy("differentiating"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         step = build_training_step(
@@ -335,6 +348,50 @@ def training_step(
         _print_report(step.report, verbose=False)
     click.echo(f"parameters {', '.join(step.parameters)}")
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
+
+
+@commands.command("add-lora-inputs")
+@click.argument("source", metavar="IN.onnx")
+@click.argument("target", metavar="OUT.onnx")
+@click.option("--lora", multiple=True, required=True, metavar="PATTERN", help="As of training-step; may be repeated.")
+@_force
+@_verbose
+def add_lora_inputs(source: str, target: str, lora: tuple[str, ...], force: bool) -> None:
+    """Give a forward model optional inputs, which onnxruntime's adapters set."""
+    target = _target(source, target, in_place=False)
+    from gradfuse.lora.adding import with_adapter_inputs
+    from gradfuse.models import reading, writing
+
+    with _busy("reading"):
+        loaded = reading.load(source)
+    inputs = _inputs(loaded.ir, source, target, in_place=False)
+    added = with_adapter_inputs(loaded.ir, lora)
+    with _busy("writing"):
+        references_hold = _same_folder(source, target)
+        writing.save(loaded.ir, target, keep_references=references_hold, inputs=inputs, force=force)
+    click.echo(f"inputs {', '.join(added)}")
+
+
+@commands.command("save-adapter")
+@click.argument("source", metavar="STEP.onnx")
+@click.argument("target", metavar="OUT")
+@click.option("--checkpoint", metavar="FILE", help="What TrainingSession.save wrote; without one, STEP's own values.")
+@_verbose
+def save_adapter(source: str, target: str, checkpoint: str | None) -> None:
+    """Write trained adapters: OUT.onnx_adapter for onnxruntime, or else a folder for PEFT."""
+    files.require_other(target, [source] if checkpoint is None else [source, checkpoint], "the adapter")
+    from gradfuse.lora.saving import save_adapter as save
+    from gradfuse.training.session import TrainingSession
+
+    with _busy("reading"):
+        session = TrainingSession(source)
+        if checkpoint is not None:
+            session.load(checkpoint)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        save(session, target)
+    for warning in caught:
+        click.echo(f"warning: {warning.message}", err=True)
 
 
 def _optimizer(name: str | None, options: Mapping[str, float | None]) -> OptimizerOptions | None:

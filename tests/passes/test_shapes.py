@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import numpy as np
 import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
@@ -68,3 +69,28 @@ def test_operators_of_onnxruntime_and_large_initializers_are_understood_and_stay
     assert [value.shape for value in values] == [ir.Shape(["n", 4])] * 2
     assert [(node.domain, node.op_type, tuple(node.inputs)) for node in model.graph] == nodes
     assert list(model.graph.initializers.values()) == [weights] and len(model.graph.inputs) == 1
+
+
+@pytest.mark.parametrize("stored, columns", [(ir.DataType.UINT8, 16), (ir.DataType.UINT4, 32)])
+def test_quantised_weights_are_understood(stored: ir.DataType, columns: int) -> None:
+    """Bytes have two numbers each, and those of MatMulNBits are told by its attributes."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+    m (int64[n,7] i) => (z) {
+        x = com.microsoft.GatherBlockQuantized<block_size = 16>(e, i, se)
+        y = com.microsoft.MatMulNBits<K = 32, N = 6, block_size = 16>(x, w, sw)
+        z = Neg(y)
+    }""")
+    tensors = {
+        "e": ((50, columns), stored),
+        "se": ((50, 2), ir.DataType.FLOAT16),
+        "w": ((6, 2, 8), ir.DataType.UINT8),
+        "sw": ((6, 2), ir.DataType.FLOAT16),
+    }
+    for name, (shape, dtype) in tensors.items():
+        tensor = ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
+        proto.graph.initializer.append(ir.to_proto(tensor))
+    model = ir.from_proto(proto)
+    values = [node.outputs[0] for node in model.graph]
+    shapes.infer(model, values)
+    assert [value.shape for value in values] == [ir.Shape(["n", 7, 32]), *[ir.Shape(["n", 7, 6])] * 2]
+    assert {value.dtype for value in values} == {ir.DataType.FLOAT16}

@@ -167,6 +167,20 @@ def test_a_file_that_is_not_trained_enough_is_a_failure(tmp_path: Path) -> None:
     assert "expected at least 93%" in output
 
 
+def test_adapters_of_an_int4_gpt_are_trained_and_served_without_torch(tmp_path: Path) -> None:
+    sizes = ["--width", 32, "--heads", 2, "--blocks", 1, "--context", 16, "--batch-size", 8, "--rank", 2]
+    options = [*sizes, "--base-steps", 30, "--steps", 20, "--folder", tmp_path]
+    output = run("-c", WITHOUT_INSTALLED_TORCH, SAMPLES / "lora_int4.py", *options, "--wanted", 0.001)
+    before, after = numbers("left out: # before, # after", output)
+    (served,) = numbers("adapter, the loss is #", output)
+    assert after < before and served == after
+    assert "without the adapter, outputs are those of the int4 model" in output
+    (count,) = numbers("# numbers of adapters", output)
+    stored = load_file(tmp_path / "source_code_peft" / "adapter_model.safetensors")
+    assert count == sum(array.size for array in stored.values())
+    assert "base_model.model.blocks.0.qkv.lora_A.weight" in stored
+
+
 def test_training_without_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def train(folder: Path, epochs: int) -> str:
         return run("-c", WITHOUT_TORCH, SAMPLES / "train_without_torch.py", "train", folder, "--epochs", epochs)

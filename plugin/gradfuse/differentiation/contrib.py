@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+import onnx_ir as ir
+
 from gradfuse.differentiation.elementwise import tanh_gelu_slope
 from gradfuse.differentiation.normalization import mean
 from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
@@ -84,6 +87,90 @@ def fused_matmul(call: Call) -> Iterator[Gradient]:
 
     yield lambda: by(dy.matmul(transposed(right, ranks[1])), a, flags[0])
     yield lambda: by(transposed(left, ranks[0]).matmul(dy), b, flags[1])
+
+
+_BITS = (2, 4, 8)
+
+
+@gradient(
+    "MatMulNBits", domain=_MICROSOFT, limits="2, 4 or 8 bits, no g_idx; the quantised weight is frozen", fixed=(2, 3)
+)
+def matmul_n_bits(call: Call) -> Iterator[Gradient]:
+    """x W^T + bias: the weight's own gradient is not given, nor those of its scales and zero points."""
+    _, dy = _operands(call)
+    bits, prepacked = call.attribute("bits", 4), call.attribute("weight_prepacked", 0)
+    missing = [name for name in ("K", "N", "block_size") if call.attribute(name) is None]
+    if missing or call.input(2) is None:
+        raise call.error(f"it has no {missing[0] if missing else 'scales'}; expected weight, scales and their sizes")
+    if bits not in _BITS:
+        raise call.error(f"bits is {bits}; expected 2, 4 or 8")
+    if prepacked:
+        raise call.error(f"weight_prepacked is {prepacked}; expected 0, the layout that is documented")
+    if call.input(4) is not None:
+        raise call.error("g_idx is given; expected blocks of columns that follow each other")
+    yield lambda: dy.matmul(_dequantized(call, dy, bits).cast(dy.dtype))
+    yield None
+    yield None
+    yield None
+    yield None
+    bias = call.input(5)
+    yield lambda: None if bias is None else call.summed_to(dy, bias, call.y[0])
+
+
+def _dequantized(call: Call, dy: Tensor, bits: int) -> Tensor:
+    """Return the weight (N, K) of a MatMulNBits in float32, from blocks of columns that have one scale each.
+
+    It depends on the gradient, though its value does not: onnxruntime would otherwise compute it when it loads the
+    model, or ahead of all else in a run, and have the weights of all layers in memory in full at once.
+    """
+    packed, scales, zero_points = call.x[1], call.x[2], call.input(3)
+    assert packed is not None and scales is not None
+    rows, columns, size = (int(call.attribute(name)) for name in ("N", "K", "block_size"))
+    blocks = -(-columns // size)
+    late = dy.sum(None, keepdims=False) < 0.0
+
+    def unpacked(source: Tensor, count: int) -> Tensor:
+        """The first `count` numbers of each row of bytes; the lowest bits of a byte are its first number."""
+        per_byte = 8 // bits
+        # In two dimensions: onnxruntime is slow at a number for all where the last dimension is 1.
+        bytes_of_row = source.reshape([rows, -1])
+        parts = []
+        for index in range(per_byte):
+            above = 8 - bits * (index + 1)
+            kept = _shifted(bytes_of_row, late, above, "LEFT") if above else bytes_of_row
+            parts.append(_shifted(kept, late, 8 - bits, "RIGHT").unsqueeze(2))
+        numbers = call.tape.concat(parts, axis=-1).reshape([rows, -1])
+        if count % per_byte:
+            numbers = _first_columns(numbers, count)
+        return numbers
+
+    weight = unpacked(packed, blocks * size).reshape([rows * blocks, size])
+    if zero_points is None:
+        zeros = call.tape.constant(np.full(rows * blocks, 2 ** (bits - 1)), ir.DataType.UINT8)
+    elif zero_points.dtype == ir.DataType.UINT8:
+        zeros = unpacked(zero_points, blocks).reshape([rows * blocks])
+    else:
+        zeros = None
+    if zeros is None:
+        assert zero_points is not None
+        weight = weight.cast(ir.DataType.FLOAT) - zero_points.reshape([-1, 1]).cast(ir.DataType.FLOAT)
+        weight = weight * scales.reshape([-1, 1]).cast(ir.DataType.FLOAT)
+    else:
+        factors = scales.reshape([-1]).cast(ir.DataType.FLOAT)
+        weight = weight.op("DequantizeLinear", factors, zeros, axis=0, dtype=ir.DataType.FLOAT)
+    weight = weight.reshape([rows, blocks * size])
+    return weight if blocks * size == columns else _first_columns(weight, columns)
+
+
+def _shifted(source: Tensor, late: Tensor, count: int, direction: str) -> Tensor:
+    """Return bytes shifted by a number of bits that is known when `late` is, whatever it is."""
+    number = source.tape.constant(count, ir.DataType.UINT8)
+    return source.op("BitShift", late.where(number, number), direction=direction)
+
+
+def _first_columns(matrix: Tensor, count: int) -> Tensor:
+    ints = matrix.tape.ints
+    return matrix.slice(ints(0), ints(count), ints(1))
 
 
 def _normalized(x: Tensor, axes: list[int], epsilon: float, centred: bool) -> tuple[Tensor, Tensor]:

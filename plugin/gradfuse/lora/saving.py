@@ -1,0 +1,160 @@
+"""`gradfuse.save_adapter`: trained adapters as files of PEFT or of onnxruntime."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from gradfuse.checking.execution import import_onnxruntime
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
+from gradfuse.lora.adding import adapter_names, known_modules
+from gradfuse.models import files, writing
+from gradfuse.models.arrays import Arrays
+from gradfuse.training.arguments import require_path
+from gradfuse.training.session import TrainingSession
+from gradfuse.training.step import TrainingStep
+
+_WHO = "save_adapter"
+_ORT_SUFFIX = ".onnx_adapter"
+_PEFT_PREFIX = "base_model.model."
+_PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def save_adapter(trained: TrainingSession | TrainingStep, path: str | os.PathLike[str]) -> None:
+    """Write the adapters that `add_lora` added, as they are now.
+
+    Args:
+        trained: a session of a training step; of a step itself, the values that training starts from are written.
+        path: a file `*.onnx_adapter` for `onnxruntime.LoraAdapter` and the model of `add_lora_inputs`, where B is
+            multiplied by alpha / rank; or else a folder for `peft.PeftModel.from_pretrained`, with
+            `adapter_model.safetensors` and `adapter_config.json`.
+
+    Raises:
+        ArgumentError: the step has no adapters of `add_lora`, or an argument is something else.
+        ModelError: a file cannot be written.
+        GradfuseError: safetensors is not installed, or onnxruntime is older than 1.20.
+
+    Warns:
+        UserWarning: the step trains parameters that are no adapters; they are not written.
+    """
+    require_path(path, _WHO)
+    if isinstance(trained, TrainingSession):
+        step, values = trained.training_step, trained.state_dict()
+    elif isinstance(trained, TrainingStep):
+        step, values = trained, dict(trained.parameters)
+    else:
+        raise ArgumentError(f"{_WHO}: trained is {type(trained).__name__}; expected a TrainingSession or TrainingStep")
+    modules = _modules(step.model)
+    adapters = _adapters(step, modules, values)
+    others = [name for name in step.parameters if name not in adapters]
+    if others:
+        warnings.warn(
+            f"{_WHO}: {others[0]!r} trains and is no adapter; it is not written, as by TrainingSession.save",
+            stacklevel=2,
+        )
+    path = os.fspath(path)
+    if path.endswith(_ORT_SUFFIX):
+        _write_ort(path, modules, adapters)
+    else:
+        _write_peft(path, modules, adapters)
+
+
+def _modules(model: onnx.ModelProto) -> dict[str, tuple[int, float]]:
+    """Return the rank and alpha of each module whose adapters are no inputs."""
+    stored = known_modules(_WHO, {entry.key: entry.value for entry in model.metadata_props})
+    modules = {module: (int(found["rank"]), float(found["alpha"])) for module, found in stored.items() if found["rank"]}
+    if not modules:
+        raise ArgumentError(f"{_WHO}: the step has no adapters; expected one of a model of add_lora")
+    return modules
+
+
+def _adapters(step: TrainingStep, modules: Mapping[str, Any], values: Arrays) -> Arrays:
+    """Return A and B of all modules; those that do not train are constants of the step."""
+    constants = {tensor.name: tensor for tensor in step.model.graph.initializer}
+    found = {}
+    for name in (name for module in modules for name in adapter_names(module)):
+        if name in values:
+            found[name] = values[name]
+        elif name in constants:
+            found[name] = onnx.numpy_helper.to_array(constants[name])
+        else:
+            raise ArgumentError(f"{_WHO}: the step has no {name!r}; expected a loss that depends on all adapters")
+    return found
+
+
+def _write_ort(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays) -> None:
+    onnxruntime = import_onnxruntime()
+    if not hasattr(onnxruntime, "AdapterFormat"):
+        raise GradfuseError(f"{_WHO}: onnxruntime is {onnxruntime.__version__}; expected 1.20 or newer for adapters")
+    scaled = dict(adapters)
+    for module, (rank, alpha) in modules.items():
+        _, b = adapter_names(module)
+        scaled[b] = (adapters[b] * (alpha / rank)).astype(adapters[b].dtype)
+    content = onnxruntime.AdapterFormat()
+    content.set_adapter_version(1)
+    content.set_model_version(1)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy
+    content.set_parameters({name: value(np.ascontiguousarray(array)) for name, array in scaled.items()})
+    files.require_regular(path, "the adapter")
+
+    def make(written: str) -> None:
+        content.export_adapter(os.path.abspath(written))
+
+    try:
+        files.write(path, make)
+    except Exception as error:
+        # onnxruntime's exception classes share no public base.
+        raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
+
+
+def _write_peft(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays) -> None:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise GradfuseError(f"{_WHO}: safetensors is not installed; expected what gradfuse[train] installs") from error
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot make the folder: {one_line(error)}") from error
+    tensors = {_PEFT_PREFIX + name: np.ascontiguousarray(array) for name, array in adapters.items()}
+    content = safetensors.numpy.save(tensors, metadata={"format": "pt"})
+    config = json.dumps(_peft_config(modules), indent=2) + "\n"
+    writing.write_file(os.path.join(path, _PEFT_TENSORS), content)
+    writing.write_file(os.path.join(path, _PEFT_CONFIG), config.encode())
+
+
+def _peft_config(modules: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    ranks = {module: rank for module, (rank, _) in modules.items()}
+    alphas = {module: int(alpha) if alpha.is_integer() else alpha for module, (_, alpha) in modules.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "target_modules": list(modules),
+        "r": next(iter(ranks.values())),
+        "lora_alpha": next(iter(alphas.values())),
+        "rank_pattern": _pattern(ranks),
+        "alpha_pattern": _pattern(alphas),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _pattern(settings: Mapping[str, float]) -> dict[str, float]:
+    """Return what PEFT needs to know of modules whose settings differ.
+
+    Its keys are regular expressions, of which the first is taken that matches the end of a module's name.
+    """
+    if len(set(settings.values())) == 1:
+        return {}
+    return {re.escape(module): settings[module] for module in sorted(settings, key=len, reverse=True)}

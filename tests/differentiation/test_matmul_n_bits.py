@@ -1,0 +1,116 @@
+"""Gradients through MatMulNBits, against weights that numpy dequantises in float64 and onnxruntime's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+from quantised import Array, Infos, model_of, quantised
+
+from gradfuse import ArgumentError, ModelError, build_training_step, differentiate
+from gradfuse.testing import assert_gradients_close
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def product(
+    dtype: Any = np.float32, bias: bool = False, opset: int = 18, **options: Any
+) -> tuple[Any, onnx.ModelProto]:
+    """`y = x W^T (+ b)` of x (M, R, K), and the weight W."""
+    weight = quantised(5, options.pop("columns", 40), dtype=np.dtype(dtype).name, **options)
+    tensors = weight.initializers()
+    if bias:
+        tensors.append(numpy_helper.from_array(np.arange(5, dtype=dtype), "b"))
+    node = weight.node("x", "y", "b" if bias else "")
+    shapes: dict[str, Infos] = {
+        "x": {"x": (dtype, ["M", "R", weight.attributes["K"]])},
+        "y": {"y": (dtype, ["M", "R", 5])},
+    }
+    return weight, model_of([node], shapes["x"], shapes["y"], tensors, opset)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("bits, zeros", [(2, "packed"), (4, "none"), (4, "packed"), (4, "float"), (8, "packed")])
+@pytest.mark.parametrize("columns, opset", [(64, 17), (40, 21)])
+def test_the_input_and_the_bias_have_gradients(bits: int, zeros: str, columns: int, opset: int, dtype: Any) -> None:
+    """40 columns are blocks of 16 of which the last is not full, and an odd number of zero points."""
+    weight, model = product(dtype, True, opset, columns=columns, bits=bits, zero_points=zeros)
+    rng = np.random.default_rng(1)
+    x, v = (rng.standard_normal((2, 3, size)).astype(dtype) for size in (columns, 5))
+    found = run(differentiate(model, ["x", "b"], seeds={"y": "v"}), {"x": x, "v": v})
+    bias = np.arange(5)
+    exact, native = x.astype(float) @ weight.weight.T + bias, x @ weight.weight.T.astype(dtype) + bias.astype(dtype)
+    assert_gradients_close(found["y"], native, exact, dtype, terms=columns * np.abs(exact).max())
+    by_x, native_by_x = v.astype(float) @ weight.weight, v @ weight.weight.astype(dtype)
+    assert_gradients_close(found["x.grad"], native_by_x, by_x, dtype, terms=5 * np.abs(by_x).max())
+    by_bias = v.astype(float).sum((0, 1))
+    assert_gradients_close(found["b.grad"], v.sum((0, 1)), by_bias, dtype, terms=6 * np.abs(v.astype(float)).max())
+
+
+def test_flat_scales_and_zero_points_of_older_files_are_read() -> None:
+    weight, model = product(zero_points="packed")
+    for tensor in model.graph.initializer:
+        if not tensor.name.endswith("Q4"):
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).ravel(), tensor.name))
+    x, v = np.ones((1, 2, 40), np.float32), np.ones((1, 2, 5), np.float32)
+    found = run(differentiate(model, ["x"], seeds={"y": "v"}), {"x": x, "v": v})
+    exact = v.astype(float) @ weight.weight
+    assert_gradients_close(found["x.grad"], v @ weight.weight.astype(np.float32), exact, np.float32, terms=8)
+
+
+def test_dequantised_weights_are_not_computed_ahead(tmp_path: Any) -> None:
+    """onnxruntime folds what depends on constants alone, and would hold every weight in full."""
+    weight = quantised(64, 64)
+    info = {"x": (np.float32, [2, 64])}, {"y": (np.float32, [2, 64])}
+    model = model_of([weight.node("x", "y")], *info, weight.initializers())
+    result = differentiate(model, ["x"], seeds={"y": "v"})
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.log_severity_level = 4
+    onnxruntime.InferenceSession(result.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    largest = max(tensor.ByteSize() for tensor in onnx.load(tmp_path / "optimised.onnx").graph.initializer)
+    assert largest < 64 * 64 * 0.6, "a byte or more a weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"bits": 3}, r"com.microsoft::MatMulNBits \(node 'y_node'\): bits is 3; expected 2, 4 or 8"),
+        ({"weight_prepacked": 1}, "weight_prepacked is 1; expected 0"),
+        ({"block_size": 0}, "it has no block_size; expected weight, scales and their sizes"),
+        ({"g_idx": 1}, "g_idx is given; expected blocks"),
+    ],
+)
+def test_what_the_rule_does_not_take_is_named(change: dict[str, int], message: str) -> None:
+    _, model = product(zero_points="packed")
+    node = model.graph.node[0]
+    if "g_idx" in change:
+        node.input.append("g")
+        model.graph.initializer.append(numpy_helper.from_array(np.zeros(40, np.int32), "g"))
+    else:
+        for name, value in change.items():
+            kept = [attribute for attribute in node.attribute if attribute.name != name]
+            del node.attribute[:]
+            node.attribute.extend([*kept, *([onnx.helper.make_attribute(name, value)] if value else [])])
+    with pytest.raises(ModelError, match=message) as error:
+        differentiate(model, ["x"], seeds={"y": "v"})
+    assert "\n" not in str(error.value)
+
+
+def test_the_quantised_weight_is_frozen() -> None:
+    _, model = product(bias=True)
+    assert set(build_training_step(model, "mse").parameters) == {"b"}
+    with pytest.raises(ArgumentError, match="the loss does not depend on 'w_scales'"):
+        build_training_step(model, "mse", trainable=["w_scales"])
