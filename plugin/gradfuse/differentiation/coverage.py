@@ -9,8 +9,8 @@ import onnx
 
 from gradfuse.differentiation.rules import table
 
-_NOT_BY_BODY = frozenset({"AffineGrid", "LinearAttention", "SequenceMap"})
-"""Operators whose function body has a node without a rule, such as If or Scan."""
+_NOT_BY_BODY = frozenset({"AffineGrid", "SequenceMap"})
+"""Operators whose function body has a node without a rule."""
 
 _CONVERTED = {"Scatter": "ScatterElements", "Upsample": "Resize"}
 """Operators of older opsets, and what a model is converted to have in their place."""
@@ -50,6 +50,7 @@ def differentiable() -> list[Differentiable]:
         if entry.rule is not None and not (not domain and name in _CONVERTED)
     ]
     found.append(Differentiable("", "If", "rule", "branches without random numbers"))
+    found += [Differentiable("", name, "rule", "tensors, and no random numbers") for name in ("Loop", "Scan")]
     for name, newer in _CONVERTED.items():
         found.append(Differentiable("", name, "conversion", rules["", newer].limits))
     schema: Any
