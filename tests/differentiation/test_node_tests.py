@@ -20,7 +20,6 @@ NO_RULE = "no gradient rule for this operator"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("Col2Im", "CumProd", "DFT", "STFT", "DeformConv", "GridSample", "MaxUnpool", "RoiAlign"), NO_RULE),
-    **dict.fromkeys(("GRU", "LSTM", "RNN"), NO_RULE),
     **dict.fromkeys(("OptionalGetElement", "TensorScatter", "Unique"), NO_RULE),
     "AffineGrid": "the rank of .* is unknown",
     "BatchNormalization": "the result depends on its running statistics",

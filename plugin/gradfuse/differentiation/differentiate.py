@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.differentiation.dependence import captured_by, repeated
+from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -66,6 +67,7 @@ def _differentiated(
     work = prepared(loaded)
     values = {str(value.name): value for value in (*work.graph.inputs, *work.graph.initializers.values())}
     chosen = _chosen(values, wrt)
+    expand_on_the_way(work, chosen.values())
     outputs = _outputs(work.graph, of, seeds)
     tape = Tape(free_prefix(work.graph), work.opset_imports[""])
     given = {value: _seed(work.graph, tape, value, name) for value, name in outputs.items()}
@@ -102,6 +104,12 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
             value.shape = ir.Shape(value.const_value.shape.numpy())
     infer(model)
     return model
+
+
+def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
+    """Put standard operators in the place of those that depend on some values, and that have an expansion."""
+    if expand(model.graph, wrt, free_prefix(model.graph, "expanded/"), model.opset_imports[""]):
+        infer(model)
 
 
 def _put_constants_in(graph: ir.Graph) -> None:

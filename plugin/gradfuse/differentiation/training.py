@@ -15,7 +15,14 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
-from gradfuse.differentiation.differentiate import free_prefix, infer, named_output, prepared, values_of
+from gradfuse.differentiation.differentiate import (
+    expand_on_the_way,
+    free_prefix,
+    infer,
+    named_output,
+    prepared,
+    values_of,
+)
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -120,6 +127,7 @@ def _built(
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
+    expand_on_the_way(work, [initializers[name] for name in asked])
 
     updated = {}
     if train_batch_norm:
