@@ -17,7 +17,7 @@ from gradfuse.models.inlining import graphs_of
 Expansion: TypeAlias = "Callable[[Call], Sequence[Tensor | None]]"
 """Writes what an operator computes; returns its outputs, None or nothing for those that it does not give."""
 
-FAMILIES = ("recurrences",)
+FAMILIES = ("recurrences", "attention")
 
 _EXPANSIONS: dict[tuple[str, str], tuple[Expansion, str]] = {}
 
@@ -87,4 +87,17 @@ def _put(graph: ir.Graph, node: ir.Node, function: Expansion, tape: Tape) -> Non
             raise call.error(f"output {k}, {output.name!r}, is used; expected that it is not")
         outputs.append(output)
         values.append(result.op("Identity").value if result.value in values else result.value)
-    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, outputs, values)
+    nodes = _read(tape.nodes, values)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, outputs, values)
+
+
+def _read(nodes: Sequence[ir.Node], values: Collection[ir.Value]) -> list[ir.Node]:
+    """Return the nodes that values depend on; the others do not read anything any more."""
+    kept = []
+    for node in reversed(nodes):
+        if any(value in values or value.uses() for value in node.outputs):
+            kept.append(node)
+        else:
+            for index in range(len(node.inputs)):
+                node.replace_input_with(index, None)
+    return kept[::-1]
