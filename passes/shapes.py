@@ -72,6 +72,8 @@ def _prepared(model: ir.Model) -> onnx.ModelProto:
         for node in list(graph.all_nodes()):
             if node.op_type in _SKIP and node.domain == "com.microsoft":
                 _put_identities(node)
+            if node.op_type == "EmbedLayerNormalization" and node.domain == "com.microsoft" and len(node.inputs) > 2:
+                _put_embeddings(node)
             stand_in = _stand_in(node) or _stand_in_of_attention(node)
             if stand_in is not None:
                 if stand_in[0] == "MatMul":
@@ -103,6 +105,23 @@ def _put_identities(node: ir.Node) -> None:
             copy.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
             graph.insert_after(node, copy)
             value.replace_all_uses_with(copy.outputs[0], replace_graph_outputs=True)
+
+
+def _put_embeddings(node: ir.Node) -> None:
+    """Put what has their types in the place of the results of embedding: normalised, lengths, and their sum."""
+    graph = node.graph
+    assert graph is not None
+    ids, words = node.inputs[0], node.inputs[2]
+    largest = ir.node("ArgMax", [ids], {"axis": 1, "keepdims": 0})
+    largest.outputs[0].name = f"{node.outputs[0].name} of {node.op_type}/largest"
+    lengths = ir.node("Cast", [largest.outputs[0]], {"to": int(ir.DataType.INT32)})
+    for value, kin in zip(node.outputs, (None, lengths, None), strict=False):
+        if not value.name:
+            continue
+        stand_in = kin or ir.node("Gather", [words, ids])
+        stand_in.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
+        graph.insert_after(node, [largest, stand_in] if kin else stand_in)
+        value.replace_all_uses_with(stand_in.outputs[0], replace_graph_outputs=True)
 
 
 def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
@@ -152,8 +171,6 @@ def _stand_in_of_attention(
         return "Conv", inputs[:3], {key: a for key, a in node.attributes.items() if key not in fused}
     if name == "RotaryEmbedding":
         return "Identity", inputs[:1], {}
-    if name == "EmbedLayerNormalization" and len(inputs) > 2:
-        return "Gather", [inputs[2], inputs[0]], {}
     if name == "MultiHeadAttention" and len(inputs) > 2 and inputs[1] is not None and inputs[2] is not None:
         return "Einsum", [inputs[0], inputs[2]], {"equation": ir.AttrString("equation", "bsh,blv->bsv")}
     if name == "GroupQueryAttention":
