@@ -19,7 +19,7 @@ from gradfuse.differentiation.coverage import differentiable
 NO_RULE = "no gradient rule for this operator"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("Col2Im", "CumProd", "DFT", "STFT", "DeformConv", "GridSample", "MaxUnpool", "RoiAlign"), NO_RULE),
+    **dict.fromkeys(("DFT", "STFT", "DeformConv", "RoiAlign"), NO_RULE),
     **dict.fromkeys(("OptionalGetElement", "TensorScatter", "Unique"), NO_RULE),
     "AffineGrid": "the rank of .* is unknown",
     "BatchNormalization": "the result depends on its running statistics",
@@ -30,6 +30,7 @@ REFUSED: Mapping[str, str] = {
     "MaxPool": "storage_order is 1",
     "Resize": "coordinate_transformation_mode is 'tf_crop_and_resize'|it keeps the aspect ratio",
     "Scan": "it is of opset 8; expected 9 or newer",
+    "MaxUnpool": "it has an output_shape",
     "ScatterElements": "reduction is '(mul|max|min)'",
     "ScatterND": "reduction is '(mul|max|min)'",
 }

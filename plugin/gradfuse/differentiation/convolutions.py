@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
@@ -172,3 +175,20 @@ def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, dy = call.x[0], call.x[1], call.dy[0]
     assert x is not None and weight is not None and dy is not None
     return x, weight, dy
+
+
+@gradient("Col2Im", limits="a constant block_shape")
+def col2im(call: Call) -> Iterator[Gradient]:
+    """Blocks that overlap are added up; their gradients are those of the image, cut out by a convolution."""
+    x, dy = call.x[0], call.dy[0]
+    assert x is not None and dy is not None
+    block = call.constant(2)
+    if block is None:
+        raise call.error("its block_shape is no constant; expected one")
+    tape, sizes = call.tape, [int(size) for size in block]
+    count = math.prod(sizes)
+    kernel = tape.constant(np.eye(count).reshape(count, 1, *sizes), dy.dtype)
+    names = ("dilations", "pads", "strides")
+    options = {name: call.attribute(name) for name in names}
+    images = dy.reshape(tape.concat([tape.ints(-1, 1), dy.op("Shape", start=2)]))
+    yield images.op("Conv", kernel, **options).like(x)

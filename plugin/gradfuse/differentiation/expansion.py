@@ -17,7 +17,7 @@ from gradfuse.models.inlining import graphs_of
 Expansion: TypeAlias = "Callable[[Call], Sequence[Tensor | None]]"
 """Writes what an operator computes; returns its outputs, None or nothing for those that it does not give."""
 
-FAMILIES = ("recurrences", "attention")
+FAMILIES = ("recurrences", "attention", "sampling")
 
 _EXPANSIONS: dict[tuple[str, str], tuple[Expansion, str]] = {}
 
