@@ -24,6 +24,7 @@ REFUSED: Mapping[str, str] = {
     "AffineGrid": "the rank of .* is unknown",
     "BatchNormalization": "the result depends on its running statistics",
     "DequantizeLinear": "it has a block_size",
+    "CumProd": "its axis is no constant",
     "Det": "the derivative of a determinant needs an inverse",
     "DynamicQuantizeLinear": "rounding to integers has no derivative",
     "Einsum": "expected no letter twice in one term",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
@@ -177,18 +174,16 @@ def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, dy
 
 
-@gradient("Col2Im", limits="a constant block_shape")
+@gradient("Col2Im")
 def col2im(call: Call) -> Iterator[Gradient]:
     """Blocks that overlap are added up; their gradients are those of the image, cut out by a convolution."""
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
-    block = call.constant(2)
-    if block is None:
-        raise call.error("its block_shape is no constant; expected one")
-    tape, sizes = call.tape, [int(size) for size in block]
-    count = math.prod(sizes)
-    kernel = tape.constant(np.eye(count).reshape(count, 1, *sizes), dy.dtype)
-    names = ("dilations", "pads", "strides")
-    options = {name: call.attribute(name) for name in names}
-    images = dy.reshape(tape.concat([tape.ints(-1, 1), dy.op("Shape", start=2)]))
+    x, block, dy = call.x[0], call.x[2], call.dy[0]
+    assert x is not None and block is not None and dy is not None
+    tape = call.tape
+    count = block.op("ReduceProd", keepdims=0)
+    places = tape.op("Range", tape.constant(0), count, tape.constant(1))
+    eye = places.unsqueeze(0).equals(places.unsqueeze(1)).cast(dy.dtype)
+    kernel = eye.op("Reshape", tape.concat([tape.ints(-1, 1), block]))
+    options = {name: call.attribute(name) for name in ("dilations", "pads", "strides")}
+    images = dy.op("Reshape", tape.concat([tape.ints(-1, 1), dy.op("Shape", start=2)]))
     yield images.op("Conv", kernel, **options).like(x)

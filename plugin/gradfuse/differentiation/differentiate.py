@@ -13,6 +13,7 @@ from gradfuse.differentiation.dependence import captured_by, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of, error_of
+from gradfuse.differentiation.sequences import without_sequences
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.fusion import collection_paused
@@ -96,6 +97,7 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
     inline(model, lambda function: True)
     _raise_opset(model)
     _expand_functions(model)
+    without_sequences(model.graph, free_prefix(model.graph, "parts/"), model.opset_imports[""])
     _put_constants_in(model.graph)
     # Constants among the initializers have shapes; what lacks one is asked for.
     for value in model.graph.initializers.values():
