@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import torch
 from torch import Tensor, nn
 
@@ -83,7 +84,8 @@ def _exported(path: Path, module: nn.Module, x: Tensor, targets: Tensor) -> Trai
         return loss.item(), {name: p.grad.numpy().copy() for name, p in named if p.grad is not None}
 
     # Statistics of batch normalisation are no parameters anyway.
-    buffers = [n for n, b in module.named_buffers() if b.is_floating_point() and "running_" not in n]
+    written = {value.name for value in onnx.load(path, load_external_data=False).graph.initializer}
+    buffers = [n for n, b in module.named_buffers() if b.is_floating_point() and n in written and "running_" not in n]
     return Trained({"x": x.numpy()}, targets.numpy(), "cross_entropy", gradients, tuple(buffers))
 
 
