@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-slow test-differentiation test-aarch64 test-ort-training bench bench-aclnn bench-payoff bench-export bench-scale \
+.PHONY: help demo samples test test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-payoff bench-export bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
+	@echo "make test-models   train models of transformers and scikit-learn from ONNX files, and compare (MODEL_CASES=... for some)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
@@ -99,6 +100,20 @@ $(ORT_TRAINING)/.installed: $(INSTALLED)
 test-ort-training: $(ORT_TRAINING)/.installed
 	$(BIN)/python -m pytest -m ort_training $(PYTEST_ARGS) tests/ort_training
 
+# transformers and skl2onnx, beside the packages of the other tests.
+MODELS := .venv-models
+$(MODELS)/.installed: $(INSTALLED)
+	$(BIN)/python tools/create_venv.py $(MODELS)
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	echo "import site; site.addsitedir('$$site')" > \
+	    $$($(MODELS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
+	    transformers==5.23.0 skl2onnx==1.20.0
+	@touch $@
+
+test-models: $(MODELS)/.installed
+	PYTHONPATH=tests $(MODELS)/bin/python -m real_models.run $(MODEL_CASES)
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)
 
@@ -169,5 +184,5 @@ wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV) .venv-ort-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-ort-* .venv-models .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

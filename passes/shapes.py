@@ -76,8 +76,12 @@ def _prepared(model: ir.Model) -> onnx.ModelProto:
             quantised = node.op_type in _QUANTISED and node.domain == "com.microsoft" and len(node.inputs) > 2
             if quantised and graph is copy.graph:
                 _put_floats(graph, node)
-            stand_in = _stand_in(node)
+            if node.op_type == "EmbedLayerNormalization" and node.domain == "com.microsoft" and len(node.inputs) > 2:
+                _put_embeddings(node)
+            stand_in = _stand_in(node) or _stand_in_of_attention(node)
             if stand_in is not None:
+                if stand_in[0] == "MatMul":
+                    copy.graph.inputs.extend(v for v in stand_in[1][1:] if v is not None)
                 _become(node, *stand_in)
     _take_large_initializers_out(copy.graph)
     return ir.to_proto(copy)
@@ -141,6 +145,23 @@ def _gathered_from(node: ir.Node, stored: ir.Value | None) -> list[int] | None:
     return shape
 
 
+def _put_embeddings(node: ir.Node) -> None:
+    """Put what has their types in the place of the results of embedding: normalised, lengths, and their sum."""
+    graph = node.graph
+    assert graph is not None
+    ids, words = node.inputs[0], node.inputs[2]
+    largest = ir.node("ArgMax", [ids], {"axis": 1, "keepdims": 0})
+    largest.outputs[0].name = f"{node.outputs[0].name} of {node.op_type}/largest"
+    lengths = ir.node("Cast", [largest.outputs[0]], {"to": int(ir.DataType.INT32)})
+    for value, kin in zip(node.outputs, (None, lengths, None), strict=False):
+        if not value.name:
+            continue
+        stand_in = kin or ir.node("Gather", [words, ids])
+        stand_in.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
+        graph.insert_after(node, [largest, stand_in] if kin else stand_in)
+        value.replace_all_uses_with(stand_in.outputs[0], replace_graph_outputs=True)
+
+
 def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
     node.domain, node.op_type = "", op_type
     node.resize_inputs(len(inputs))
@@ -174,6 +195,42 @@ def _stand_in(node: ir.Node) -> tuple[str, Sequence[ir.Value | None], Mapping[st
         equation = f"...j,{right}->...k" if by_matrix else f"...{left},...{right}->...ik"
         return None if any(batches) else ("Einsum", inputs, {"equation": ir.AttrString("equation", equation)})
     return None
+
+
+def _stand_in_of_attention(
+    node: ir.Node,
+) -> tuple[str, Sequence[ir.Value | None], Mapping[str, ir.Attr]] | None:
+    """As `_stand_in`, of what onnxruntime's optimizer fuses; a MatMul comes with a matrix that is no value yet."""
+    inputs, name = node.inputs, node.op_type
+    if node.domain != "com.microsoft" or not inputs:
+        return None
+    if name == "FusedConv":
+        fused = ("activation", "activation_params")
+        return "Conv", inputs[:3], {key: a for key, a in node.attributes.items() if key not in fused}
+    if name == "RotaryEmbedding":
+        return "Identity", inputs[:1], {}
+    if name == "MultiHeadAttention" and len(inputs) > 2 and inputs[1] is not None and inputs[2] is not None:
+        return "Einsum", [inputs[0], inputs[2]], {"equation": ir.AttrString("equation", "bsh,blv->bsv")}
+    if name == "GroupQueryAttention":
+        if len(inputs) > 2 and inputs[1] is not None:
+            return "Identity", inputs[:1], {}
+        return "MatMul", [inputs[0], _matrix(node, None)], {}
+    if name == "Attention" and len(inputs) > 1:
+        sizes = node.attributes.get("qkv_hidden_sizes")
+        weights = None if inputs[1] is None else inputs[1].shape
+        columns = None if weights is None or len(weights) != 2 else weights[1]
+        width = columns // 3 if isinstance(columns, int) else None
+        return "MatMul", [inputs[0], _matrix(node, sizes.as_ints()[2] if sizes is not None else width)], {}
+    return None
+
+
+def _matrix(node: ir.Node, columns: int | None) -> ir.Value:
+    """A matrix that turns the input of a node into its output."""
+    like = node.inputs[0]
+    dtype = None if like is None else like.dtype
+    # Without a type nothing is inferred; the values that follow get theirs from elsewhere.
+    kind = ir.TensorType(dtype or ir.DataType.FLOAT)
+    return ir.Value(name=f"{node.outputs[0].name}/matrix", type=kind, shape=ir.Shape([None, columns]))
 
 
 def _rank(value: ir.Value | None) -> int | None:

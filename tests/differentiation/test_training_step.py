@@ -177,10 +177,8 @@ def test_what_does_not_fit_is_refused_in_one_line(change: dict[str, str], named:
 
 def test_an_operator_without_a_rule_is_named() -> None:
     model = onnx.parser.parse_model(MODEL % "Relu")
-    model.graph.node[1].CopyFrom(onnx.helper.make_node("CumProd", ["a", "k0"], ["b"], name="here"))
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1, np.int64), "k0"))
-    model.opset_import[0].version = 26
-    with pytest.raises(ModelError, match=r"CumProd \(node 'here'\): no gradient rule.*'a' depends on it"):
+    model.graph.node[1].CopyFrom(onnx.helper.make_node("Unique", ["a"], ["b"], axis=0, name="here"))
+    with pytest.raises(ModelError, match=r"Unique \(node 'here'\): no gradient rule.*'a' depends on it"):
         build_training_step(model, "mse")
 
 
@@ -280,9 +278,8 @@ def test_what_subgraphs_read_from_around_them_is_not_lost() -> None:
     """`b` is an input of no node of the graph itself."""
     model = onnx.parser.parse_model(IN_SUBGRAPHS % LOOP)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2), "n"))
-    model.graph.node[1].name = "repeated"
-    with pytest.raises(ModelError, match=r"Loop \(node 'repeated'\): no gradient rule.*of 'b' depends on it"):
-        gradfuse.differentiate(model, ["b"], seeds={"y": "v"})
+    found = gradfuse.differentiate(model, ["b"], seeds={"y": "v"})
+    assert [output.name for output in found.graph.output] == ["y", "b.grad"]
     model = onnx.parser.parse_model(IN_SUBGRAPHS % BRANCHES)
     step = build_training_step(model, "mse", optimizer=optimizers.SGD(lr=0.1))
     assert set(step.parameters) == {"w", "b"}

@@ -172,3 +172,18 @@ def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, dy = call.x[0], call.x[1], call.dy[0]
     assert x is not None and weight is not None and dy is not None
     return x, weight, dy
+
+
+@gradient("Col2Im")
+def col2im(call: Call) -> Iterator[Gradient]:
+    """Blocks that overlap are added up; their gradients are those of the image, cut out by a convolution."""
+    x, block, dy = call.x[0], call.x[2], call.dy[0]
+    assert x is not None and block is not None and dy is not None
+    tape = call.tape
+    count = block.op("ReduceProd", keepdims=0)
+    places = tape.op("Range", tape.constant(0), count, tape.constant(1))
+    eye = places.unsqueeze(0).equals(places.unsqueeze(1)).cast(dy.dtype)
+    kernel = eye.op("Reshape", tape.concat([tape.ints(-1, 1), block]))
+    options = {name: call.attribute(name) for name in ("dilations", "pads", "strides")}
+    images = dy.op("Reshape", tape.concat([tape.ints(-1, 1), dy.op("Shape", start=2)]))
+    yield images.op("Conv", kernel, **options).like(x)

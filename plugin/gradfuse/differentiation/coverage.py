@@ -7,10 +7,11 @@ from typing import Any
 
 import onnx
 
+from gradfuse.differentiation.expansion import expansions
 from gradfuse.differentiation.rules import table
 
-_NOT_BY_BODY = frozenset({"AffineGrid", "LinearAttention", "SequenceMap"})
-"""Operators whose function body has a node without a rule, such as If or Scan."""
+_NOT_BY_BODY = frozenset({"AffineGrid", "SequenceMap"})
+"""Operators whose function body has a node without a rule."""
 
 _CONVERTED = {"Scatter": "ScatterElements", "Upsample": "Resize"}
 """Operators of older opsets, and what a model is converted to have in their place."""
@@ -23,7 +24,8 @@ class Differentiable:
     Attributes:
         domain: its domain; "" for ONNX's own.
         name: its name.
-        by: "rule", or "body": by the operators of which ONNX defines it, or "conversion", to a newer operator.
+        by: "rule", or "body": by the operators of which ONNX defines it, "expansion": by
+            those that gradfuse writes in its place, or "conversion", to a newer operator.
         limits: what is not taken; empty: everything is.
     """
 
@@ -50,6 +52,9 @@ def differentiable() -> list[Differentiable]:
         if entry.rule is not None and not (not domain and name in _CONVERTED)
     ]
     found.append(Differentiable("", "If", "rule", "branches without random numbers"))
+    found += [Differentiable("", name, "rule", "tensors, and no random numbers") for name in ("Loop", "Scan")]
+    for (domain, name), (_, limits) in expansions().items():
+        found.append(Differentiable(domain, name, "expansion", limits))
     for name, newer in _CONVERTED.items():
         found.append(Differentiable("", name, "conversion", rules["", newer].limits))
     schema: Any

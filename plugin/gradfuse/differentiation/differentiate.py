@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from gradfuse.differentiation.dependence import captured_by, repeated
+from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.reverse import gradients
-from gradfuse.differentiation.rules import FLOATS, entry_of
+from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of, error_of
+from gradfuse.differentiation.sequences import without_sequences
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.fusion import collection_paused
 from gradfuse.models import reading
-from gradfuse.models.inlining import inline
+from gradfuse.models.inlining import graphs_of, inline
 from gradfuse.models.tensors import with_tensors_in_memory
 from gradfuse.passes import shapes
 from gradfuse.training.step import GRADIENT_SUFFIX
@@ -27,6 +30,9 @@ OLDEST_OPSET = 17
 """Older models are raised to it: from 15 to 17 operators gained types and attributes, and RoiAlign another default."""
 
 PREFIX = "gradient/"
+
+_SMALL = 64
+"""How many elements a constant has at most that a shape may depend on."""
 
 
 def differentiate(
@@ -59,9 +65,10 @@ def differentiate(
 def _differentiated(
     loaded: reading.LoadedModel, wrt: Sequence[str], of: str | None, seeds: Mapping[str, str] | None
 ) -> Any:
-    work = prepared(loaded.ir)
+    work = prepared(loaded)
     values = {str(value.name): value for value in (*work.graph.inputs, *work.graph.initializers.values())}
     chosen = _chosen(values, wrt)
+    expand_on_the_way(work, chosen.values())
     outputs = _outputs(work.graph, of, seeds)
     tape = Tape(free_prefix(work.graph), work.opset_imports[""])
     given = {value: _seed(work.graph, tape, value, name) for value, name in outputs.items()}
@@ -76,21 +83,102 @@ def _differentiated(
     return loaded.restore(work)
 
 
-def prepared(model: ir.Model) -> ir.Model:
-    """Return the model with its functions inlined, in an opset that rules are written for, and with shapes."""
-    model = with_tensors_in_memory(model)
+def prepared(loaded: reading.LoadedModel) -> ir.Model:
+    """Return the model with its functions inlined, in an opset that rules are written for, and with shapes.
+
+    Raises:
+        ModelError: a Scan is of opset 8, whose inputs have a batch axis that newer ones do not have.
+    """
+    if loaded.older is not None and loaded.older.opset_imports[""] < 9:
+        for node in loaded.older.graph.all_nodes():
+            if node.op_type == "Scan" and not node.domain:
+                raise error_of(node, f"it is of opset {loaded.older.opset_imports['']}; expected 9 or newer")
+    model = with_tensors_in_memory(loaded.ir)
     inline(model, lambda function: True)
     _raise_opset(model)
     _expand_functions(model)
+    without_sequences(model.graph, free_prefix(model.graph, "parts/"), model.opset_imports[""])
+    _put_constants_in(model.graph)
     # Constants among the initializers have shapes; what lacks one is asked for.
     for value in model.graph.initializers.values():
         if value.const_value is not None:
             value.dtype = value.const_value.dtype
             value.shape = ir.Shape(value.const_value.shape.numpy())
+    infer(model)
+    return model
+
+
+def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
+    """Put standard operators in the place of those that depend on some values, and that have an expansion."""
+    if expand(model.graph, wrt, free_prefix(model.graph, "expanded/"), model.opset_imports[""]):
+        infer(model)
+
+
+def _put_constants_in(graph: ir.Graph) -> None:
+    """Copy small constants of integers into the branches and bodies that read them, which onnx infers by themselves."""
+    prefix, number = free_prefix(graph, "constant/"), 0
+    for node in list(graph.all_nodes()):
+        arrays = {value: constant_of(value) for value in captured_by(node)}
+        for body in graphs_of(node):
+            copies: dict[ir.Value, ir.Value] = {}
+            for inner in list(body.all_nodes()):
+                for index, value in enumerate(inner.inputs):
+                    array = None if value is None else arrays.get(value)
+                    if value is None or array is None or array.size > _SMALL or array.dtype != np.int64:
+                        continue
+                    if value not in copies:
+                        number += 1
+                        copy = ir.node("Constant", [], {"value": ir.tensor(array)}, name=f"{prefix}{number}")
+                        copies[value] = copy.outputs[0]
+                        copy.outputs[0].name = copy.name
+                        body.insert_before(body[0], copy)
+                    inner.replace_input_with(index, copies[value])
+
+
+def infer(model: ir.Model) -> None:
+    """Give all values of a model their types and shapes, as far as onnx knows them."""
     untyped = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None or v.shape is None]
     if untyped:
         shapes.infer(model, untyped)
-    return model
+    _infer_turns(model)
+
+
+def _infer_turns(model: ir.Model) -> None:
+    """Give the inputs of loops' bodies the types and shapes around them, as far as no turn changes the shape."""
+    tried: set[ir.Value] = set()
+    while True:
+        loops = [loop for node in model.graph.all_nodes() if (loop := repeated(node)) is not None]
+        guessed = []
+        for loop in loops:
+            for k, (first, start) in enumerate(loop.starts()):
+                first.type = first.type or (start.type if start is not None else None)
+                if first.shape is not None or first in tried or start is None or start.shape is None:
+                    continue
+                first.shape = start.shape
+                guessed.append((first, loop.body.outputs[loop.ahead + k] if k < loop.carried else first))
+        if not guessed:
+            return
+        tried.update(first for first, _ in guessed)
+        unknown = [v for loop in loops for node in loop.body.all_nodes() for v in node.outputs if v.shape is None]
+        while True:
+            shapes.infer(model, unknown)
+            weakened = [_weakened(first, last) for first, last in guessed]
+            if not any(weakened):
+                break
+            for value in unknown:
+                value.shape = None
+
+
+def _weakened(first: ir.Value, last: ir.Value) -> bool:
+    """Take from a shape what another one does not have; return whether it was more than that one."""
+    if first.shape is None:
+        return False
+    shape = None
+    if last.shape is not None and len(last.shape) == len(first.shape):
+        shape = ir.Shape([a if a == b else None for a, b in zip(first.shape, last.shape, strict=True)])
+    weakened = shape != first.shape
+    first.shape = shape
+    return weakened
 
 
 def _raise_opset(model: ir.Model) -> None:
@@ -154,13 +242,13 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
     return body
 
 
-def free_prefix(graph: ir.Graph) -> str:
+def free_prefix(graph: ir.Graph, stem: str = PREFIX) -> str:
     """Return a prefix that no name in the graph begins with."""
     names = [v.name for node in graph.all_nodes() for v in node.outputs] + [v.name for v in graph.inputs]
-    prefix, number = PREFIX, 1
+    prefix, number = stem, 1
     while any(name is not None and name.startswith(prefix) for name in names):
         number += 1
-        prefix = f"gradient_{number}/"
+        prefix = f"{stem[:-1]}_{number}/"
     return prefix
 
 

@@ -134,3 +134,13 @@ def _operands(call: Call) -> tuple[Tensor, Tensor]:
     x, dy = call.x[0], call.dy[0]
     assert x is not None and dy is not None
     return x, dy
+
+
+@gradient("MaxUnpool", limits="no output_shape")
+def max_unpool(call: Call) -> Iterator[Gradient]:
+    """Each element takes the gradient of the place that it was put at."""
+    dy, indices = call.dy[0], call.x[1]
+    assert dy is not None and indices is not None
+    if call.input(2) is not None:
+        raise call.error("it has an output_shape; expected none")
+    yield dy.reshape([-1]).op("Gather", indices, axis=0)

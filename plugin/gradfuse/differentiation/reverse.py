@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.control_flow import of_branches
-from gradfuse.differentiation.rules import FLOATS, Call, Entry, Gradient, entry_of, error_of
+from gradfuse.differentiation.control_flow import of_branches, of_turns
+from gradfuse.differentiation.dependence import captured_by, depending, is_branches, is_constant, repeated
+from gradfuse.differentiation.rules import Call, Entry, Gradient, entry_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
-from gradfuse.models.inlining import graphs_of
 
 
 def gradients(
@@ -30,7 +30,7 @@ def gradients(
         ModelError: an operator in between has no rule, or its rule does not take this use of it.
     """
     nodes = list(graph)
-    active, lost = _depending(nodes, wrt)
+    active, lost = depending(nodes, wrt)
     found: dict[ir.Value, list[Tensor]] = {value: [seed] for value, seed in seeds.items()}
     for node, entry, needed, captured in _way_back(nodes, seeds, active, lost):
         if not any(value in found for value in node.outputs):
@@ -40,7 +40,8 @@ def gradients(
             if total is not None:
                 found[value] = [total]
         if entry is None:
-            for value, gradient in of_branches(node, tape, dy, captured, gradients).items():
+            of_node = of_branches if is_branches(node) else of_turns
+            for value, gradient in of_node(node, tape, dy, needed, captured, gradients):
                 found.setdefault(value, []).append(gradient)
             continue
         for index, gradient in _of_inputs(node, entry, tape, dy, needed).items():
@@ -58,8 +59,8 @@ def _way_back(
 ) -> list[tuple[ir.Node, Entry | None, frozenset[int], list[ir.Value]]]:
     """Return the nodes that gradients may go through, from the last one on.
 
-    With each are its rule, which an If has none of, the indices of the inputs that need gradients, and the values from
-    outside that its subgraphs read and that need them.
+    With each are its rule, which If, Loop and Scan have none of, the indices of the inputs that need gradients, and
+    the values from outside that its subgraphs read and that need them.
 
     Raises:
         ModelError: a node has no rule. This is known before any rule looks at a node that the other one feeds.
@@ -70,73 +71,17 @@ def _way_back(
         if reached.isdisjoint(node.outputs):
             continue
         captured = [value for value in captured_by(node) if value in active or value in lost]
-        for value in (*node.inputs, *captured):
+        inward = is_branches(node) or repeated(node) is not None
+        ends = [value for value in node.outputs if value in reached] if inward else []
+        for value in (*node.inputs, *captured, *ends):
             if value is not None and value in lost:
                 raise _no_derivative(lost[value], active)
         needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
-        if (not needed and not captured) or _is_constant(node):
+        if (not needed and not captured) or is_constant(node):
             continue
-        branches = node.op_type == "If" and not node.domain
-        way.append((node, None if branches else _entry(node, needed, captured, active), needed, captured))
+        way.append((node, None if inward else _entry(node, needed, captured, active), needed, captured))
         reached.update(captured, (value for k in needed if (value := node.inputs[k]) is not None))
     return way
-
-
-def captured_by(node: ir.Node) -> list[ir.Value]:
-    """Return the values outside a node's subgraphs that these read."""
-    graphs = graphs_of(node)
-    if not graphs:
-        return []
-    inside: set[ir.Value] = set()
-    read: dict[ir.Value, None] = {}
-    while graphs:
-        graph = graphs.pop()
-        inside.update(graph.inputs, graph.initializers.values())
-        read |= dict.fromkeys(graph.outputs)
-        for inner in graph:
-            inside.update(inner.outputs)
-            read |= dict.fromkeys(value for value in inner.inputs if value is not None)
-            graphs += graphs_of(inner)
-    return [value for value in read if value not in inside]
-
-
-def _depending(nodes: Sequence[ir.Node], wrt: Collection[ir.Value]) -> tuple[set[ir.Value], dict[ir.Value, ir.Node]]:
-    """Return what depends on some of `wrt` in a differentiable way, with these themselves, and what is lost.
-
-    Lost are values that depend on `wrt` through a node that refuses to be differentiated, with that node.
-    """
-    active = set(wrt)
-    lost: dict[ir.Value, ir.Node] = {}
-    for node in nodes:
-        sources = [value for value in (*node.inputs, *captured_by(node)) if value is not None]
-        depends = any(value in active for value in sources)
-        refusing = next((lost[value] for value in sources if value in lost), None)
-        if not depends and refusing is None:
-            continue
-        if _is_constant(node):
-            continue
-        entry = entry_of(node)
-        if depends and ((entry is not None and entry.refused) or _rounds(node)):
-            refusing = node
-        if refusing is not None:
-            lost |= dict.fromkeys(node.outputs, refusing)
-        if depends:
-            active.update(value for value in node.outputs if value.dtype is None or value.dtype in FLOATS)
-    return active, lost
-
-
-def _is_constant(node: ir.Node) -> bool:
-    """Whether the derivative of a node is 0 wherever it has one, or its outputs are no floats."""
-    entry = entry_of(node)
-    return entry is not None and entry.rule is None and not entry.refused
-
-
-def _rounds(node: ir.Node) -> bool:
-    """Whether a node casts to a float type that gradients cannot have, such as those of 8 bits."""
-    dtype = node.outputs[0].dtype
-    return (
-        node.op_type in ("Cast", "CastLike") and dtype not in FLOATS and dtype is not None and dtype.is_floating_point()
-    )
 
 
 def _no_derivative(node: ir.Node, active: Collection[ir.Value]) -> Exception:

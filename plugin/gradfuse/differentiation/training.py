@@ -15,7 +15,14 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
-from gradfuse.differentiation.differentiate import free_prefix, named_output, prepared, values_of
+from gradfuse.differentiation.differentiate import (
+    expand_on_the_way,
+    free_prefix,
+    infer,
+    named_output,
+    prepared,
+    values_of,
+)
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
@@ -24,7 +31,6 @@ from gradfuse.errors import ArgumentError
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import copy_model
-from gradfuse.passes import shapes
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
@@ -87,7 +93,7 @@ def build_training_step(
     _require_options(optimizer, max_grad_norm, accumulate)
     with fusion.collection_paused():
         return _built(
-            prepared(reading.load(model).ir),
+            prepared(reading.load(model)),
             criterion,
             trainable,
             frozen,
@@ -122,6 +128,7 @@ def _built(
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
+    expand_on_the_way(work, [initializers[name] for name in asked])
 
     updated = {}
     if train_batch_norm:
@@ -129,7 +136,7 @@ def _built(
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     result, targets = _loss(graph, tape, criterion)
     graph.extend(tape.nodes)
-    _infer(work)
+    infer(work)
     tape = Tape(f"{free_prefix(graph)}", work.opset_imports[""])
     chosen = [initializers[name] for name in asked]
     seed = tape.constant(np.ones([1] * len(result.shape or ())), result.dtype or ir.DataType.FLOAT)
@@ -288,12 +295,6 @@ def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[i
     result = criterion.forward(tape.of(output), added, len(dims)).value
     result.shape = ir.Shape([])
     return result, [target.name for target in criterion.targets]
-
-
-def _infer(model: ir.Model) -> None:
-    untyped = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None or v.shape is None]
-    if untyped:
-        shapes.infer(model, untyped)
 
 
 def _with_gradients(

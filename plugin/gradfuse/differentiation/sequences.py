@@ -1,0 +1,88 @@
+"""Sequences that are taken apart where they are made: exporters write torch.split and torch.cat so."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from gradfuse.differentiation.rules import constant_of
+from gradfuse.differentiation.tensors import Tape, Tensor
+
+
+def without_sequences(graph: ir.Graph, prefix: str, opset: int) -> None:
+    """Put Split and Slice in the place of elements of split tensors, and Concat in that of joined sequences.
+
+    Args:
+        graph: the graph, which is changed, as are those within it.
+        prefix: what the names of new nodes begin with; nothing else in the graph begins with it.
+        opset: the version of the default domain.
+    """
+    number = 0
+    splits: dict[ir.Node, tuple[Tensor, ...]] = {}
+    for node in list(graph.all_nodes()):
+        source = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        if node.domain or source is None or source.domain or node.graph is not source.graph:
+            continue
+        number += 1
+        tape = Tape(f"{prefix}{number}/", opset)
+        result = None
+        if node.op_type == "SequenceAt" and source.op_type == "SplitToSequence":
+            result = _element(node, source, tape, splits)
+        elif node.op_type == "SequenceAt" and source.op_type == "SequenceConstruct":
+            result = _constructed(node, source, tape)
+        elif node.op_type == "ConcatFromSequence" and source.op_type == "SequenceConstruct":
+            result = _joined(node, source, tape)
+        if result is not None:
+            assert node.graph is not None and source.graph is not None
+            outputs = [result.op("Identity").value] if result.value.producer() not in tape.nodes else [result.value]
+            ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, node.outputs, outputs)
+            if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
+                source.graph.remove(source, safe=True)
+
+
+def _element(node: ir.Node, source: ir.Node, tape: Tape, splits: dict[ir.Node, tuple[Tensor, ...]]) -> Tensor | None:
+    """Return one of the parts of a split tensor; None where it is not known which."""
+    x, index = source.inputs[0], node.inputs[1]
+    at = None if index is None else constant_of(index)
+    if x is None or at is None:
+        return None
+    number, axis = int(at.reshape(())), _int(source, "axis", 0)
+    given = source.inputs[1] if len(source.inputs) > 1 else None
+    sizes = None if given is None else constant_of(given)
+    if given is not None and sizes is None:
+        return None
+    if sizes is not None and sizes.ndim:
+        if source not in splits:
+            assert source.graph is not None
+            before = Tape(f"{tape.prefix}split/", tape.opset)
+            lengths = before.ints(*(int(size) for size in sizes))
+            dtype = x.dtype or ir.DataType.FLOAT
+            splits[source] = before.parts("Split", sizes.size, before.of(x), lengths, dtype=dtype, axis=axis)
+            source.graph.insert_after(source, before.nodes)
+        return splits[source][number]
+    if number < 0:
+        return None
+    size = 1 if sizes is None else int(sizes.reshape(()))
+    bounds = (tape.ints(number * size), tape.ints((number + 1) * size), tape.ints(axis))
+    part = tape.op("Slice", tape.of(x), *bounds, dtype=x.dtype or ir.DataType.FLOAT)
+    return part.squeeze(axis) if sizes is None and not _int(source, "keepdims", 1) else part
+
+
+def _constructed(node: ir.Node, source: ir.Node, tape: Tape) -> Tensor | None:
+    index = node.inputs[1]
+    at = None if index is None else constant_of(index)
+    value = None if at is None else source.inputs[int(at.reshape(()))]
+    return None if value is None else tape.of(value)
+
+
+def _joined(node: ir.Node, source: ir.Node, tape: Tape) -> Tensor:
+    axis = _int(node, "axis", 0)
+    parts = [tape.of(value) for value in source.inputs if value is not None]
+    if _int(node, "new_axis", 0):
+        at = tape.ints(axis)
+        dtype = parts[0].value.dtype or ir.DataType.FLOAT
+        parts = [tape.op("Unsqueeze", part, at, dtype=dtype) for part in parts]
+    return tape.op("Concat", *parts, dtype=parts[0].value.dtype or ir.DataType.FLOAT, axis=axis)
+
+
+def _int(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default

@@ -1,0 +1,265 @@
+"""Gradients of Loop and Scan against torch.autograd in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from autograd import model_of, numbers, require_torchs, shaped
+from torch import Tensor
+
+from gradfuse import ModelError, differentiate
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("out_direction", [0, 1])
+@pytest.mark.parametrize("axis, out_axis", [(0, 0), (1, -1)])
+def test_scans_of_all_directions_and_axes(direction: int, out_direction: int, axis: int, out_axis: int) -> None:
+    model = model_of(
+        "float[3] s, float[T, U] x, float[3, 3] w",
+        f"""last, seen = Scan <
+            num_scan_inputs = 1, scan_input_axes = [{axis}], scan_output_axes = [{out_axis}],
+            scan_input_directions = [{direction}], scan_output_directions = [{out_direction}],
+            body = step (float[3] before, float[3] now) => (float[3] after, float[3] out) {{
+                product = MatMul(before, w)
+                total = Add(product, now)
+                after = Tanh(total)
+                out = Mul(after, now)
+            }}
+        > (s, x)
+        flat = Reshape(seen, minus)
+        y = Concat <axis = 0> (last, flat)""",
+        output="float[R] y",
+        constants="int64[1] minus = {-1}",
+    )
+    feeds = {"s": numbers(3), "x": numbers(*((4, 3) if axis == 0 else (3, 4)), seed=1), "w": numbers(3, 3, seed=2)}
+
+    def by_torch(s: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        seen = []
+        turns = range(4)
+        for t in reversed(turns) if direction else turns:
+            now = x.select(axis, t)
+            s = (s @ w + now).tanh()
+            seen.append(s * now)
+        return torch.cat([s, torch.stack(seen[::-1] if out_direction else seen, out_axis).flatten()])
+
+    require_torchs(model, feeds, by_torch, ["s", "x", "w"])
+
+
+def test_a_scan_that_ignores_or_passes_on_what_it_carries() -> None:
+    """One carried value is passed on, one is replaced, one is an integer that the others depend on."""
+    model = model_of(
+        "float[2] a, float[2] b, float[T, 2] x",
+        """count = Constant <value_int = 1> ()
+        first, second, third, seen = Scan <num_scan_inputs = 1, body = step
+            (float[2] p, float[2] q, int64 k, float[2] now) => (float[2] same, float[2] r, int64 next, float[2] out) {
+                same = Identity(p)
+                one = Constant <value_int = 1> ()
+                next = Add(k, one)
+                scale = Cast <to = 1> (k)
+                scaled = Mul(now, scale)
+                r = Mul(scaled, p)
+                out = Add(r, q)
+            }
+        > (a, b, count, x)
+        last = Unsqueeze(second, zero)
+        y = Concat <axis = 0> (last, seen)""",
+        output="float[R, 2] y",
+        constants="int64[1] zero = {0}",
+    )
+
+    def by_torch(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        seen = []
+        for k, now in enumerate(x):
+            before, b = b, now * (k + 1) * a
+            seen.append(b + before)
+        return torch.stack([b, *seen])
+
+    feeds = dict(zip("abx", shaped((2,), (2,), (4, 2)).values(), strict=True))
+    require_torchs(model, feeds, by_torch, ["a", "b", "x"])
+    require_torchs(model, feeds, by_torch, ["x"])
+
+
+LOOP = """last, other, seen = Loop (limit, {condition}, a, b) <
+    body = turn (int64 k, bool go, float{shape} p, float{shape} q)
+        => (bool more, float{shape} r, float{shape} s, float{shape} out) {{
+        scale = Cast <to = 1> (k)
+        product = MatMul(p, w)
+        shifted = Add(product, scale)
+        r = Sin(shifted)
+        s = Mul(q, p)
+        total = ReduceSum <keepdims = 0> (r)
+        more = Less(total, bound)
+        out = Identity(s)
+    }}
+>
+flat = Reshape(seen, minus)
+y = Concat <axis = 0> (last, other, flat)"""
+
+
+@pytest.mark.parametrize("shape", ["[2]", "[n]", "[]"])
+@pytest.mark.parametrize("limit, bound", [(5, 100.0), (5, 0.1), (0, 100.0), (1, 100.0)])
+@pytest.mark.parametrize("condition", ["yes", ""])
+def test_loops_with_a_count_and_a_condition(shape: str, limit: int, bound: float, condition: str) -> None:
+    model = model_of(
+        "float[2] a, float[2] b, float[2, 2] w, int64 limit, float bound, bool yes",
+        LOOP.format(shape=shape if shape != "[]" else "", condition=condition),
+        output="float[R] y",
+        constants="int64[1] minus = {-1}",
+    )
+    if shape == "[]":
+        for value in [*model.graph.node[0].attribute[0].g.input, *model.graph.node[0].attribute[0].g.output]:
+            if value.name in "pqrs" or value.name == "out":
+                value.type.tensor_type.ClearField("shape")
+
+    def by_torch(a: Tensor, b: Tensor, w: Tensor, limit: Any, bound: Tensor, yes: Any) -> Tensor:
+        seen = [a[:0]]
+        for k in range(int(limit)):
+            r = (a @ w + k).sin()
+            a, b = r, b * a
+            seen.append(b)
+            if not r.sum() < bound:
+                break
+        return torch.cat([a, b, *seen]) + 0 * w.sum()
+
+    feeds = dict(zip(("a", "b", "w"), shaped((2,), (2,), (2, 2)).values(), strict=True))
+    given = {"limit": np.array(limit), "bound": np.array(bound, np.float32), "yes": np.array(True)}
+    require_torchs(model, {**feeds, **given}, by_torch, ["a", "b", "w"] if limit else ["a", "b"])
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_loop_whose_carried_value_grows(declared: bool) -> None:
+    model = model_of(
+        "float[N] a, float[1] b, int64 limit",
+        """y = Loop (limit, , a) <
+            body = turn (int64 k, bool go, float[n] p) => (bool more, float[m] q) {
+                square = Mul(p, p)
+                scaled = Mul(square, b)
+                q = Concat <axis = 0> (p, scaled, b)
+                more = Identity(go)
+            }
+        >""",
+        output="float[R] y",
+    )
+    if not declared:
+        body = model.graph.node[0].attribute[0].g
+        for value in (body.input[2], body.output[1]):
+            value.type.tensor_type.ClearField("shape")
+
+    def by_torch(a: Tensor, b: Tensor, limit: Any) -> Tensor:
+        for _ in range(int(limit)):
+            a = torch.cat([a, a * a * b, b])
+        return a
+
+    require_torchs(model, {"a": numbers(2), "b": numbers(1), "limit": np.array(2)}, by_torch, ["a", "b"])
+
+
+def test_loops_within_loops_and_branches() -> None:
+    model = model_of(
+        "float[2] a, float[2] b, int64 limit, bool taken",
+        """y = If (taken) <
+            then_branch = one () => (float[2] t) {
+                t = Loop (limit, , a) <body = outer (int64 k, bool go, float[2] p) => (bool more, float[2] q) {
+                    more = Identity(go)
+                    q = Loop (limit, , p) <body = inner (int64 j, bool go_on, float[2] u) => (bool on, float[2] z) {
+                        on = Identity(go_on)
+                        w = Mul(u, b)
+                        z = Sub(w, p)
+                    }>
+                }>
+            },
+            else_branch = two () => (float[2] e) { e = Mul(a, b) }
+        >""",
+        output="float[2] y",
+    )
+
+    def by_torch(a: Tensor, b: Tensor, limit: Any, taken: Any) -> Tensor:
+        if not taken:
+            return a * b
+        for _ in range(int(limit)):
+            u = a
+            for _ in range(int(limit)):
+                u = u * b - a
+            a = u
+        return a
+
+    for taken in (True, False):
+        feeds = {**shaped((2,), (2,)), "limit": np.array(3), "taken": np.array(taken)}
+        require_torchs(model, feeds, by_torch, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("n = RandomNormalLike(p) q = Mul(p, n)", "RandomNormalLike .*draws numbers within Loop"),
+        ("n, i, j, k = Unique(p) q = Mul(p, n)", "Unique .*no gradient rule for this operator"),
+    ],
+)
+def test_bodies_that_are_refused(body: str, message: str) -> None:
+    model = model_of(
+        "float[2] a, int64 limit",
+        f"""y = Loop (limit, , a) <body = turn (int64 k0, bool go, float[2] p) => (bool more, float[2] q) {{
+            more = Identity(go)
+            {body}
+        }}>""",
+        output="float[2] y",
+    )
+    with pytest.raises(ModelError, match=message) as error:
+        differentiate(model, ["a"], seeds={"y": "v"})
+    assert "\n" not in str(error.value)
+
+
+def test_a_carried_integer_that_a_rounded_float_becomes_is_refused() -> None:
+    """The next turn reads it as a float again: there the gradient would be lost."""
+    model = model_of(
+        "float[2] a, int8[2] i, int64 limit",
+        """last, y = Loop (limit, , i, a) <
+            body = turn (int64 k, bool go, int8[2] n, float[2] p) => (bool more, int8[2] m, float[2] q) {
+                more = Identity(go)
+                scale = Constant <value_float = 0.5> ()
+                zero = Constant <value = int8 {0}> ()
+                wide = DequantizeLinear(n, scale, zero)
+                q = Add(p, wide)
+                m = QuantizeLinear(p, scale, zero)
+            }
+        >""",
+        output="float[2] y",
+    )
+    with pytest.raises(ModelError, match=r"QuantizeLinear .*rounding"):
+        differentiate(model, ["a"], seeds={"y": "v"})
+
+
+def test_a_loop_that_carries_a_sequence_is_refused() -> None:
+    model = model_of(
+        "float[2] a, int64 limit",
+        """empty = SequenceEmpty <dtype = 1> ()
+        last, all = Loop (limit, , a, empty) <
+            body = turn (int64 k, bool go, float[2] p, seq(float[2]) s) => (bool more, float[2] q, seq(float[2]) r) {
+                more = Identity(go)
+                q = Mul(p, p)
+                r = SequenceInsert(s, q)
+            }
+        >
+        y = Identity(last)""",
+        output="float[2] y",
+    )
+    with pytest.raises(ModelError, match="'s', which it carries along, is no tensor"):
+        differentiate(model, ["a"], seeds={"y": "v"})
+
+
+def test_a_model_with_a_loop_is_valid() -> None:
+    model = model_of(
+        "float[2] a, int64 limit",
+        """y = Loop (limit, , a) <body = turn (int64 k, bool go, float[2] p) => (bool more, float[2] q) {
+            more = Identity(go)
+            q = Mul(p, p)
+        }>""",
+        output="float[2] y",
+    )
+    onnx.checker.check_model(differentiate(model, ["a"], seeds={"y": "v"}), full_check=True)
