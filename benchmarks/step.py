@@ -1,28 +1,31 @@
-"""Measures whole training steps on the CPU, loss and all gradients: `make bench-step`.
+"""Measures whole training steps on the CPU, with the optimizer's update: `make bench-step`.
 
-    python benchmarks/step.py [--only NAME] [--no-compile] [--profile] [--out FOLDER]
+    python benchmarks/step.py [--only NAME] [--optimizer NAME] [--no-compile] [--profile] [--out FOLDER]
 
-Each model is exported from PyTorch for each size of batch, plain and fused, and run in stock onnxruntime by
-`gradfuse.TrainingSession`; beside them PyTorch runs the same module eagerly and by torch.compile. All start from the
-same parameters, and their losses and gradients are compared first. Then they take turns, and times are medians. A CTC
-loss has no plain form in ONNX but gradfuse's function bodies; they are the plain side there.
+Each model is exported from PyTorch with its optimizer for each size of batch, plain and fused, and run in stock
+onnxruntime by `gradfuse.TrainingSession`; beside them PyTorch runs the same module eagerly and by torch.compile, with
+the fused optimizer. All start from the same parameters, and the losses of their first steps are compared. Then they
+take turns, and times are medians. A CTC loss has no plain form in ONNX but gradfuse's function bodies; they are the
+plain side there. Memory is by how much a process of its own grows at most, from before the session or module is made.
 
 Writes FOLDER/step.json and step.md; a choice of models is printed, and written only where --out says so. With --profile
-it prints instead what onnxruntime's profiler says of plain and fused: the milliseconds of each kind of node. Of loops
-those are most of all the profiler's own.
+it prints instead the milliseconds of each kind of node, plain and fused, by onnxruntime's profiler, and those of each
+operator in PyTorch. Of loops those in onnxruntime are most of all the profiler's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ import numpy as np
 import onnxruntime as ort
 import torch
 from ops import environment
-from step_models import MODELS, Model, Tensors
+from step_models import MODELS, OPTIMIZERS, Model, Tensors
 from torch import Tensor, nn
 
 import gradfuse
@@ -56,16 +59,20 @@ class Row:
 
     model: str
     batch: int
+    optimizer: str
     operators: dict[str, int]
     """How many nodes of each fused operator there are."""
     times: dict[str, float]
     speedup: list[float]
     """Of fused over plain, round by round: lower quartile, median, upper quartile."""
+    memory: dict[str, float]
+    """MiB by which a process grows that trains by a variant."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, help="one model")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="which one; adamw if not given")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
     parser.add_argument("--profile", action="store_true", help="print times of nodes by their operator")
     parser.add_argument("--out", type=Path, help="where results go; for all models benchmarks/results if not given")
@@ -75,11 +82,12 @@ def main() -> None:
     for name, model in MODELS.items():
         for size in model.sizes if options.only in (None, name) else ():
             if options.profile:
-                print(f"{model.title}, batch {size}\n\n{profiled(model, size)}")
+                print(f"{model.title}, batch {size}\n\n{profiled(model, size, options.optimizer)}")
                 continue
-            rows.append(measure(name, model, size, compiled=not options.no_compile))
+            rows.append(measure(name, model, size, options.optimizer, compiled=not options.no_compile))
             shown = ", ".join(f"{variant} {ms:.3g} ms" for variant, ms in rows[-1].times.items())
-            print(f"{name} {size}: {shown}; fused over plain {rows[-1].speedup[1]:.2f}", flush=True)
+            grown = ", ".join(f"{variant} {mib:.0f} MiB" for variant, mib in rows[-1].memory.items())
+            print(f"{name} {size}: {shown}; fused over plain {rows[-1].speedup[1]:.2f}; {grown}", flush=True)
     if options.profile:
         return
     print(page(rows))
@@ -91,41 +99,37 @@ def main() -> None:
         print(out / "step.md")
 
 
-def measure(name: str, model: Model, size: int, *, compiled: bool) -> Row:
-    module, batch, fused, plain = exported(model, size)
-    sessions = {"fused": gradfuse.TrainingSession(fused), "plain": gradfuse.TrainingSession(plain)}
+def measure(name: str, model: Model, size: int, optimizer: str, *, compiled: bool) -> Row:
+    module, batch, fused, plain = exported(model, size, optimizer)
+    steps = {"fused": fused, "plain": plain}
     arrays = as_arrays(batch)
-    calls: dict[str, Call] = {key: partial(session.step, *arrays) for key, session in sessions.items()}
-
-    def compute(inputs: Tensors, targets: Tensors) -> Tensor:
-        return model.loss(module(*inputs), *targets)
-
-    calls["torch"] = in_torch(module, partial(compute, *batch))
+    memory = {key: memory_of_step(step, arrays) for key, step in steps.items()}
+    memory["torch"] = memory_of("torch", name, str(size), optimizer)
+    calls: dict[str, Call] = {key: partial(gradfuse.TrainingSession(step).step, *arrays) for key, step in steps.items()}
+    calls["torch"] = in_torch(model, copy.deepcopy(module), optimizer, batch, compiled=False)
     if compiled:
         torch.compiler.reset()
-        calls["torch.compile"] = in_torch(module, partial(torch.compile(compute, dynamic=False), *batch))
-
-    losses = {key: call() for key, call in calls.items()}
-    gradients = {key: session.gradients if key in sessions else {} for key, session in sessions.items()} | {
-        "torch": {n: p.grad.numpy() for n, p in module.named_parameters() if p.grad is not None}
-    }
-    require_same(name, losses, gradients)
+        calls["torch.compile"] = in_torch(model, copy.deepcopy(module), optimizer, batch, compiled=True)
+    require_same(name, {key: [call() for _ in range(3)] for key, call in calls.items()})
     rounds = in_turns(calls)
     times = {key: 1e3 * statistics.median(seconds) for key, seconds in rounds.items()}
     ratios = [p / f for p, f in zip(rounds["plain"], rounds["fused"], strict=True)]
-    report = fused.report
-    assert report is not None
-    domain = "aclnn::"
-    operators = {op.removeprefix(domain): n for op, n in report.after.items() if op.startswith(domain)}
-    return Row(name, size, operators, times, statistics.quantiles(ratios, n=4))
+    operators = Counter(node.op_type for node in fused.model.graph.node if node.domain == "aclnn")
+    return Row(name, size, optimizer, dict(operators), times, statistics.quantiles(ratios, n=4), memory)
 
 
-def exported(model: Model, size: int) -> tuple[nn.Module, Batch, gradfuse.TrainingStep, gradfuse.TrainingStep]:
+def exported(
+    model: Model, size: int, optimizer: str
+) -> tuple[nn.Module, Batch, gradfuse.TrainingStep, gradfuse.TrainingStep]:
     """The module, a batch, and the step fused and plain."""
     torch.manual_seed(0)
     module, batch = model.module(), model.batch(size)
-    fused = gradfuse.export_training_step(module, model.loss, batch)
-    plain = gradfuse.export_training_step(module, model.loss, batch, fuse=False)
+    fused, plain = (
+        gradfuse.export_training_step(
+            module, model.loss, batch, optimizer=OPTIMIZERS[optimizer](module.parameters()), fuse=fuse
+        )
+        for fuse in (True, False)
+    )
     return module, batch, fused, dataclasses.replace(plain, model=gradfuse.expand(plain.model))
 
 
@@ -134,28 +138,44 @@ def as_arrays(batch: Batch) -> tuple[Arrays, Arrays]:
     return tuple(x.numpy() for x in inputs), tuple(x.numpy() for x in targets)
 
 
-def in_torch(module: nn.Module, compute: Callable[[], Tensor]) -> Call:
-    """Loss and gradients by PyTorch."""
+def memory_of_step(step: gradfuse.TrainingStep, arrays: tuple[Arrays, Arrays]) -> float:
+    """MiB by which a process grows that trains a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        step.save(f"{folder}/step.onnx")
+        np.savez(f"{folder}/batch.npz", *arrays[0], *arrays[1])
+        return memory_of("step", f"{folder}/step.onnx", f"{folder}/batch.npz")
+
+
+def memory_of(*arguments: str) -> float:
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_memory.py"), *arguments]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def in_torch(model: Model, module: nn.Module, optimizer: str, batch: Batch, *, compiled: bool) -> Call:
+    """A step by PyTorch."""
+    updating = OPTIMIZERS[optimizer](module.parameters())
+    inputs, targets = batch
+
+    def compute() -> Tensor:
+        return model.loss(module(*inputs), *targets)
+
+    loss = torch.compile(compute, dynamic=False) if compiled else compute
 
     def call() -> float:
-        module.zero_grad(set_to_none=True)
-        value = compute()
+        updating.zero_grad()
+        value = loss()
         value.backward()  # type: ignore[no-untyped-call]
+        updating.step()
         return value.item()
 
     return call
 
 
-def require_same(name: str, losses: Mapping[str, float], gradients: Mapping[str, Mapping[str, Any]]) -> None:
-    """Stop if a variant computes something else: beyond what roundings of float32 make of a step."""
-    for key, value in losses.items():
-        if not np.isclose(value, losses["torch"], rtol=1e-4):
-            sys.exit(f"{name}: the loss of {key} is {value}; expected {losses['torch']}")
-    for key, own in gradients.items():
-        for parameter, wanted in gradients["torch"].items():
-            error = np.linalg.norm(own[parameter] - wanted) / (np.linalg.norm(wanted) + 1e-12)
-            if error > 1e-3:
-                sys.exit(f"{name}: the gradient of {parameter} by {key} differs by {error:.2g} of its norm")
+def require_same(name: str, losses: Mapping[str, Sequence[float]]) -> None:
+    """Stop if a variant computes something else: beyond what roundings of float32 make of a few steps."""
+    for key, values in losses.items():
+        if not np.allclose(values, losses["torch"], rtol=1e-3):
+            sys.exit(f"{name}: the losses of {key} are {values}; expected {losses['torch']}")
 
 
 def in_turns(calls: Mapping[str, Call]) -> dict[str, list[float]]:
@@ -183,15 +203,27 @@ def in_turns(calls: Mapping[str, Call]) -> dict[str, list[float]]:
     return seconds
 
 
-def profiled(model: Model, size: int) -> str:
-    """A table of the milliseconds that nodes take in a step, by operator, those first that differ most."""
-    _, batch, fused, plain = exported(model, size)
+def profiled(model: Model, size: int, optimizer: str) -> str:
+    """Tables of the milliseconds that nodes take in a step, by operator, those first that differ most."""
+    module, batch, fused, plain = exported(model, size, optimizer)
     sides = [node_times(step, as_arrays(batch)) for step in (plain, fused)]
     names = sorted({*sides[0], *sides[1]}, key=lambda name: -abs(sides[0][name] - sides[1][name]))
     totals = [sum(side.values()) for side in sides]
     lines = ["| operator | plain, ms | fused, ms |", "|---|---:|---:|"]
     lines += [f"| {name} | {sides[0][name]:.2f} | {sides[1][name]:.2f} |" for name in names]
-    return "\n".join([*lines, f"| all | {totals[0]:.1f} | {totals[1]:.1f} |"]) + "\n"
+    lines += [f"| all | {totals[0]:.1f} | {totals[1]:.1f} |", "", "| in PyTorch | ms |", "|---|---:|"]
+    kernels = torch_times(in_torch(model, module, optimizer, batch, compiled=False))
+    lines += [f"| {name} | {ms:.2f} |" for name, ms in sorted(kernels.items(), key=lambda pair: -pair[1])]
+    return "\n".join([*lines, f"| all | {sum(kernels.values()):.1f} |"]) + "\n"
+
+
+def torch_times(call: Call) -> dict[str, float]:
+    """Milliseconds that each operator of PyTorch takes in a step itself, without those that it calls."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(FEWEST):
+            call()
+    return {event.key: event.self_cpu_time_total / 1e3 / FEWEST for event in profile.key_averages()}
 
 
 def node_times(step: gradfuse.TrainingStep, arrays: tuple[Arrays, Arrays]) -> dict[str, float]:
@@ -228,18 +260,21 @@ def page(rows: list[Row], document: Mapping[str, Any] | None = None) -> str:
             "# Whole training steps on the CPU",
             "",
             f"{document['cpu']}, {document['cores']} cores; gradfuse {document['gradfuse']}, onnxruntime "
-            f"{document['onnxruntime']}, PyTorch {document['torch']}. Loss and all gradients, in milliseconds; gain is "
-            "plain over fused, its median and quartiles. onnxruntime is stock, with gradfuse's library for the fused.",
+            f"{document['onnxruntime']}, PyTorch {document['torch']}. Loss, gradients and update, in milliseconds; "
+            "gain is plain over fused, its median and quartiles. onnxruntime is stock, with gradfuse's library for the "
+            "fused. PyTorch updates with its fused optimizer. Memory is by how many MiB a process grows at most.",
             "",
         ]
     lines += [
-        "| model | batch | onnxruntime | fused | gain | PyTorch | torch.compile | fused operators |",
-        "|---|---:|---:|---:|---:|---:|---:|---|",
+        "| model | batch | onnxruntime | fused | gain | PyTorch | torch.compile | memory: onnxruntime | fused "
+        "| PyTorch | fused operators |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
         cells = [f"{row.times[key]:.3g}" if key in row.times else "-" for key in ("plain", "fused")]
         cells += [f"{row.speedup[1]:.2f} ({row.speedup[0]:.2f} to {row.speedup[2]:.2f})"]
         cells += [f"{row.times[key]:.3g}" if key in row.times else "-" for key in ("torch", "torch.compile")]
+        cells += [f"{row.memory[key]:.0f}" for key in ("plain", "fused", "torch")]
         used = ", ".join(f"{count} {operator}" for operator, count in row.operators.items())
         lines.append(f"| {MODELS[row.model].title} | {row.batch} | {' | '.join(cells)} | {used} |")
     return "\n".join(lines) + "\n"

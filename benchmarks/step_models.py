@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Tensors = tuple[Tensor, ...]
+Batches = Callable[[int], tuple[Tensors, Tensors]]
+"""Number of examples -> inputs and targets."""
 
 
 class DigitsCnn(nn.Module):
@@ -134,6 +137,98 @@ class Experts(nn.Module):
         return self.head(torch.zeros_like(mixed).index_copy(0, order, mixed))  # type: ignore[no-any-return]
 
 
+class Separable(nn.Module):
+    """A depthwise 3 x 3 convolution and a 1 x 1 convolution, each with batch normalisation, as in MobileNet."""
+
+    def __init__(self, channels: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
+        self.depthwise_norm = nn.BatchNorm2d(channels)
+        self.pointwise = nn.Conv2d(channels, outputs, 1, bias=False)
+        self.pointwise_norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.depthwise_norm(self.depthwise(x)))
+        return F.relu6(self.pointwise_norm(self.pointwise(x)))
+
+
+def mobilenet() -> nn.Module:
+    """The first half of a MobileNet of Howard et al. 2017, for 10 classes."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU6()]
+    sizes = ((32, 64, 1), (64, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1))
+    layers += [Separable(*size) for size in sizes]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 10))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 for 10 classes, of He et al. 2015."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    layers += [nn.MaxPool2d(3, 2, 1), Residual(64, 64, 1), Residual(64, 64, 1)]
+    for channels in (64, 128, 256):
+        layers += [Residual(channels, 2 * channels, 2), Residual(2 * channels, 2 * channels, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
+
+
+def twice(channels: int, outputs: int) -> nn.Module:
+    """Two 3 x 3 convolutions, each with batch normalisation and ReLU."""
+    layers: list[nn.Module] = []
+    for width in (channels, outputs):
+        layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """A U-Net of Ronneberger et al. 2015 with three levels of 16, 32 and 64 channels, from images to images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.down2, self.bottom = twice(3, 16), twice(16, 32), twice(32, 64)
+        self.up2, self.up = nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)
+        self.join2, self.join = twice(64, 32), twice(32, 16)
+        self.head = nn.Conv2d(16, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        first = self.down(image)
+        second = self.down2(F.max_pool2d(first, 2))
+        x = self.join2(torch.cat([second, self.up2(self.bottom(F.max_pool2d(second, 2)))], 1))
+        return self.head(self.join(torch.cat([first, self.up(x)], 1)))  # type: ignore[no-any-return]
+
+
+class ViT(nn.Module):
+    """4 layers of width 192 on the 65 tokens of images of 64 x 64, in patches of 8 x 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 192, 8, 8)
+        self.token = nn.Parameter(torch.zeros(1, 1, 192))
+        self.positions = nn.Parameter(torch.randn(65, 192) * 0.02)
+        layer = nn.TransformerEncoderLayer(192, 3, 768, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(192, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return self.head(self.layers(x)[:, 0])  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers of width 128 over 64 steps of 64 numbers, and a class for the last state."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layers = kind(64, 128, num_layers=2, batch_first=True)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, series: Tensor) -> Tensor:
+        states, _ = self.layers(series)
+        return self.head(states[:, -1])  # type: ignore[no-any-return]
+
+
 def ctc_loss(log_probs: Tensor, labels: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
     return F.ctc_loss(log_probs, labels, input_lengths, target_lengths)
 
@@ -157,8 +252,21 @@ def tokens(count: int) -> tuple[Tensors, Tensors]:
     return (torch.randn(count, Experts.width),), (torch.randint(0, 10, (count,)),)
 
 
-def pictures(count: int) -> tuple[Tensors, Tensors]:
-    return (torch.randn(count, 3, 32, 32),), (torch.randint(0, 10, (count,)),)
+def pictures(size: int) -> Batches:
+    """Images of some size, and one of 10 classes each."""
+    return lambda count: ((torch.randn(count, 3, size, size),), (torch.randint(0, 10, (count,)),))
+
+
+def denoised(count: int) -> tuple[Tensors, Tensors]:
+    return (torch.randn(count, 3, 64, 64),), (torch.randn(count, 3, 64, 64),)
+
+
+def features(count: int) -> tuple[Tensors, Tensors]:
+    return (torch.randn(count, 256),), (torch.randn(count, 1),)
+
+
+def series(count: int) -> tuple[Tensors, Tensors]:
+    return (torch.randn(count, 64, 64),), (torch.randint(0, 10, (count,)),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,13 +276,28 @@ class Model:
     title: str
     module: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
-    batch: Callable[[int], tuple[Tensors, Tensors]]
+    batch: Batches
     sizes: tuple[int, ...]
 
 
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-4, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+}
+"""As users make them. PyTorch updates fastest with fused=True; exported steps do not depend on it."""
+
 MODELS = {
     "digits": Model("CNN on 8 x 8 digits", DigitsCnn, F.cross_entropy, digits, (8, 64, 512)),
-    "resnet20": Model("ResNet-20 on 32 x 32 images", resnet20, F.cross_entropy, pictures, (8, 32, 128)),
+    "mlp": Model("MLP 256-1024-1024-1 with MSE", mlp, F.mse_loss, features, (32, 256)),
+    "resnet20": Model("ResNet-20 on 32 x 32 images", resnet20, F.cross_entropy, pictures(32), (8, 32, 128)),
+    "resnet18": Model("ResNet-18 on 112 x 112 images", resnet18, F.cross_entropy, pictures(112), (8,)),
+    "mobilenet": Model("depthwise net on 96 x 96 images", mobilenet, F.cross_entropy, pictures(96), (16,)),
+    "unet": Model("U-Net on 64 x 64 images with MSE", UNet, F.mse_loss, denoised, (8,)),
+    "vit": Model("ViT, 4 layers of 192, 64 x 64 images", ViT, F.cross_entropy, pictures(64), (8, 32)),
+    "lstm": Model(
+        "2 LSTM layers of 128, 64 steps", functools.partial(Recurrent, nn.LSTM), F.cross_entropy, series, (16,)
+    ),
+    "gru": Model("2 GRU layers of 128, 64 steps", functools.partial(Recurrent, nn.GRU), F.cross_entropy, series, (16,)),
     "gpt": Model("GPT, 4 layers of 256, vocabulary 32,000, 128 tokens", Gpt, F.cross_entropy, text, (1, 4, 16)),
     "ctc": Model("convolutions and GRU with CTC, 400 frames", Speech, ctc_loss, speech, (1, 4, 16)),
     "moe": Model("8 experts with biases of groups", Experts, F.cross_entropy, tokens, (64, 512, 4096)),

@@ -192,9 +192,9 @@ OPERATOR = Operator(
         ),
     ),
     outputs=(
-        Output("new_parameter", "Updated parameter, of its shape."),
-        Output("new_exp_avg", "Updated mean of the gradients, of parameter's shape."),
-        Output("new_exp_avg_sq", "Updated mean of their squares, of parameter's shape."),
+        Output("new_parameter", "Updated parameter, of its shape.", in_place="parameter"),
+        Output("new_exp_avg", "Updated mean of the gradients, of parameter's shape.", in_place="exp_avg"),
+        Output("new_exp_avg_sq", "Updated mean of their squares, of parameter's shape.", in_place="exp_avg_sq"),
     ),
     attributes=(
         Attribute("beta1", 0.9, "Weight of exp_avg, in [0, 1), to seven decimals."),

@@ -158,10 +158,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """An output, all of type T."""
+    """An output, all of type T.
+
+    Attributes:
+        in_place: the input that the kernels may write it over, of the same shape: "" where there is none.
+    """
 
     name: str
     doc: str
+    in_place: str = ""
 
 
 @dataclass(frozen=True)

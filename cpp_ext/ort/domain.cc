@@ -11,6 +11,7 @@
 
 #include "ort/custom_op.h"
 #include "ort/devices.h"
+#include "ort/optimization_barrier.h"
 
 namespace gradfuse::ort {
 
@@ -40,6 +41,7 @@ OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version) {
 
   Registration made{{}, {nullptr, api.ReleaseCustomOpDomain}};
   AppendAllCustomOps(api, version, made.ops);
+  made.ops.push_back(MakeOptimizationBarrier(api, version));
   OrtCustomOpDomain* domain = nullptr;
   ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &domain));
   made.domain.reset(domain);

@@ -81,7 +81,8 @@ void RunTyped(const ApplyAdamWArgs& args, const ParallelFor& parallel) {
   constexpr int kTensors = 7;
   const int64_t total = args.parameter.NumElements();
   const int64_t cost = kTensors * args.parameter.NumBytes();
-  const bool streams = cost >= StreamBytes() && AlignedAlike(args);
+  const bool in_place = args.new_parameter.data == args.parameter.data;
+  const bool streams = cost >= StreamBytes() && !in_place && AlignedAlike(args);
   const float scale = args.gradient_scale ? *args.gradient_scale->Data<float>() : 1.0F;
   const AdamWFactors factors =
       AdamWScalars(args).At(*args.learning_rate.Data<float>(), *args.step.Data<int64_t>(), scale);

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
 from gradfuse import library
@@ -29,6 +28,7 @@ from gradfuse.training.arguments import (
     require_rates,
     require_shapes,
 )
+from gradfuse.training.in_place import BARRIER, with_updates_last
 from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep
 
 _WHO = "TrainingSession"
@@ -39,8 +39,9 @@ _DEVICES = {"CUDAExecutionProvider": "cuda"}
 class TrainingSession:
     """Trains a step in stock onnxruntime, 1.18 or newer.
 
-    Parameters, buffers and optimizer state are bound to the session on its device. Each step reads one set of tensors
-    and writes another. The next step swaps the two, so that nothing is copied between steps.
+    Parameters, buffers and optimizer state are bound to the session on its device. On the CPU, operators of gradfuse's
+    library that update parameters write them in place. Of all else, each step reads one set of tensors and writes
+    another; the next step swaps the two, so that nothing is copied between steps.
 
     Args:
         step: a step, or the path of one that `TrainingStep.save` wrote.
@@ -70,6 +71,8 @@ class TrainingSession:
         if session_options is None:
             session_options = onnxruntime.SessionOptions()
             session_options.log_severity_level = SILENT
+            # The pattern is memory of its own beside what the first step took, and steps are no faster for it.
+            session_options.enable_mem_pattern = False
             if library.find_library() is not None:
                 library.register(session_options)
         self._options = session_options
@@ -83,7 +86,7 @@ class TrainingSession:
             self.training_step = TrainingStep.load(step)
             self._files = [os.fspath(step), writing.data_path(step)]
         self.training_step.require_consistent(_WHO)
-        self._session = self._inference_session(self.training_step.model)
+        self._session, in_place = self._training_session()
         self._evaluation: Any = None
         graph = self.training_step.model.graph
         self._inputs = {value.name: TensorType.of(value) for value in graph.input}
@@ -95,7 +98,9 @@ class TrainingSession:
             name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
         }
         changed = [name for name in kept if name + UPDATED_SUFFIX in outputs]
-        other = {name: self._allocate(name, self._inputs[name], self._device) for name in changed}
+        other = {
+            name: self._allocate(name, self._inputs[name], self._device) for name in changed if name not in in_place
+        }
         self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
         self._loss = self._allocate(LOSS, outputs[LOSS], ("cpu", 0))
         self._gradients = {
@@ -159,7 +164,7 @@ class TrainingSession:
         feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
         if self._evaluation is None:
-            self._evaluation = self._inference_session(model)
+            self._evaluation = self._inference_session(ir.from_proto(model))
         binding = self._evaluation.io_binding()
         for name in known:
             if name not in feeds:
@@ -213,7 +218,7 @@ class TrainingSession:
     def ort_values(self) -> dict[str, Any]:
         """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
 
-        They are the session's own, not copies: the step after the next one writes into them.
+        They are the session's own, not copies: the next steps write into them.
         """
         return self._values[self._turn]
 
@@ -306,14 +311,27 @@ class TrainingSession:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
         self._assign({**own, **loaded})
 
-    def _inference_session(self, model: onnx.ModelProto) -> Any:
-        for value in (*model.graph.input, *model.graph.output):
-            if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+    def _training_session(self) -> tuple[Any, frozenset[str]]:
+        """Return a session of the step, and the names of inputs that it writes in place."""
+        if self._providers == ["CPUExecutionProvider"]:
+            model, in_place = with_updates_last(self.training_step.model)
+            try:
+                if in_place:
+                    return self._inference_session(model), in_place
+            except ModelError as error:
+                # Options without gradfuse's library: its function bodies run.
+                if BARRIER not in str(error):
+                    raise
+        return self._inference_session(ir.from_proto(self.training_step.model)), frozenset()
+
+    def _inference_session(self, model: ir.Model) -> Any:
+        for value in (*model.graph.inputs, *model.graph.outputs):
+            if value.dtype == ir.DataType.BFLOAT16:
                 raise GradfuseError(
                     f"{_WHO}: {value.name!r} is bfloat16, which numpy does not have; "
                     "expected parameters and batch in other types"
                 )
-        return inference_session(ir.from_proto(model), _WHO, self._options, self._providers)
+        return inference_session(model, _WHO, self._options, self._providers)
 
     def _binding(self, read: Mapping[str, Any], written: Mapping[str, Any], changed: Iterable[str]) -> Any:
         """Return a binding of a step that reads some values and writes what changes into others."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -144,7 +145,7 @@ class TrainingStep:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
             values = {field: {name: initializers[name] for name in _names(stored[field])} for field in _TENSORS}
             arrays = {
-                field: {name: np.array(_tensor(value).numpy()) for name, value in found.items()}
+                field: {name: _copied(_tensor(value).numpy()) for name, value in found.items()}
                 for field, found in values.items()
             }
             input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
@@ -247,6 +248,11 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
     if value.const_value is None:
         raise ValueError(f"{value.name!r} has no value")
     return value.const_value
+
+
+def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    # An optimizer's state begins with zeros: those that nobody writes take no memory.
+    return np.array(array) if np.any(array) else np.zeros(array.shape, array.dtype)
 
 
 def _names(stored: Any) -> tuple[str, ...]:

@@ -1,0 +1,72 @@
+"""Prints by how many MiB a process grows while it trains: `step.py` runs it, each variant in a process of its own.
+
+    python benchmarks/step_memory.py step FILE.onnx ARRAYS.npz
+    python benchmarks/step_memory.py torch MODEL BATCH OPTIMIZER
+
+From before the session, or the module, is made to the peak of a few steps; Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+STEPS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    step = kinds.add_parser("step", help="a saved step, by TrainingSession")
+    step.add_argument("file", help="the step")
+    step.add_argument("arrays", help="the batch: inputs first, as arr_0, arr_1, ...")
+    torch = kinds.add_parser("torch", help="a model of step_models.py, by PyTorch")
+    torch.add_argument("model")
+    torch.add_argument("batch", type=int)
+    torch.add_argument("optimizer")
+    options = parser.parse_args()
+    grown = of_step(options.file, options.arrays) if options.kind == "step" else of_torch(options)
+    print(f"{grown:.1f}")
+
+
+def of_step(file: str, arrays: str) -> float:
+    import numpy as np
+
+    import gradfuse
+
+    with np.load(arrays) as stored:
+        batch = [stored[f"arr_{index}"] for index in range(len(stored.files))]
+    make = gradfuse.TrainingSession  # Its modules are loaded here.
+    start = resident("VmRSS")
+    session = make(file)
+    count = len(session.training_step.input_names)
+    for _ in range(STEPS):
+        session.step(tuple(batch[:count]), tuple(batch[count:]))
+    return resident("VmHWM") - start
+
+
+def of_torch(options: argparse.Namespace) -> float:
+    import torch
+    from step_models import MODELS, OPTIMIZERS
+
+    model = MODELS[options.model]
+    torch.manual_seed(0)
+    inputs, targets = model.batch(options.batch)
+    start = resident("VmRSS")
+    module = model.module()
+    optimizer = OPTIMIZERS[options.optimizer](module.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model.loss(module(*inputs), *targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return resident("VmHWM") - start
+
+
+def resident(key: str) -> float:
+    """MiB of memory that this process has, or had at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+if __name__ == "__main__":
+    main()

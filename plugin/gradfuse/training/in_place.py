@@ -1,0 +1,134 @@
+"""Updates in place: which inputs of a step onnxruntime may write over, and a graph in which that is right.
+
+onnxruntime takes one tensor as an input and as an output of a run, and checks nothing. That is right where all that
+reads the input has run before its update. The order of nodes in a graph does not promise it, nor do dependencies in
+the graph as it was exported: onnxruntime's optimizer lets nodes read a parameter itself in place of a value that was
+computed of it. So the operators that update get a learning rate that is there only after all other results of the
+step are: whatever reads a parameter and matters is one of their ancestors, in every graph of the same meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+
+import onnx
+import onnx_ir as ir
+
+from gradfuse.custom_ops import DOMAIN, OPS
+from gradfuse.training.step import UPDATED_SUFFIX
+
+BARRIER = "OptimizationBarrier"
+"""An operator of gradfuse's library: its first input, a float32 scalar, once all its inputs are computed."""
+
+_ORDERED_BY = "learning_rate"
+"""The input of the operators that update by which they are put behind the barrier."""
+_COMPUTES = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "ScatterElements", "ScatterND"})
+"""Operators whose results are never the memory of an input; of others onnxruntime might make a view."""
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """A node that updates inputs of the graph, and does nothing else."""
+
+    node: ir.Node
+    overwritten: frozenset[ir.Value]
+    """What it reads and may write over."""
+
+    @property
+    def others(self) -> Iterator[ir.Value]:
+        """What it only reads."""
+        return (value for value in self.node.inputs if value is not None and value not in self.overwritten)
+
+
+def with_updates_last(proto: onnx.ModelProto) -> tuple[ir.Model, frozenset[str]]:
+    """Return a copy of a step's model in which updates run last, and which inputs they may be written over.
+
+    There are none where no operator of ours updates anything.
+    """
+    model = ir.from_proto(proto)
+    graph = model.graph
+    updates = [update for node in graph if (update := _update(node)) is not None]
+    shared = _may_share(value for update in updates for value in update.others)
+    updates = [update for update in updates if not update.overwritten & shared]
+    if not updates:
+        return model, frozenset()
+    chosen = {update.node for update in updates}
+    needed = [value for update in updates for value in update.others if value.producer() is not None]
+    needed += [value for value in graph.outputs if value.producer() not in chosen]
+    for rate in dict.fromkeys(_input(update.node, _ORDERED_BY) for update in updates):
+        barrier = ir.node(BARRIER, [rate, *dict.fromkeys(needed)], domain=DOMAIN)
+        late = barrier.outputs[0]
+        late.name, late.type, late.shape = f"{rate.name}/late", rate.type, rate.shape
+        for update in updates:
+            if _input(update.node, _ORDERED_BY) is rate:
+                update.node.replace_input_with(_index(update.node, _ORDERED_BY), late)
+        graph.append(barrier)
+    for update in updates:
+        graph.remove(update.node)
+        graph.append(update.node)
+    return model, frozenset(str(value.name) for update in updates for value in update.overwritten)
+
+
+def _update(node: ir.Node) -> _Update | None:
+    """Return the update that a node is, if it is one whose results are outputs of the graph and nothing else."""
+    operator = OPS.get(node.op_type) if node.domain == DOMAIN else None
+    if operator is None or not any(output.in_place for output in operator.outputs):
+        return None
+    overwritten = []
+    for output, described in zip(node.outputs, operator.outputs, strict=False):
+        source = _input(node, described.in_place)
+        if not (source.is_graph_input() and output.is_graph_output() and not output.uses()):
+            return None
+        if output.name != f"{source.name}{UPDATED_SUFFIX}":
+            return None
+        overwritten.append(source)
+    return _Update(node, frozenset(overwritten))
+
+
+def _index(node: ir.Node, name: str) -> int:
+    return [described.name for described in OPS[node.op_type].inputs].index(name)
+
+
+def _input(node: ir.Node, name: str) -> ir.Value:
+    """Return a required input of an operator of ours."""
+    value = node.inputs[_index(node, name)]
+    assert value is not None
+    return value
+
+
+def _may_share(values: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return those inputs of the graph in whose memory some values may lie when the graph runs."""
+    found: set[ir.Value] = set()
+    seen: set[ir.Value] = set()
+    rest = list(values)
+    while rest:
+        value = rest.pop()
+        if value in seen or (value.dtype is not None and value.dtype not in _FLOATS):
+            continue
+        seen.add(value)
+        node = value.producer()
+        if node is None:
+            found.add(value)
+        elif node.domain == DOMAIN or (node.domain == "" and node.op_type in _COMPUTES):
+            continue
+        else:
+            rest += _read_by(node)
+    return found
+
+
+def _read_by(node: ir.Node) -> Collection[ir.Value]:
+    """Return all values that a node reads, in its subgraphs too."""
+    inner = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
+    nodes = [node, *(one for graph in inner for one in graph.all_nodes())]
+    read = {value for one in nodes for value in one.inputs if value is not None}
+    return read.union(*(graph.outputs for graph in inner))
+
+
+def _graphs(attribute: ir.Attr) -> Iterable[ir.Graph]:
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.GRAPH:
+        return (attribute.as_graph(),)
+    return attribute.as_graphs() if attribute.type == ir.AttributeType.GRAPHS else ()
