@@ -17,14 +17,15 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-payoff bench-export bench-scale \
+.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-payoff bench-export bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (six minutes)"
-	@echo "make test    run the whole test suite (PYTEST_ARGS=... for pytest)"
-	@echo "make test-slow   run the sweeps that the suite leaves out (hours)"
+	@echo "make test    run the test suite, ten minutes on two cores (PYTEST_ARGS=... for pytest)"
+	@echo "make test-long   run the samples, sweeps and whole exports that the suite leaves out (a quarter of an hour)"
+	@echo "make test-slow   run the sweeps that both leave out (hours)"
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
@@ -76,6 +77,9 @@ samples: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m "long and not slow" $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

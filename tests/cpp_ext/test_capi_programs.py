@@ -193,6 +193,7 @@ def test_mistakes_views_and_order_with_any_number_of_threads(check_program: Path
     assert output.endswith("\n0 failures\n")
 
 
+@pytest.mark.long
 def test_valgrind_finds_nothing(check_program: Path) -> None:
     valgrind = shutil.which("valgrind")
     if valgrind is None:
@@ -223,6 +224,7 @@ def test_the_address_and_undefined_behaviour_sanitizers_find_nothing(tmp_path: P
         assert output_of(program, device=device, GRADFUSE_NUM_THREADS="3").endswith("\n0 failures\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ("capi_threads.cc", "capi_check.cc"))
 def test_the_thread_sanitizer_finds_nothing(source: str, tmp_path: Path) -> None:
     program = sanitized("thread-sanitized", source, tmp_path)

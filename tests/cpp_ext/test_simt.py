@@ -73,6 +73,7 @@ def short(onnx_type: str) -> str:
     return {"float": "float32", "double": "float64"}.get(name, name)
 
 
+@pytest.mark.long
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     program = ROOT / "benchmarks" / "gpu_bench.py"
@@ -88,6 +89,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
         assert set(row["peers"]) == ({"torch"} if f'"{row["op"]}"' in source else set())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", sorted((CPP_EXT / "kernels" / "cuda").glob("*.cu")), ids=lambda path: path.stem)
 def test_every_kernel_compiles_where_there_is_an_nvcc(source: Path, tmp_path: Path) -> None:
     compiler = shutil.which("nvcc")

@@ -270,6 +270,7 @@ def test_gradients_are_those_of_torch(name: str) -> None:
     assert {fusion.op for fusion in step.report.fusions} >= set(case.fused)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["mlp_weight_smoothing", "loss_module", "cnn", "attention", "attention_kernel", "language", "batch_norm"]
 )
@@ -293,6 +294,7 @@ def test_a_dynamic_batch_runs_at_other_sizes(name: str) -> None:
     assert {fusion.op for fusion in step.report.fusions} >= set(case.fused)
 
 
+@pytest.mark.long
 def test_pictures_of_other_sizes() -> None:
     """Strides that leave different rests, where the transposed convolution cannot know its size beforehand."""
     torch.manual_seed(2)
@@ -409,6 +411,7 @@ def test_a_failed_export_leaves_the_module_as_it_was() -> None:
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_floating_types(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

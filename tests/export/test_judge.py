@@ -40,6 +40,7 @@ def caught(module: nn.Module, loss: Callable[..., Tensor], batch: Any) -> Counte
     return found
 
 
+@pytest.mark.long
 def test_an_error_of_a_hundredth_is_caught() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
@@ -69,6 +70,7 @@ def test_an_error_of_a_hundredth_is_caught_in_every_model(name: str) -> None:
 SEEDS = [pytest.param(seed, marks=[] if seed in (0, 3) else pytest.mark.slow) for seed in range(200)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_step_with_kinks_exports(seed: int) -> None:
     module, loss, batch, optimizer = random_step(seed)
@@ -133,6 +135,7 @@ class Scaled(nn.Module):
         return self.dropout(self.norm(self.layer(x))) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_a_mask_that_reads_another_counter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if masks read the placeholder beside that of the seed: a counter that is 0, too, in a module never trained."""
 
@@ -188,6 +191,7 @@ def test_steps_at_the_edge_of_what_can_be_compared_export(case: str) -> None:
     export_training_step(EDGES[case](), F.cross_entropy, (torch.randn(16, 6), torch.randint(0, 5, (16,))), fuse=False)
 
 
+@pytest.mark.long
 def test_adam_on_a_gradient_that_is_0_but_for_rounding() -> None:
     """The first step of Adam moves a bias ahead of normalisation by its full rate, in the direction of a rounding."""
     torch.manual_seed(0)

@@ -13,6 +13,8 @@ from training_models import MODELS, Model, autograd, run
 from gradfuse import export_training_step, library
 from gradfuse.testing import assert_gradients_close
 
+pytestmark = pytest.mark.long
+
 # What the others have in common with these is seen by `make test-slow`.
 QUICK = {"GPT", "GRU with CTC", "convolutions with CTC", "experts, ends compared"}
 

@@ -117,6 +117,7 @@ def chain(count: int, summed: bool) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_long_chains_take_no_long_time(command: str, summed: bool, run: Run) -> None:
@@ -126,6 +127,7 @@ def test_long_chains_take_no_long_time(command: str, summed: bool, run: Run) -> 
     assert time.process_time() - start < 20
 
 
+@pytest.mark.long
 def test_the_time_of_fused_nodes_is_linear_in_their_number_when_they_are_expanded(run: Run) -> None:
     model = onnx.load(FINDINGS / "expand_unknown.onnx")
     del model.graph.node[:]
@@ -315,6 +317,7 @@ def writer(where: str, at: int, end: str) -> subprocess.Popen[str]:
 
 
 # At the first of two renames of data files the old one goes; at the second, the new one comes.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "had"), [("save", False), ("save", True), ("rename", True), ("replace", False), ("replace", True)]
 )

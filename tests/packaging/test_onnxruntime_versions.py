@@ -19,6 +19,8 @@ import torch
 import gradfuse
 from gradfuse.testing import assert_gradients_close
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "1.18.1"
 # The oldest onnxruntime has wheels for no newer Python, and takes no newer numpy.

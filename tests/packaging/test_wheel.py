@@ -14,6 +14,8 @@ import pytest
 
 import gradfuse
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "cpp_ext" / "capi" / "include"
 

@@ -27,6 +27,7 @@ def fused_ops(report: Any) -> Counter[str]:
     return Counter(fusion.op for fusion in report.fusions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chained", [False, True])
 def test_every_copy_of_a_block_is_fused_under_names_of_its_own(chained: bool) -> None:
     blocks = [stacking.block(name) for name in stacking.BLOCKS]
@@ -51,6 +52,7 @@ def test_shapes_that_are_left_out_cost_no_match(name: str) -> None:
     assert fused_ops(gradfuse.fuse(block, policy="all", check=1).report) == fused_ops(given) != Counter()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["blocks side by side", "blocks in a row", "transformers in a row"])
 def test_twice_the_nodes_are_twice_the_work(case: str) -> None:
     names = (GPT,) if case.startswith("transformers") else stacking.BLOCKS
@@ -86,6 +88,7 @@ def _losses_added_up(length: int) -> onnx.ModelProto:
     return g.model()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "op", "found"), [(_sums_of_nothing, "GroupedBiasAddGrad", 1), (_losses_added_up, "MseLossBackward", 10)]
 )
@@ -138,12 +141,14 @@ def chain(op: str, length: int) -> onnx.ModelProto:
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", CHAINS)
 def test_a_chain_is_as_long_as_it_likes(op: str) -> None:
     model = chain(op, 3 * sys.getrecursionlimit())
     assert sum(gradfuse.fuse(model).report.after.values()) == len(model.graph.node)
 
 
+@pytest.mark.long
 def test_a_chain_of_twenty_thousand_nodes() -> None:
     model = chain("Exp", 20_000)
     assert gradfuse.fuse(model).report.after == {"Exp": 20_000}

@@ -12,7 +12,7 @@ LEAST_FUSED = 0.4
 """The share of graphs that must be fused: those that never match test nothing."""
 
 # The checker has inferred the shapes of each graph in this process before.
-pytestmark = pytest.mark.usefixtures("inference_in_process")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("inference_in_process")]
 
 
 def _check(seeds: range) -> None:

@@ -136,7 +136,7 @@ MUTATIONS: list[Callable[[ir.Model, random.Random], bool]] = [
 
 
 # The checker has inferred the shapes of each mutant in this process before.
-pytestmark = pytest.mark.usefixtures("inference_in_process")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("inference_in_process")]
 
 Subject = tuple[ir.Model, Mapping[str, Array], str]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from graphs import GraphBuilder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from producers import run
 
 from gradfuse import fuse
 from gradfuse.testing import assert_gradients_close
+
+pytestmark = pytest.mark.long
 
 Draw = st.DrawFn
 Size = int | str

@@ -33,6 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return printed.read_text(encoding="utf-8"), folder / "models"
 
 
+@pytest.mark.long
 def test_both_models_learn(saved: tuple[str, Path]) -> None:
     output, _ = saved
     accuracies = [float(value) for value in re.findall(r"test accuracy (\d+\.\d+)%", output)]
@@ -41,6 +42,7 @@ def test_both_models_learn(saved: tuple[str, Path]) -> None:
     assert output.count("random batches: the same outputs") == 2
 
 
+@pytest.mark.long
 def test_at_least_two_operators_are_fused(saved: tuple[str, Path]) -> None:
     output, folder = saved
     assert set(re.findall(r"^  (\w+) replaces \d+ nodes$", output, re.MULTILINE)) == {
@@ -52,6 +54,7 @@ def test_at_least_two_operators_are_fused(saved: tuple[str, Path]) -> None:
     assert fused == {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}
 
 
+@pytest.mark.long
 def test_a_missed_accuracy_is_a_failure_in_plain_text() -> None:
     command = [sys.executable, str(SAMPLES / "digits.py"), "--model", "cnn", "--rounds", "3", "--epochs", "1"]
     result = subprocess.run([*command, "--accuracy", "1.0"], capture_output=True, text=True, check=False)
@@ -63,6 +66,7 @@ def test_a_missed_accuracy_is_a_failure_in_plain_text() -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.long
 def test_the_saved_models_are_training_steps(saved: tuple[str, Path]) -> None:
     _, folder = saved
     for model in ("cnn", "rowattention"):
@@ -73,6 +77,7 @@ def test_the_saved_models_are_training_steps(saved: tuple[str, Path]) -> None:
             assert ("head.weight.exp_avg" in step.optimizer_state) == (kind == "adam")
 
 
+@pytest.mark.long
 def test_a_saved_model_trains_on_a_gpu(saved: tuple[str, Path]) -> None:
     _, folder = saved
     model = folder / "digits_rowattention_fused.onnx"

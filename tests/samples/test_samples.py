@@ -25,6 +25,7 @@ def test_the_page_names_every_sample() -> None:
     assert sorted(named) == sorted(path.name for path in SAMPLES.iterdir() if path.name != "__pycache__")
 
 
+@pytest.mark.long
 def test_speech_is_recognised() -> None:
     options = ["--utterances", 192, "--test", 12, "--epochs", 10, "--batch-size", 8, "--width", 32, "--rate", 0.006]
     output = sample("ctc_speech", *options, "--error-rate", 0.6)
@@ -49,6 +50,7 @@ def test_labels_are_counted_and_decoded_right() -> None:
     assert (labels.tolist(), steps.tolist(), lengths.tolist()) == ([[1, 2, 3], [1, 0, 0]], [4, 2], [3, 1])
 
 
+@pytest.mark.long
 def test_a_gpt_learns_letters() -> None:
     options = ["--steps", 40, "--batch-size", 8, "--context", 16, "--width", 16, "--heads", 2, "--blocks", 1]
     output = sample("tiny_gpt", *options, "--rate", 0.02, "--letters", 20, "--perplexity", 1, status=1)
@@ -64,6 +66,7 @@ def test_a_gpt_learns_letters() -> None:
     assert f"perplexity is {after:.2f}; expected at most 1.00" in output
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_is_fused_and_learns() -> None:
     output = sample("moe", "--epochs", 4, "--width", 16, "--experts", 4, "--rate", 0.01, "--accuracy", 0.6)
     assert re.search(r"^  GroupedBiasAddGrad +\w+ +replaces", output, re.MULTILINE)
@@ -72,6 +75,7 @@ def test_a_mixture_of_experts_is_fused_and_learns() -> None:
     assert numbers("test accuracy #%", output)[0] >= 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case, operators",
     [
@@ -91,6 +95,7 @@ def test_models_of_any_producer_are_optimized(case: str, operators: set[str], tm
     assert len(model.graph.node) == after < before == len(onnx.load(source).graph.node)
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_process_with_the_whole_batch(tmp_path: Path) -> None:
     """Against the same training in PyTorch, in float32 and float64."""
     data_parallel = loaded("data_parallel")
@@ -149,6 +154,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_an_onnx_file_is_finetuned_without_torch(tmp_path: Path) -> None:
     program = SAMPLES / "finetune_onnx.py"
     output = run("-c", WITHOUT_INSTALLED_TORCH, program, "--folder", tmp_path, "--frozen", "layer1.bias")
@@ -162,11 +168,13 @@ def test_an_onnx_file_is_finetuned_without_torch(tmp_path: Path) -> None:
     assert changed == ["layer0.weight", "layer0.bias", "layer1.weight"]
 
 
+@pytest.mark.long
 def test_a_file_that_is_not_trained_enough_is_a_failure(tmp_path: Path) -> None:
     output = sample("finetune_onnx", "--folder", tmp_path, "--epochs", 1, "--rate", 1e-6, status=1)
     assert "expected at least 93%" in output
 
 
+@pytest.mark.long
 def test_adapters_of_an_int4_gpt_are_trained_and_served_without_torch(tmp_path: Path) -> None:
     sizes = ["--width", 32, "--heads", 2, "--blocks", 1, "--context", 16, "--batch-size", 8, "--rank", 2]
     options = [*sizes, "--base-steps", 30, "--steps", 20, "--folder", tmp_path]
@@ -181,6 +189,7 @@ def test_adapters_of_an_int4_gpt_are_trained_and_served_without_torch(tmp_path: 
     assert "base_model.model.blocks.0.qkv.lora_A.weight" in stored
 
 
+@pytest.mark.long
 def test_training_without_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def train(folder: Path, epochs: int) -> str:
         return run("-c", WITHOUT_TORCH, SAMPLES / "train_without_torch.py", "train", folder, "--epochs", epochs)

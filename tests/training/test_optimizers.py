@@ -57,6 +57,7 @@ def export(module: nn.Module, make_optimizer: MakeOptimizer, batch: Batch, **opt
 FUSED = {"adam", "adam_decay", "adamw", "adamw_groups", "adamw_maximize_fused"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, fuse", [*((name, False) for name in VARIANTS), *((name, True) for name in VARIANTS)])
 def test_a_hundred_steps_are_those_of_torch(name: str, fuse: bool) -> None:
     torch.manual_seed(0)

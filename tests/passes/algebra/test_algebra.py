@@ -17,6 +17,7 @@ from typing import Any
 import mpmath
 import numpy as np
 import onnx_ir as ir
+import pytest
 from evaluation import constants
 from graphs import GraphBuilder
 from hypothesis import given, note, settings
@@ -454,6 +455,7 @@ def _compared(e: Expression, result: str) -> int | None:
     return count
 
 
+@pytest.mark.long
 def test_forms_are_worth_what_the_expressions_are() -> None:
     found: Counter[str] = Counter()
 

@@ -83,6 +83,7 @@ def _cases(operator: str) -> list[Case]:
     return [c for c in cases() if str(c) in committed and operator in c.expect]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rule_is_reported_and_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, change = WRONG[name]
@@ -109,6 +110,7 @@ def test_wrong_rule_is_reported_and_changes_nothing(name: str, monkeypatch: pyte
     assert reported == total > 0
 
 
+@pytest.mark.long
 def test_no_rule_is_refuted_on_the_corpus() -> None:
     names = {f"{p.parent.name}/{p.stem}" for p in COMMITTED.glob("*/*.onnx")}
     for case in cases():
