@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradfuse.passes.proving import shrinking
+from gradfuse.passes.proving.evaluation import evaluator_of
 from gradfuse.passes.proving.region import Region
 from gradfuse.passes.proving.samples import MOVES, Sample, Samples, variants
 from gradfuse.passes.proving.shrinking import Table
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
-from gradfuse.passes.reading import ort_training
 
 if TYPE_CHECKING:
     from gradfuse.passes.matching import Rewrite, Site
@@ -101,11 +101,7 @@ class Proof:
         return None
 
     def _compare(self) -> None:
-        from onnx.reference import ReferenceEvaluator
-
-        operators = ort_training.reference_ops()
-        models = (self.region.model, self.region.original)
-        evaluator, original = (ReferenceEvaluator(m, new_ops=operators) for m in models)
+        evaluator, original = (evaluator_of(m) for m in (self.region.model, self.region.original))
         problem: Exception | None = None
         for table, rescale in shrinking.attempts(self.samples.elements, self.region.static_sizes):
             try:
