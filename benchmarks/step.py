@@ -71,7 +71,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=MODELS, help="one model")
+    parser.add_argument("--only", choices=MODELS, action="append", help="one model; may be repeated")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="which one; adamw if not given")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
     parser.add_argument("--profile", action="store_true", help="print times of nodes by their operator")
@@ -80,7 +80,7 @@ def main() -> None:
     out = options.out or (None if options.only or options.no_compile else ROOT / "benchmarks" / "results")
     rows = []
     for name, model in MODELS.items():
-        for size in model.sizes if options.only in (None, name) else ():
+        for size in model.sizes if options.only is None or name in options.only else ():
             if options.profile:
                 print(f"{model.title}, batch {size}\n\n{profiled(model, size, options.optimizer)}")
                 continue

@@ -287,18 +287,18 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 """As users make them. PyTorch updates fastest with fused=True; exported steps do not depend on it."""
 
 MODELS = {
-    "digits": Model("CNN on 8 x 8 digits", DigitsCnn, F.cross_entropy, digits, (8, 64, 512)),
-    "mlp": Model("MLP 256-1024-1024-1 with MSE", mlp, F.mse_loss, features, (32, 256)),
-    "resnet20": Model("ResNet-20 on 32 x 32 images", resnet20, F.cross_entropy, pictures(32), (8, 32, 128)),
+    "digits": Model("CNN on 8 x 8 digits", DigitsCnn, F.cross_entropy, digits, (8, 64)),
+    "mlp": Model("MLP 256-1024-1024-1 with MSE", mlp, F.mse_loss, features, (256,)),
+    "resnet20": Model("ResNet-20 on 32 x 32 images", resnet20, F.cross_entropy, pictures(32), (32,)),
     "resnet18": Model("ResNet-18 on 112 x 112 images", resnet18, F.cross_entropy, pictures(112), (8,)),
     "mobilenet": Model("depthwise net on 96 x 96 images", mobilenet, F.cross_entropy, pictures(96), (16,)),
     "unet": Model("U-Net on 64 x 64 images with MSE", UNet, F.mse_loss, denoised, (8,)),
-    "vit": Model("ViT, 4 layers of 192, 64 x 64 images", ViT, F.cross_entropy, pictures(64), (8, 32)),
+    "vit": Model("ViT, 4 layers of 192, 64 x 64 images", ViT, F.cross_entropy, pictures(64), (8,)),
     "lstm": Model(
         "2 LSTM layers of 128, 64 steps", functools.partial(Recurrent, nn.LSTM), F.cross_entropy, series, (16,)
     ),
     "gru": Model("2 GRU layers of 128, 64 steps", functools.partial(Recurrent, nn.GRU), F.cross_entropy, series, (16,)),
-    "gpt": Model("GPT, 4 layers of 256, vocabulary 32,000, 128 tokens", Gpt, F.cross_entropy, text, (1, 4, 16)),
-    "ctc": Model("convolutions and GRU with CTC, 400 frames", Speech, ctc_loss, speech, (1, 4, 16)),
-    "moe": Model("8 experts with biases of groups", Experts, F.cross_entropy, tokens, (64, 512, 4096)),
+    "gpt": Model("GPT, 4 layers of 256, vocabulary 32,000, 128 tokens", Gpt, F.cross_entropy, text, (1, 4)),
+    "ctc": Model("convolutions and GRU with CTC, 400 frames", Speech, ctc_loss, speech, (1, 16)),
+    "moe": Model("8 experts with biases of groups", Experts, F.cross_entropy, tokens, (512,)),
 }

@@ -62,6 +62,7 @@ def test_large_and_the_same_bits_for_any_number_of_threads(
         assert_same_bits(first, second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", [CPU], indirect=True)
 def test_written_around_the_caches() -> None:
     """The whole is larger than what is written into them, and rows are no multiple of a vector."""

@@ -141,6 +141,7 @@ def float_bits() -> NDArray[np.uint32]:
     return np.concatenate(bits).astype(np.uint32)
 
 
+@pytest.mark.long
 def test_16_bit_numbers_convert_exactly_and_round_to_nearest_even(through: Filter) -> None:
     every = np.arange(65536, dtype=np.uint16)
     half = every.view(np.float16)

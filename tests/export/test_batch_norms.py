@@ -77,6 +77,7 @@ def test_the_gradient_of_a_relu_is_in_that_of_the_normalization(
     assert len(of_type(step, "Relu")) == rectified(step).count(False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function",
     [
@@ -96,6 +97,7 @@ def test_other_gradients_stay_what_they_are(function: Callable[[Tensor, nn.Modul
     assert rectified(step) == [False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function, folded",
     [
@@ -132,6 +134,7 @@ def test_a_gradient_that_two_read_is_in_neither() -> None:
     assert of_type(step, *GATES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("relu", (False, True))
 @pytest.mark.parametrize(
     "module, sizes",
@@ -153,6 +156,7 @@ def test_normalizations_of_all_kinds(module: nn.Module, sizes: tuple[int, ...], 
     assert rectified(step) == ([relu] if module.running_mean is not None else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("frozen, mask", [("weight", [1, 0, 1]), ("bias", [1, 1, 0])])
 def test_only_the_gradients_that_are_asked_for(frozen: str, mask: list[int]) -> None:
     module = Net(lambda x, norm: norm(x).relu())

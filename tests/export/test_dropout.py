@@ -78,6 +78,7 @@ class Dropping(nn.Module):
         return self.outer(mixed.mean(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_a_step_with_dropout_is_pytorchs_for_every_seed() -> None:
     torch.manual_seed(0)
     module = Dropping()

@@ -52,6 +52,7 @@ def test_layers_by_steps(kind: type[nn.GRU] | type[nn.LSTM], name: str, given: b
         assert ((one - other).abs() <= 1e3 * torch.finfo(torch.float64).eps * other.abs().max()).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(nn.GRU, marks=pytest.mark.slow), nn.LSTM])
 def test_a_first_state_that_is_learned_trains_at_any_length(kind: type[nn.GRU] | type[nn.LSTM]) -> None:
     class Learned(nn.Module):

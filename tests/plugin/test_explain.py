@@ -33,6 +33,7 @@ NOT_FOUND = {"jax2onnx_gemmfix/gba_2d_repeat", "onnx_ad/ce_handwritten_lse_dyn",
 WRONG_IN_BFLOAT16 = {"torch_aot/ce_mean_bf16", "torch_makefx/ce_mean_bf16", "torch_makefx/ce_mean_bf16_dyn"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_every_region_of_a_graph_is_named_once_and_where_it_is_wrong(case: Case) -> None:

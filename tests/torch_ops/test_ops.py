@@ -38,8 +38,11 @@ def op_of(name: str) -> Any:
 def test_the_schema_is_that_of_the_table(operator: Operator) -> None:
     schema = op_of(operator.name).default._schema
     found = [(a.name, str(a.type), a.default_value if a.has_default_value() else "required") for a in schema.arguments]
+    # Only what no required one follows can be left out.
+    last = max(index for index, input in enumerate(operator.inputs) if not input.optional)
     inputs = [
-        (i.name, "Optional[Tensor]", None) if i.optional else (i.name, "Tensor", "required") for i in operator.inputs
+        (input.name, "Optional[Tensor]" if input.optional else "Tensor", None if index > last else "required")
+        for index, input in enumerate(operator.inputs)
     ]
     assert found[: len(inputs)] == inputs
     for attribute, (name, kind, default) in zip(operator.attributes, found[len(inputs) :], strict=True):
