@@ -180,8 +180,9 @@ def test_rotary_embedding(interleaved: int, partial: bool, offset: bool, rank: i
     "options",
     ["", "do_rotary = 1, ", "do_rotary = 1, rotary_interleaved = 1, ", "local_window_size = 2, ", "softcap = 1.5, "],
 )
-def test_group_query_attention(packed: bool, options: str) -> None:
-    """Four heads of queries, two of keys and values; no past."""
+@pytest.mark.parametrize("lengths", [(S, S), (S, 1), (2, S - 1)], ids=str)
+def test_group_query_attention(packed: bool, options: str, lengths: tuple[int, int]) -> None:
+    """Four heads of queries, two of keys and values; no past. A window may have nothing but what is behind the end."""
     rotary = "do_rotary" in options
     inputs = "float[B, S, 128] q" if packed else "float[B, S, 64] q, float[B, S, 32] k, float[B, S, 32] v"
     model = microsoft(
@@ -194,7 +195,7 @@ def test_group_query_attention(packed: bool, options: str) -> None:
     if not packed:
         feeds |= {"k": numbers(B, S, 32, seed=1), "v": numbers(B, S, 32, seed=2)}
     wrt = list(feeds)
-    feeds |= {"n": np.full(B, S - 1, np.int32), "t": np.array(S, np.int32)}
+    feeds |= {"n": np.array(lengths, np.int32) - 1, "t": np.array(S, np.int32)}
     if rotary:
         feeds |= {"cos": numbers(8, 8, seed=3), "sin": numbers(8, 8, seed=4)}
 
@@ -212,7 +213,10 @@ def test_group_query_attention(packed: bool, options: str) -> None:
         allowed = torch.ones(S, S, dtype=torch.bool).tril()
         if "window" in options:
             allowed = allowed & ~torch.ones(S, S, dtype=torch.bool).tril(-2)
-        return (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        seen = allowed & (torch.arange(S) < torch.tensor(lengths).reshape(B, 1, 1, 1))
+        some = seen.any(-1, keepdim=True)
+        weights = scores.masked_fill(~(seen | ~some), -torch.inf).softmax(-1).masked_fill(~seen, 0)
+        return (weights @ v).transpose(1, 2).flatten(2)
 
     require_torchs(model, feeds, by_torch, wrt)
 

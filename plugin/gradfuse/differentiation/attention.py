@@ -73,7 +73,7 @@ def multi_head_attention(call: Call) -> list[Tensor | None]:
 def group_query_attention(call: Call) -> list[Tensor | None]:
     """Several heads of queries share one of keys and values; each position sees those up to itself.
 
-    What lies behind the end of a sequence, which `seqlens_k` gives, is computed as if it were part of it.
+    Nobody sees what lies behind the end of a sequence, of which `seqlens_k` is the last position.
     """
     tape, query, key, value = call.tape, _given(call, 0), call.input(1), call.input(2)
     names = ("position_ids", None, "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight")
@@ -97,8 +97,10 @@ def group_query_attention(call: Call) -> list[Tensor | None]:
     terms = [] if attention_bias is None else [attention_bias]
     wide_k, wide_v = (_repeated(one, groups, heads // groups) for one in (k, v))
     causal = bool(call.attribute("causal", 1))
-    window = call.attribute("local_window_size", -1)
-    return [_joined(_attended(call, q, wide_k, wide_v, terms, causal, window, call.attribute("softcap", 0.0))), k, v]
+    window, softcap = call.attribute("local_window_size", -1), call.attribute("softcap", 0.0)
+    last = _given(call, 5).cast(_INT64).reshape([-1, 1, 1, 1])
+    seen = (_range(tape, k.size(2)) > last).op("Not")
+    return [_joined(_attended(call, q, wide_k, wide_v, terms, causal, window, softcap, seen)), k, v]
 
 
 @expansion("RotaryEmbedding", domain=_DOMAIN, limits="no packed batches, and scale 1")
@@ -194,8 +196,12 @@ def _attended(
     causal: bool,
     window: int = -1,
     softcap: float = 0.0,
+    seen: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q k^T scale + terms) v, all of (batch, heads, positions, size)."""
+    """Return softmax(q k^T scale + terms) v, all of (batch, heads, positions, size).
+
+    Where `seen` is given, of (batch, 1, 1, positions of keys), the others are not; what sees no key at all is 0.
+    """
     tape = call.tape
     scale = call.attribute("scale", 0.0)
     factor = tape.constant(scale, q.dtype) if scale else 1 / q.size(-1).cast(q.dtype).sqrt()
@@ -204,6 +210,7 @@ def _attended(
         scores = (scores / softcap).tanh() * softcap
     for term in terms:
         scores = scores + term
+    allowed = seen
     if causal:
         rows, columns = _range(tape, scores.size(2)).unsqueeze(1), _range(tape, scores.size(3))
         # Where there are more keys than queries, the last ones belong together.
@@ -211,8 +218,15 @@ def _attended(
         allowed = (columns > rows + ahead).op("Not")
         if window > 0:
             allowed = allowed.op("And", columns > rows + ahead - tape.constant(window))
-        scores = allowed.where(scores, -math.inf)
-    return scores.op("Softmax", axis=-1).matmul(v)
+        if seen is not None:
+            allowed = allowed.op("And", seen)
+    if allowed is None:
+        return scores.op("Softmax", axis=-1).matmul(v)
+    if seen is None:
+        return allowed.where(scores, -math.inf).op("Softmax", axis=-1).matmul(v)
+    sees_none = (allowed.cast(scores.dtype).sum([-1], keepdims=True) > 0.0).op("Not")
+    weights = allowed.op("Or", sees_none).where(scores, -math.inf).op("Softmax", axis=-1)
+    return weights.masked(allowed).matmul(v)
 
 
 def _padding(call: Call, mask: Tensor | None, like: Tensor, name: str) -> list[Tensor]:
