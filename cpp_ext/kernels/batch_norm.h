@@ -46,6 +46,16 @@ class BatchParts {
   int64_t count_;
 };
 
+namespace cpu {
+
+// How many elements are added up in the type of the computation, before they are in double.
+constexpr int64_t kAddedTogether = 4096;
+// Where a plane is one element, so many neighbouring channels go together, and so many of their rows.
+constexpr int64_t kChannelsPerPanel = 256;
+constexpr int64_t kRowsTogether = 64;
+
+}  // namespace cpu
+
 // How far ahead a loop over planes asks for memory, in elements: for the next plane, which the processor does not see
 // by itself, or within a large one as other sweeps do.
 template <class T>

@@ -6,14 +6,6 @@
 namespace gradfuse {
 namespace {
 
-using Numbers = BatchNormBackwardArgs::Numbers;
-
-std::string Describe(const Numbers& numbers) {
-  std::string text = "[";
-  for (size_t i = 0; i < numbers.size() && i < 8; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
-  return text + (numbers.size() > 8 ? ", ...]" : "]");
-}
-
 Status CheckShape(const char* name, const Tensor& tensor, const Shape& shape, const char* why) {
   GRADFUSE_EXPECT(tensor.shape == shape, name, Describe(tensor), Describe(tensor.dtype, shape) + why);
   return {};

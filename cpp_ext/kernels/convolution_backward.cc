@@ -14,12 +14,6 @@ using Numbers = ConvolutionBackwardArgs::Numbers;
 // Of attributes and of sizes in space: sums of products of two fit 64 bits.
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
-std::string Describe(const Numbers& numbers) {
-  std::string text = "[";
-  for (size_t i = 0; i < numbers.size() && i < 8; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
-  return text + (numbers.size() > 8 ? ", ...]" : "]");
-}
-
 // The number of a list for a spatial dimension.
 int64_t At(const Numbers& numbers, int axis) { return numbers.size() == 1 ? numbers[0] : numbers[axis]; }
 

@@ -20,6 +20,13 @@ std::string Describe(double number) {
   return text;
 }
 
+std::string Describe(const std::vector<int64_t>& numbers) {
+  constexpr size_t kMostNumbers = 8;
+  std::string text = "[";
+  for (size_t i = 0; i < numbers.size() && i < kMostNumbers; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+  return text + (numbers.size() > kMostNumbers ? ", ...]" : "]");
+}
+
 std::string Quote(const std::string& text) {
   constexpr size_t kMostCharacters = 64;
   std::string quoted = "'";

@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "gradfuse/status.h"
 #include "gradfuse/tensor.h"
@@ -76,6 +77,9 @@ inline constexpr TypeSet kT{};
 // "float32(2,3)".
 std::string Describe(const TensorLayout& tensor);
 std::string Describe(DType dtype, const Shape& shape);
+
+// "[1, 2]".
+std::string Describe(const std::vector<int64_t>& numbers);
 
 // As short as it can be: "0.5".
 std::string Describe(double number);

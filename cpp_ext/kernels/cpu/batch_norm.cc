@@ -42,11 +42,6 @@ struct NormFactors {
   float offset;
 };
 
-// How many elements are added up in float, before they are in double.
-constexpr int64_t kAddedTogether = 4096;
-constexpr int64_t kChannelsPerPanel = 256;
-constexpr int64_t kRowsTogether = 64;
-
 }  // namespace
 }  // namespace gradfuse::cpu
 #endif

@@ -52,11 +52,6 @@ struct GradFactors {
   Real offset;
 };
 
-// How many elements are added up in the type of the computation, before they are in double.
-constexpr int64_t kAddedTogether = 4096;
-constexpr int64_t kChannelsPerPanel = 256;
-constexpr int64_t kRowsTogether = 64;
-
 }  // namespace
 }  // namespace gradfuse::cpu
 #endif
