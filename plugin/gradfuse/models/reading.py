@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError, ModelError, one_line
-from gradfuse.models import validation
+from gradfuse.models import default_values, validation
+from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import PROTOBUF_LIMIT, copy_model, every_tensor, serialized, to_proto
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def load(model: ModelLike) -> LoadedModel:
         return dataclasses.replace(model, ir=copy_model(model.ir))
     if isinstance(model, (str, os.PathLike)):
         path = os.fspath(model)
-        return _raised(LoadedModel(_load_path(path), path, _Kind.PATH, None))
+        return _raised(LoadedModel(_load_path(path, None), path, _Kind.PATH, None))
     if isinstance(model, onnx.ModelProto):
         _check_versions(model, "ModelProto")
         # A proto does not tell which folder its data files are in.
@@ -105,6 +106,19 @@ def load(model: ModelLike) -> LoadedModel:
             f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
         ) from error
     return _raised(LoadedModel(_with_one_default_domain(copy), kind.value, kind, model))
+
+
+def load_with_defaults(path: str | os.PathLike[str]) -> tuple[LoadedModel, Arrays]:
+    """Read and validate the model at `path`, whose inputs have default values.
+
+    Returns:
+        The model, without the larger default values; and those. No value is in memory twice on the way.
+
+    Raises:
+        ModelError: as `load`.
+    """
+    path, defaults = os.fspath(path), Arrays()
+    return _raised(LoadedModel(_load_path(path, defaults), path, _Kind.PATH, None)), defaults
 
 
 def _raised(loaded: LoadedModel) -> LoadedModel:
@@ -131,7 +145,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         ModelError: there is no ONNX model.
     """
     try:
-        return {entry.key: entry.value for entry in parse(os.fspath(path)).metadata_props}
+        return {entry.key: entry.value for entry in parse(os.fspath(path), {}).metadata_props}
     except OSError as error:
         raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
 
@@ -142,17 +156,16 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _load_path(path: str) -> ir.Model:
+def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
         raise ModelError(f"{path}: {what}; expected an ONNX file")
-    proto = parse(path)
+    proto = parse(path, defaults)
     _check_versions(proto, path)
     folder = os.path.dirname(path) or os.curdir
     # Before anything else, so that nothing reads a file outside the model's folder.
     validation.check_tensors(proto, path, folder)
-    text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
-    _check(proto, path if text_format in (None, "protobuf") else None, path)
+    _check(proto, path if _is_binary(path) and defaults is None else None, path)
     model = _from_proto(proto, path)
     for tensor in every_tensor(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -160,14 +173,35 @@ def _load_path(path: str) -> ir.Model:
     return model
 
 
-def parse(path: str) -> onnx.ModelProto:
+def _is_binary(path: str) -> bool:
+    """Tell whether a file is a binary protobuf message, by its ending."""
+    text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
+    return text_format in (None, "protobuf")
+
+
+def parse(path: str, defaults: Arrays | None = None) -> onnx.ModelProto:
+    """Return the message of the model at `path`; external data is not read.
+
+    Args:
+        path: the file.
+        defaults: where the larger default values of inputs are put, which the message is without then; None: it has
+            everything.
+
+    Raises:
+        ModelError: there is no ONNX model, or it is damaged.
+    """
     try:
         size = os.path.getsize(path)
         if size > PROTOBUF_LIMIT:
             raise ModelError(
                 f"{path}: is one file of {size} bytes; expected at most {PROTOBUF_LIMIT}, with external data for more"
             )
-        proto = onnx.load(path, load_external_data=False)
+        if defaults is not None and _is_binary(path):
+            message, values = default_values.read(path)
+            defaults.update(values)
+            proto = onnx.load_model_from_string(message)
+        else:
+            proto = onnx.load(path, load_external_data=False)
     except (OSError, MemoryError) as error:
         raise ModelError(f"{path}: cannot read the file: {one_line(error)}") from error
     except ModelError:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from gradfuse.errors import ModelError, one_line
 from gradfuse.models import files, reading, writing
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.tensors import to_proto, with_tensors_in_memory
+from gradfuse.models.tensors import to_proto
 
 if TYPE_CHECKING:
     from gradfuse.passes.report import Report
@@ -139,14 +139,15 @@ class TrainingStep:
         Raises:
             ModelError: the file cannot be read, or is an ONNX model but no saved training step.
         """
-        model = with_tensors_in_memory(reading.load(path).ir)
+        loaded, defaults = reading.load_with_defaults(path)
+        model = loaded.ir
         initializers = model.graph.initializers
         try:
             stored = json.loads(model.metadata_props.pop(METADATA_KEY))
-            values = {field: {name: initializers[name] for name in _names(stored[field])} for field in _TENSORS}
+            names = {field: _names(stored[field]) for field in _TENSORS}
             arrays = {
-                field: {name: _copied(_tensor(value).numpy()) for name, value in found.items()}
-                for field, found in values.items()
+                field: {n: defaults[n] if n in defaults else _array(initializers[n]) for n in own}
+                for field, own in names.items()
             }
             input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
             state_dict_names, evaluation_file = dict(stored["state_dict"]), stored["evaluation_model"]
@@ -155,20 +156,23 @@ class TrainingStep:
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             reason = one_line(ValueError(repr(error)))
             raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
-        for field, found in values.items():
-            for name, value in found.items():
-                if field != "constants":
+        for field, own in names.items():
+            for name in own:
+                value = initializers.get(name)
+                if value is not None and (field != "constants" or not value.uses()):
                     del initializers[name]
                     value.const_value = None
-                elif not value.uses():
-                    del initializers[name]
+        for value in model.graph.inputs:
+            if value.name in defaults and all(value.name not in own for own in names.values()):
+                value.const_value = ir.tensor(defaults[value.name], name=value.name)
+                model.graph.register_initializer(value)
         evaluation_model = None
         if evaluation_file is not None:
             beside = os.path.join(os.path.dirname(path), evaluation_file)
             if os.path.exists(beside):
                 evaluation_model = to_proto(reading.load(beside).ir)
         step = cls(
-            model=ir.to_proto(model),
+            model=to_proto(model),
             parameters=arrays["parameters"],
             buffers=arrays["buffers"],
             input_names=input_names,
@@ -244,13 +248,11 @@ def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _tensor(value: ir.Value) -> ir.TensorProtocol:
+def _array(value: ir.Value) -> npt.NDArray[Any]:
+    """Return a copy of an initializer's elements."""
     if value.const_value is None:
         raise ValueError(f"{value.name!r} has no value")
-    return value.const_value
-
-
-def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array = value.const_value.numpy()
     # An optimizer's state begins with zeros: those that nobody writes take no memory.
     return np.array(array) if np.any(array) else np.zeros(array.shape, array.dtype)
 
