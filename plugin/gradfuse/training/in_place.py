@@ -23,8 +23,15 @@ BARRIER = "OptimizationBarrier"
 
 _ORDERED_BY = "learning_rate"
 """The input of the operators that update by which they are put behind the barrier."""
-_COMPUTES = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "ScatterElements", "ScatterND"})
+_COMPUTES = frozenset(
+    {
+        *("MatMul", "Gemm", "Conv", "ConvTranspose", "ScatterElements", "ScatterND"),
+        *("Gather", "LayerNormalization", "LogSoftmax", "Softmax"),
+    }
+)
 """Operators whose results are never the memory of an input; of others onnxruntime might make a view."""
+_COMBINES = frozenset({"Add", "Sub", "Mul", "Div"})
+"""Operators that onnxruntime takes away where an operand is a constant, such as 1 or 0, and never else."""
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
 
@@ -50,7 +57,7 @@ def with_updates_last(proto: onnx.ModelProto) -> tuple[ir.Model, frozenset[str]]
     model = ir.from_proto(proto)
     graph = model.graph
     updates = [update for node in graph if (update := _update(node)) is not None]
-    shared = _may_share(value for update in updates for value in update.others)
+    shared = _may_share((value for update in updates for value in update.others), _varying(graph))
     updates = [update for update in updates if not update.overwritten & shared]
     if not updates:
         return model, frozenset()
@@ -98,7 +105,16 @@ def _input(node: ir.Node, name: str) -> ir.Value:
     return value
 
 
-def _may_share(values: Iterable[ir.Value]) -> set[ir.Value]:
+def _varying(graph: ir.Graph) -> set[ir.Value]:
+    """Return the values that elements of inputs go into: what depends on shapes alone may become a constant."""
+    found = set(graph.inputs)
+    for node in graph:
+        if node.op_type not in ("Shape", "Size") and not found.isdisjoint(_read_by(node)):
+            found.update(node.outputs)
+    return found
+
+
+def _may_share(values: Iterable[ir.Value], varying: Collection[ir.Value]) -> set[ir.Value]:
     """Return those inputs of the graph in whose memory some values may lie when the graph runs."""
     found: set[ir.Value] = set()
     seen: set[ir.Value] = set()
@@ -112,6 +128,8 @@ def _may_share(values: Iterable[ir.Value]) -> set[ir.Value]:
         if node is None:
             found.add(value)
         elif node.domain == DOMAIN or (node.domain == "" and node.op_type in _COMPUTES):
+            continue
+        elif node.domain == "" and node.op_type in _COMBINES and all(operand in varying for operand in node.inputs):
             continue
         else:
             rest += _read_by(node)
