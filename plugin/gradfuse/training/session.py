@@ -5,12 +5,14 @@ This module needs neither torch nor the exporter.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_ir as ir
 
 from gradfuse import library
@@ -54,8 +56,6 @@ class TrainingSession:
         ArgumentError: a value of the step has another type or shape than its input.
         GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
 
-    Attributes:
-        training_step: the step, with the values that training started from.
     """
 
     def __init__(
@@ -80,20 +80,19 @@ class TrainingSession:
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
         """What checkpoints must not take the place of: the file of the step, and its data."""
-        if isinstance(step, TrainingStep):
-            self.training_step = step
-        else:
-            self.training_step = TrainingStep.load(step)
+        if not isinstance(step, TrainingStep):
             self._files = [os.fspath(step), writing.data_path(step)]
-        self.training_step.require_consistent(_WHO)
+            step = TrainingStep.load(step)
+        self._step = step
+        step.require_consistent(_WHO)
         self._session, in_place = self._training_session()
         self._evaluation: Any = None
-        graph = self.training_step.model.graph
+        graph = step.model.graph
         self._inputs = {value.name: TensorType.of(value) for value in graph.input}
         outputs = {value.name: TensorType.of(value) for value in graph.output}
         self._device = _device(self._providers[0])
 
-        batch = {*self.training_step.input_names, *self.training_step.target_names}
+        batch = {*step.input_names, *step.target_names}
         kept = {
             name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
         }
@@ -112,9 +111,20 @@ class TrainingSession:
         self._turn = 0
         """Which of the two sets of values and bindings is next."""
         self._has_run = False
-        begin = self.training_step
-        values = begin.parameters | begin.buffers | begin.optimizer_state | begin.hyperparameters
+        values = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
+        if self._files:
+            # The session has these values by now, and onnxruntime the model.
+            self._step = dataclasses.replace(step, model=onnx.ModelProto(), parameters={}, report=None)
+
+    @property
+    def training_step(self) -> TrainingStep:
+        """The step, with the values that training started from: the argument, or what is at its path now.
+
+        Raises:
+            ModelError: the file cannot be read.
+        """
+        return TrainingStep.load(self._files[0]) if self._files else self._step
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Run one step and return the loss.
@@ -128,9 +138,9 @@ class TrainingSession:
             ArgumentError: a tensor is missing, or has another type or shape; or all inputs are empty.
             ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost.
         """
-        names, known = self.training_step.input_names, self._inputs
+        names, known = self._step.input_names, self._inputs
         feeds = self._batch_of(inputs, names, "step", "inputs", known)
-        feeds |= self._batch_of(targets, self.training_step.target_names, "step", "targets", known)
+        feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", known)
         require_shapes(f"{_WHO}.step", feeds, known)
         if names and not any(feeds[name].size for name in names):
             # The mean of nothing is NaN, which would stay in running statistics.
@@ -157,11 +167,11 @@ class TrainingSession:
             GradfuseError: the step was exported without an evaluation model, or its file is missing.
             ModelError: onnxruntime cannot load or run it.
         """
-        model = self.training_step.evaluation_model
+        model = self._step.evaluation_model
         if model is None:
             raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
         known = {value.name: TensorType.of(value) for value in model.graph.input}
-        feeds = self._batch_of(inputs, self.training_step.input_names, "evaluate", "inputs", known)
+        feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
         if self._evaluation is None:
             self._evaluation = self._inference_session(ir.from_proto(model))
@@ -228,7 +238,7 @@ class TrainingSession:
         Tied names, frozen parameters and constant buffers are among them, and those of a loss module, which begin
         with `loss.`.
         """
-        step, values = self.training_step, self.ort_values
+        step, values = self._step, self.ort_values
         return {
             name: np.array(step.constants[source]) if source in step.constants else _copied(values[source])
             for name, source in step.state_dict_names.items()
@@ -278,7 +288,8 @@ class TrainingSession:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
         With the optimizer's state, resuming is bit-identical, given the same model, kernels and number of threads.
-        Without it, the optimizer starts as it was at export, and so do buffers that are not in `state_dict()`.
+        Without it, the optimizer starts as it does in `training_step`, and so do buffers that are not in
+        `state_dict()`.
 
         Raises:
             ArgumentError: `path` is no path.
@@ -296,10 +307,8 @@ class TrainingSession:
         except Exception as error:
             # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
             raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
-        step = self.training_step
-        named = set(step.state_dict_names.values())
-        unnamed = {name: array for name, array in {**step.parameters, **step.buffers}.items() if name not in named}
-        own = {**step.optimizer_state, **step.hyperparameters, **unnamed}
+        named = set(self._step.state_dict_names.values())
+        own = [name for name in self.ort_values if name not in named]
         try:
             stored = {name: tensors.pop(name) for name in own if name in tensors}
             if stored and len(stored) < len(own):
@@ -309,12 +318,16 @@ class TrainingSession:
             loaded |= {name: self._fitting(name, array, "load") for name, array in stored.items()}
         except ArgumentError as error:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
-        self._assign({**own, **loaded})
+        if not stored and own:
+            step = self.training_step
+            begin = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
+            loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
+        self._assign(loaded)
 
     def _training_session(self) -> tuple[Any, frozenset[str]]:
         """Return a session of the step, and the names of inputs that it writes in place."""
         if self._providers == ["CPUExecutionProvider"]:
-            model, in_place = with_updates_last(self.training_step.model)
+            model, in_place = with_updates_last(self._step.model)
             try:
                 if in_place:
                     return self._inference_session(model), in_place
@@ -322,7 +335,7 @@ class TrainingSession:
                 # Options without gradfuse's library: its function bodies run.
                 if BARRIER not in str(error):
                     raise
-        return self._inference_session(ir.from_proto(self.training_step.model)), frozenset()
+        return self._inference_session(ir.from_proto(self._step.model)), frozenset()
 
     def _inference_session(self, model: ir.Model) -> Any:
         for value in (*model.graph.inputs, *model.graph.outputs):
@@ -386,14 +399,14 @@ class TrainingSession:
         }
 
     def _learning_rates(self) -> list[str]:
-        names = [n for n in self.training_step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
+        names = [n for n in self._step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
         if not names:
             raise GradfuseError(f"{_WHO}.learning_rate: the step has no optimizer")
         return names
 
     def _tensors_of(self, state_dict: Mapping[str, Any], method: str, strict: bool) -> Arrays:
         """Return parameters and buffers by their names in the model, all checked."""
-        step, where = self.training_step, f"{_WHO}.{method}"
+        step, where = self._step, f"{_WHO}.{method}"
         if not isinstance(state_dict, Mapping):
             got = type(state_dict).__name__
             raise ArgumentError(f"{where}: state_dict is {got}; expected a mapping of names to arrays")
@@ -426,9 +439,9 @@ class TrainingSession:
         where, known, shown = f"{_WHO}.{method}", self._inputs[name], shown or name
         array = as_array(value, f"{where}: {shown!r}", str(known))
         require_shapes(where, {shown: array}, {shown: known})
-        if name in self.training_step.hyperparameters:
+        if name in self._step.hyperparameters:
             require_rates(array, f"{where}: {shown!r} is {array}")
-        elif name in self.training_step.optimizer_state and array.dtype == np.int64 and array < 0:
+        elif name in self._step.optimizer_state and array.dtype == np.int64 and array < 0:
             raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array
 
