@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -246,6 +247,17 @@ struct CustomOp : OrtCustomOp {
 // `<op> (node 'name'): `, with which every message of a node begins.
 std::string PrefixOf(const OrtApi& api, const char* op, const OrtKernelInfo* info);
 
+// The input in whose memory the CPU's kernel may write the first output, if nothing else reads it any more:
+// Args::kOverwrittenInput, or -1 where there is none.
+template <class Args, class = void>
+struct OverwrittenInput {
+  static constexpr int kIndex = -1;
+};
+template <class Args>
+struct OverwrittenInput<Args, std::void_t<decltype(Args::kOverwrittenInput)>> {
+  static constexpr int kIndex = Args::kOverwrittenInput;
+};
+
 // A node of an op: its attributes, and during a call its tensors.
 template <class Args, class Device>
 class Kernel {
@@ -255,6 +267,10 @@ class Kernel {
     op.CreateKernelV2 = Create;
     op.KernelComputeV2 = Compute;
     op.KernelDestroy = Destroy;
+    if constexpr (OverwrittenInput<Args>::kIndex >= 0 && std::is_same_v<Device, CpuDevice>) {
+      op.GetMayInplace = GetOverwritten;
+      op.ReleaseMayInplace = ReleaseOverwritten;
+    }
   }
 
  private:
@@ -280,6 +296,16 @@ class Kernel {
   }
 
   static void ORT_API_CALL Destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+  static size_t ORT_API_CALL GetOverwritten(int** inputs, int** outputs) {
+    *inputs = new int(OverwrittenInput<Args>::kIndex);
+    *outputs = new int(0);
+    return 1;
+  }
+  static void ORT_API_CALL ReleaseOverwritten(int* inputs, int* outputs) {
+    delete inputs;
+    delete outputs;
+  }
 
   Status Call(OrtKernelContext* context) const {
     Args args = attributes_;

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import pytest
@@ -50,7 +52,7 @@ def sorted_by_name(model: onnx.ModelProto) -> onnx.ModelProto:
 def tensors(draw: st.DrawFn) -> onnx.TensorProto:
     dtype = draw(st.sampled_from([np.float32, np.float16, np.int64, np.bool_]))
     size = draw(st.sampled_from([0, 3, LARGE - 8, LARGE + 1, 4 * LARGE]))
-    array = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 2, size).astype(dtype)
+    array: npt.NDArray[Any] = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 2, size).astype(dtype)
     shape = draw(st.sampled_from([(size,), (1, size), (size, 1, 1)]))
     tensor = onnx.numpy_helper.from_array(array.reshape(shape), draw(st.sampled_from("abcdef")))
     match draw(st.integers(0, 6)):

@@ -247,7 +247,7 @@ class Kernel {
   // the batch.
   void RunPlanes() const {
     const bool gates = args_.relu_output.has_value();
-    const bool streams = Cost() >= StreamBytes();
+    const bool streams = Cost() >= StreamBytes() && args_.grad_input.data != args_.grad_output.data;
     const auto add = gates ? GRADFUSE_DISPATCH(AddPlanes<T, true>) : GRADFUSE_DISPATCH(AddPlanes<T, false>);
     const auto write = GRADFUSE_DISPATCH(WriteFunctionFor<T>)(gates, streams);
     const int64_t channels = planes_.channels;

@@ -118,7 +118,7 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   const Coefficients coefficients = CoefficientsOf(args);
   const bool smooths = args.label_smoothing != 0;
   const int64_t bytes = 2 * args.log_prob.NumBytes();
-  const bool streams = bytes >= StreamBytes();
+  const bool streams = bytes >= StreamBytes() && out != log_prob;
   const auto grad_row = streams ? GRADFUSE_DISPATCH(GradRow<T, true, T>) : GRADFUSE_DISPATCH(GradRow<T, false, T>);
   const auto smoothed_grad_row =
       streams ? GRADFUSE_DISPATCH(GradRow<T, true, float>) : GRADFUSE_DISPATCH(GradRow<T, false, float>);
@@ -142,14 +142,16 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
     // A weight that is infinite matters to the rows of its class alone, unless it is smoothed over all.
     const auto scale = static_cast<float>(smooths ? q + s * coefficients.weight_sum : q);
     const auto shift = static_cast<float>(s);
+    const bool has_label = label >= begin && label < end;
+    // Read before the gradient may be written over it.
+    const double x = has_label ? ToCompute(log_prob[row * classes + label]) : 0;
     if (weight && smooths) {
       weighted_grad_row(part, weight + begin, scale, shift, end - begin, out_part);
     } else {
       (smooths ? smoothed_grad_row : grad_row)(part, scale, shift, end - begin, out_part);
     }
-    if (label >= begin && label < end) {
+    if (has_label) {
       // exp(log_prob) - 1 would cancel where the label is likely.
-      const double x = ToCompute(log_prob[row * classes + label]);
       double grad = q * std::expm1(x);
       if (smooths) grad += s * (std::exp(x) * coefficients.weight_sum - label_weight);
       out[row * classes + label] = FromCompute<T>(static_cast<float>(grad));

@@ -95,7 +95,7 @@ void RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& pa
   const int64_t mask_head_stride = args.mask && args.mask->shape[1] != 1 ? args.mask->strides[1] : 0;
 
   const int64_t bytes = 3 * args.y.NumBytes();
-  const bool streams = bytes >= StreamBytes();
+  const bool streams = bytes >= StreamBytes() && out != grad_output;
   const auto grad_rows = RowsFunctionFor<T>(mask != nullptr, streams);
 
   constexpr int64_t kTask = 16384;

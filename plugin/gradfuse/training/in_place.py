@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN, OPS
-from gradfuse.training.step import UPDATED_SUFFIX
+from gradfuse.training.step import LOSS, UPDATED_SUFFIX
 
 BARRIER = "OptimizationBarrier"
 """An operator of gradfuse's library: its first input, a float32 scalar, once all its inputs are computed."""
@@ -64,18 +64,61 @@ def with_updates_last(proto: onnx.ModelProto) -> tuple[ir.Model, frozenset[str]]
     chosen = {update.node for update in updates}
     needed = [value for update in updates for value in update.others if value.producer() is not None]
     needed += [value for value in graph.outputs if value.producer() not in chosen]
+    _loss_first(graph)
     for rate in dict.fromkeys(_input(update.node, _ORDERED_BY) for update in updates):
-        barrier = ir.node(BARRIER, [rate, *dict.fromkeys(needed)], domain=DOMAIN)
-        late = barrier.outputs[0]
-        late.name, late.type, late.shape = f"{rate.name}/late", rate.type, rate.shape
+        barrier = _barrier(rate, needed, "late")
         for update in updates:
             if _input(update.node, _ORDERED_BY) is rate:
-                update.node.replace_input_with(_index(update.node, _ORDERED_BY), late)
+                update.node.replace_input_with(_index(update.node, _ORDERED_BY), barrier.outputs[0])
         graph.append(barrier)
     for update in updates:
         graph.remove(update.node)
         graph.append(update.node)
     return model, frozenset(str(value.name) for update in updates for value in update.overwritten)
+
+
+def _barrier(value: ir.Value, needed: Iterable[ir.Value], suffix: str) -> ir.Node:
+    """Return a node that gives a float32 scalar once the values that are needed are computed."""
+    barrier = ir.node(BARRIER, [value, *dict.fromkeys(needed)], domain=DOMAIN)
+    (late,) = barrier.outputs
+    late.name, late.type, late.shape = f"{value.name}/{suffix}", value.type, value.shape
+    return barrier
+
+
+def _loss_first(graph: ir.Graph) -> None:
+    """Make the gradients of cross entropies wait for the loss.
+
+    Both read the log-probabilities, which may be the largest tensor of a step. onnxruntime would run the loss last,
+    and keep them until then; their gradient takes their memory if nothing is to read them any more.
+    """
+    loss = next(value for value in graph.outputs if value.name == LOSS)
+    ahead = _ancestors(loss)
+    late: dict[ir.Value, ir.Value] = {}
+    for node in list(graph):
+        if node.domain != DOMAIN or node.op_type != "CrossEntropyLossGrad" or node in ahead:
+            continue
+        grad_loss = node.inputs[0]
+        if grad_loss is None or grad_loss.dtype != ir.DataType.FLOAT or grad_loss.shape != ir.Shape([]):
+            continue
+        if grad_loss not in late:
+            barrier = _barrier(grad_loss, [loss], f"behind_{LOSS}")
+            graph.append(barrier)
+            late[grad_loss] = barrier.outputs[0]
+        node.replace_input_with(0, late[grad_loss])
+    if late:
+        graph.sort()
+
+
+def _ancestors(value: ir.Value) -> set[ir.Node]:
+    """Return the nodes of the graph that a value is computed by."""
+    found: set[ir.Node] = set()
+    rest = [value.producer()]
+    while rest:
+        node = rest.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            rest += [read.producer() for read in _read_by(node)]
+    return found
 
 
 def _update(node: ir.Node) -> _Update | None:

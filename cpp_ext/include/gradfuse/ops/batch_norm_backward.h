@@ -16,6 +16,7 @@ namespace gradfuse {
 struct BatchNormBackwardArgs {
   static constexpr char kName[] = "BatchNormBackward";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+  static constexpr int kOverwrittenInput = 0;  // grad_output
   using Numbers = std::vector<int64_t>;
 
   Tensor grad_output;                 // (N, C, ...)

@@ -19,6 +19,7 @@ namespace gradfuse {
 struct CrossEntropyLossGradArgs {
   static constexpr char kName[] = "CrossEntropyLossGrad";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+  static constexpr int kOverwrittenInput = 1;  // log_prob
 
   Tensor grad_loss;              // () or (1,); (N,) for "none"
   Tensor log_prob;               // (N, C)

@@ -15,6 +15,7 @@ namespace gradfuse {
 struct ScaledMaskedSoftmaxBackwardArgs {
   static constexpr char kName[] = "ScaledMaskedSoftmaxBackward";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+  static constexpr int kOverwrittenInput = 0;  // grad_output
 
   Tensor grad_output;          // (B, H, S1, S2)
   Tensor y;                    // (B, H, S1, S2)
