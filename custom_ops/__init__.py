@@ -19,6 +19,7 @@ from gradfuse.custom_ops import (
     cross_entropy_loss_grad,
     ctc_loss,
     ctc_loss_backward,
+    embedding_dense_backward,
     grouped_bias_add_grad,
     mse_loss_backward,
     scaled_masked_softmax_backward,
@@ -45,6 +46,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             convolution_backward,
             batch_norm_backward,
             batch_norm,
+            embedding_dense_backward,
             apply_adam_w,
         )
     }

@@ -103,16 +103,18 @@ class Variant:
 
 @dataclass(frozen=True)
 class Classes:
-    """The integers of an input are classes: each is at least 0 and below the size of a dimension, or is refused.
+    """The integers of an input are classes: each is at least 0 and below their number, or is refused.
 
     Attributes:
         tensor, axis: the input and its dimension with an element for each class.
+        number: the attribute with the number of classes, where no input has an element for each.
         ignored: the attribute with a number that may stand in the place of a class: there the row does not count.
         never: the attribute with a class that the integers are not.
     """
 
-    tensor: str
-    axis: int
+    tensor: str = ""
+    axis: int = 0
+    number: str = ""
     ignored: str = ""
     never: str = ""
 

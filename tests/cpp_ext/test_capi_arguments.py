@@ -52,7 +52,7 @@ def refusal_of_onnxruntime(op: str, inputs: Sequence[Tensor | None], attributes:
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_bad_is_refused_in_c_and_in_onnxruntime_alike(op: str) -> None:
-    capi.run(op, *valid(op))
+    capi.run(op, *valid(op), **SAMPLES[op].valid().attributes)
     of_ours = 0
     cases = list(SAMPLES[op].invalid())
     for case in cases:
@@ -84,7 +84,7 @@ def test_outputs_are_checked(op: str) -> None:
             changed_outputs: list[Tensor | None] = list(outputs)
             changed_outputs[index] = wrong
             with pytest.raises(RefusedError) as caught:
-                capi.prepare(op, inputs, changed_outputs, {})
+                capi.prepare(op, inputs, changed_outputs, SAMPLES[op].valid().attributes)
             assert caught.value.code == (NULL_POINTER if wrong is None else INVALID)
 
 

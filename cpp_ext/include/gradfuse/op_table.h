@@ -7,6 +7,7 @@
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
 #include "gradfuse/ops/ctc_loss.h"
 #include "gradfuse/ops/ctc_loss_backward.h"
+#include "gradfuse/ops/embedding_dense_backward.h"
 #include "gradfuse/ops/grouped_bias_add_grad.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
@@ -19,7 +20,8 @@ struct OpList {};
 // The table of all ops. A new op is its header and kernels, and a row here.
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
-    GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, ApplyAdamWArgs>;
+    GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
+    ApplyAdamWArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

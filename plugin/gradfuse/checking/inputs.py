@@ -304,6 +304,8 @@ def _note_ours(use: _Use, node: ir.Node, operator: Operator, index: int) -> None
     match operator.inputs[index].holds if index < len(operator.inputs) else None:
         case Classes() as classes:
             limit = _dim(inputs.get(classes.tensor), classes.axis)
+            if classes.number:
+                limit = node.attributes.get_int(classes.number, None)
             if limit is not None:
                 use.limits.append(limit)
             ignored = node.attributes.get_int(classes.ignored, None)

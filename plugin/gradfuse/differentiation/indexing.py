@@ -6,9 +6,27 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from gradfuse.custom_ops.embedding_dense_backward import MAX_RANK
 from gradfuse.differentiation.rules import Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import positions_of, scattered
+
+LOOKS_UP = "gradfuse.looks_up_rows"
+"""Key in the metadata of a Gather whose gradient may be `aclnn::EmbeddingDenseBackward`."""
+
+_SUMMED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def mark_embeddings(graph: ir.Graph) -> None:
+    """Mark nodes that look up rows of a matrix, whose number is known."""
+    for node in graph:
+        data = node.inputs[0] if node.op_type == "Gather" and not node.domain else None
+        if data is None or data.dtype not in _SUMMED or data.shape is None or data.shape.rank() != 2:
+            continue
+        output = node.outputs[0]
+        known = isinstance(data.shape[0], int) and output.shape is not None and output.shape.rank() <= MAX_RANK
+        if known and node.attributes.get_int("axis", 0) in (0, -2):
+            node.meta[LOOKS_UP] = True
 
 
 @gradient("Gather")
@@ -18,6 +36,15 @@ def gather(call: Call) -> Iterator[Gradient]:
     indices, rank = call.x[1], call.rank(x)
     assert indices is not None
     axis = call.attribute("axis", 0) % rank
+    if call.node.meta.get(LOOKS_UP):
+        data = call.node.inputs[0]
+        assert data is not None and data.shape is not None
+        number = data.shape[0]
+        assert isinstance(number, int)
+        places = indices.cast(ir.DataType.INT64)
+        places = (places < 0).where(places + number, places)
+        yield dy.op("EmbeddingDenseBackward", places, domain="aclnn", num_weights=number)
+        return
     tape, shape = call.tape, call.shape(x)
     count = indices.op("Size").reshape([1])
     parts = [shape.slice(tape.ints(0), tape.ints(axis), tape.ints(0))] if axis else []

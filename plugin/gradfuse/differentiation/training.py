@@ -23,6 +23,7 @@ from gradfuse.differentiation.differentiate import (
     prepared,
     values_of,
 )
+from gradfuse.differentiation.indexing import mark_embeddings
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
@@ -139,6 +140,8 @@ def _built(
     infer(work)
     tape = Tape(f"{free_prefix(graph)}", work.opset_imports[""])
     chosen = [initializers[name] for name in asked]
+    if fuse:
+        mark_embeddings(graph)
     seed = tape.constant(np.ones([1] * len(result.shape or ())), result.dtype or ir.DataType.FLOAT)
     found = gradients(graph, tape, {result: seed}, chosen)
     graph.extend(tape.nodes)

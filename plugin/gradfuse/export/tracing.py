@@ -53,7 +53,7 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> Ex
         # The other attention kernels have backward operators that no exporter knows.
         with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
             forward = torch.export.export(_Traced(step, native), arguments, dynamic_shapes=dims)
-            program = private.with_backward(forward, batch_norms.KEPT)
+            program = private.with_backward(forward, (*batch_norms.KEPT, *backward.KEPT))
     except Exception as error:
         # torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error

@@ -100,7 +100,7 @@ class Changes:
             inputs = list(self.valid().inputs)
             inputs += [None] * (index + 1 - len(inputs))
             inputs[index] = value
-            yield Sample(inputs, attributes)
+            yield Sample(inputs, {**self.valid().attributes, **attributes})
 
     def retyped(self, index: int, *dtypes: torch.dtype) -> Iterator[Sample]:
         """With one input in each of some types."""
@@ -112,7 +112,7 @@ class Changes:
             inputs = list(self.valid().inputs)
             for index in indices:
                 inputs[index] = self._input(index).to(dtype)
-            yield Sample(inputs)
+            yield Sample(inputs, self.valid().attributes)
 
     def reshaped(self, index: int, *shapes: tuple[int, ...], **attributes: Any) -> Iterator[Sample]:
         """With one input, of zeros, in each of some shapes."""
@@ -122,14 +122,14 @@ class Changes:
     def with_attributes(self, name: str, *values: Any) -> Iterator[Sample]:
         """With each of some values for one attribute."""
         for value in values:
-            yield Sample(self.valid().inputs, {name: value})
+            yield Sample(self.valid().inputs, {**self.valid().attributes, name: value})
 
     def without(self, *indices: int) -> Iterator[Sample]:
         """Without each of some inputs."""
         for index in indices:
             inputs = list(self.valid().inputs)
             inputs[index] = None
-            yield Sample(inputs)
+            yield Sample(inputs, self.valid().attributes)
 
     def _input(self, index: int) -> Tensor:
         value = self.valid().inputs[index]

@@ -28,6 +28,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     known = private.known_decompositions(
         [
             aten._native_batch_norm_legit_functional.default,
+            aten.embedding_dense_backward.default,
             aten.native_batch_norm_backward.default,
             aten.threshold_backward.default,
         ]
@@ -43,9 +44,16 @@ def table() -> dict[Any, Callable[..., Any]]:
     }
 
 
+KEPT = (aten.embedding_dense_backward.default,)
+"""The operators of `fused_table()` that a program must still have, though they are not in ATen's core."""
+
+
 def fused_table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions into operators of gradfuse, which take the place of those in `table()`."""
-    return {aten.convolution_backward.default: fused_convolution_backward}
+    return {
+        aten.convolution_backward.default: fused_convolution_backward,
+        aten.embedding_dense_backward.default: fused_embedding_dense_backward,
+    }
 
 
 def fused_convolution_backward(
@@ -66,6 +74,19 @@ def fused_convolution_backward(
     wanted = [of_input and not transposed, of_weight, False]
     own_input, grad_weight, _ = torch.ops.aclnn.convolution_backward(grad_output, input, weight, *attributes, wanted)
     return own_input if wanted[0] else grad_input, grad_weight if of_weight else None, grad_bias
+
+
+def fused_embedding_dense_backward(
+    grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    """`aclnn::embedding_dense_backward`: as a ScatterElements, each row's elements have indices of their own."""
+    arguments = grad_output, indices, num_weights, padding_idx, scale_grad_by_freq
+    if grad_output.dtype not in (torch.float32, torch.float16, torch.bfloat16) or grad_output.dim() > 8:
+        overload = aten.embedding_dense_backward.default
+        plain: Tensor = private.known_decompositions([overload])[overload](*arguments)
+        return plain
+    fused: Tensor = torch.ops.aclnn.embedding_dense_backward(*arguments)
+    return fused
 
 
 def convolution_backward(

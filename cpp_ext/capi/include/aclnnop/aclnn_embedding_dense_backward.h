@@ -1,0 +1,34 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_EMBEDDING_DENSE_BACKWARD_H_
+#define GRADFUSE_ACLNNOP_ACLNN_EMBEDDING_DENSE_BACKWARD_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradient of an embedding's weight: row v is the sum of the rows of gradOutput whose index is v.
+ *
+ * gradOutput: (*, C), of 1 to 8 dimensions, one of FLOAT, FLOAT16 and BF16.
+ * indices: INT32 or INT64 (*), each in [0, numWeights) or paddingIdx. On the CPU its values are read in both phases.
+ * paddingIdx: the index of the rows that do not count.
+ * scaleGradByFreq: whether each row of the result is divided by the number of rows that it is the sum of.
+ * out: (numWeights, C), of the type of gradOutput.
+ */
+aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* indices,
+                                                        int64_t numWeights, int64_t paddingIdx, bool scaleGradByFreq,
+                                                        aclTensor* out, uint64_t* workspaceSize,
+                                                        aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnEmbeddingDenseBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                        aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif
