@@ -13,6 +13,7 @@ import onnx
 
 from gradfuse.custom_ops import (
     apply_adam_w,
+    apply_sgd,
     batch_norm,
     batch_norm_backward,
     convolution_backward,
@@ -48,6 +49,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             batch_norm,
             embedding_dense_backward,
             apply_adam_w,
+            apply_sgd,
         )
     }
 )

@@ -47,7 +47,8 @@ def trained(forward: str, parameters: str, loss: str = "mse", **options: Any) ->
     for name in parameters:
         array = numbers.standard_normal(shapes[name]).astype(np.float32)
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    return gradfuse.build_training_step(model, loss, optimizer=optimizers.AdamW(lr=0.05), **options)
+    options = {"optimizer": optimizers.AdamW(lr=0.05)} | options
+    return gradfuse.build_training_step(model, loss, **options)
 
 
 def batches(step: TrainingStep, rows: int) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
@@ -155,6 +156,12 @@ def test_parameters_that_gradients_are_computed_from_are_updated_in_place() -> N
         "normal = LayerNormalization<axis = -1>(x, c)  scaled = Mul(normal, d)  y = MatMul(scaled, b)", "bcd"
     )
     assert run(step) >= with_state("b", "c", "d")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_updates_in_place(momentum: float) -> None:
+    step = trained(*FORWARD["two layers"], optimizer=optimizers.SGD(lr=0.05, momentum=momentum, weight_decay=0.1))
+    assert run(step) >= {"a", "b", *(("a.momentum_buffer", "b.momentum_buffer") if momentum else ())}
 
 
 def test_options_without_the_library_have_two_sets() -> None:

@@ -39,7 +39,7 @@ def updates(graph: onnx.GraphProto) -> int:
     """The number of parameters that an operator updates, in branches too."""
     found = 0
     for node in graph.node:
-        found += node.op_type == "ApplyAdamW"
+        found += node.op_type in ("ApplyAdamW", "ApplySgd")
         found += sum(updates(attribute.g) for attribute in node.attribute)
     return found
 
@@ -54,7 +54,7 @@ def export(module: nn.Module, make_optimizer: MakeOptimizer, batch: Batch, **opt
     return export_training_step(module, F.cross_entropy, batch, make_optimizer(module), **options)
 
 
-FUSED = {"adam", "adam_decay", "adamw", "adamw_groups", "adamw_maximize_fused"}
+FUSED = {"adam", "adam_decay", "adamw", "adamw_groups", "adamw_maximize_fused", "sgd", "sgd_nesterov", "sgd_maximize"}
 
 
 @pytest.mark.long

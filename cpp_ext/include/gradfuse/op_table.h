@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gradfuse/ops/apply_adam_w.h"
+#include "gradfuse/ops/apply_sgd.h"
 #include "gradfuse/ops/batch_norm.h"
 #include "gradfuse/ops/batch_norm_backward.h"
 #include "gradfuse/ops/convolution_backward.h"
@@ -21,7 +22,7 @@ struct OpList {};
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
-    ApplyAdamWArgs>;
+    ApplyAdamWArgs, ApplySgdArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -128,6 +128,8 @@ def _update(node: ir.Node) -> _Update | None:
         return None
     overwritten = []
     for output, described in zip(node.outputs, operator.outputs, strict=False):
+        if not _has(node, described.in_place) and not output.uses() and not output.is_graph_output():
+            continue
         source = _input(node, described.in_place)
         if not (source.is_graph_input() and output.is_graph_output() and not output.uses()):
             return None
@@ -139,6 +141,11 @@ def _update(node: ir.Node) -> _Update | None:
 
 def _index(node: ir.Node, name: str) -> int:
     return [described.name for described in OPS[node.op_type].inputs].index(name)
+
+
+def _has(node: ir.Node, name: str) -> bool:
+    index = _index(node, name)
+    return index < len(node.inputs) and node.inputs[index] is not None
 
 
 def _input(node: ir.Node, name: str) -> ir.Value:

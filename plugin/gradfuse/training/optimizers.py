@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.custom_ops import functions
+from gradfuse.custom_ops import OPS, functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ExportError
 from gradfuse.models.arrays import Arrays
@@ -362,7 +362,6 @@ def _updated(
                 {state: nodes.of(inputs[f"{name}.{state}"]) for state in states},
             )
             if name in fused:
-                assert step is not None
                 gradient, factor = gradients.for_operator(name)
                 slot = dataclasses.replace(kept, gradient=gradient)
                 factors = [one.cast(ir.DataType.FLOAT) for one in (factor, clipping) if one is not None]
@@ -389,16 +388,23 @@ def _wide(slot: Slot, gradient: GraphTensor) -> Slot:
 
 
 def _by_operator(
-    update: FusedUpdate, rate: GraphTensor, step: GraphTensor, slot: Slot, factors: Sequence[GraphTensor]
+    update: FusedUpdate, rate: GraphTensor, step: GraphTensor | None, slot: Slot, factors: Sequence[GraphTensor]
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
     """Return new parameter and new state, of the gradient times some numbers."""
     nodes, kept = slot.parameter.nodes, slot.parameter.value
-    inputs = [slot.parameter, slot.gradient, *slot.state.values(), rate, step]
+    given = {"parameter": slot.parameter, "gradient": slot.gradient, "learning_rate": rate, **slot.state}
+    if step is not None:
+        given["step"] = step
     if factors:
-        inputs.append(functools.reduce(operator.mul, factors))
-    values = [tensor.value for tensor in inputs]
-    parameter, *state = nodes.ours(update.op_type, values, kept, update.attributes, 1 + len(slot.state))
-    return parameter, dict(zip(slot.state, state, strict=True))
+        given["gradient_scale"] = functools.reduce(operator.mul, factors)
+    ours = OPS[update.op_type]
+    values = [given[i.name].value if i.name in given else None for i in ours.inputs]
+    while values[-1] is None:
+        values.pop()
+    parameter, *state = nodes.ours(update.op_type, values, kept, update.attributes, len(ours.outputs))
+    for unused in state[len(slot.state) :]:
+        unused.value.shape = ir.Shape([0])
+    return parameter, dict(zip(slot.state, state, strict=False))
 
 
 def _widened(tensor: GraphTensor) -> GraphTensor:

@@ -28,8 +28,9 @@ class Slot:
 class FusedUpdate:
     """An operator of ours that makes the update of a parameter in one pass.
 
-    Its inputs are parameter, gradient, the states, learning rate (float32), steps done before (int64) and what the
-    gradient is multiplied by first (float32, optional); its outputs the new parameter and the new states.
+    Its inputs are `parameter`, `gradient`, the states by their names, `learning_rate` (float32), where it has them
+    `step`, the steps done before (int64), and `gradient_scale`, what the gradient is multiplied by first (float32,
+    optional). Its outputs are the new parameter and the new states.
     """
 
     op_type: str
@@ -70,6 +71,17 @@ def _sgd(
         new_state["momentum_buffer"] = buffer
         gradient = gradient + buffer * options["momentum"] if options["nesterov"] else buffer
     return parameter - gradient * rate.cast(dtype), new_state
+
+
+def _fused_sgd(options: Mapping[str, Any]) -> FusedUpdate | None:
+    if options["momentum"] and options["dampening"]:
+        return None
+    attributes = {
+        "momentum": float(options["momentum"]),
+        "weight_decay": float(options["weight_decay"]),
+        "nesterov": int(options["nesterov"]),
+    }
+    return FusedUpdate("ApplySgd", attributes)
 
 
 def _adam(
@@ -136,6 +148,7 @@ RULES: Mapping[str, Rule] = {
         lambda options: ("momentum_buffer",) if options["momentum"] else (),
         lambda options: bool(options["momentum"] and options["dampening"]),
         _sgd,
+        _fused_sgd,
     ),
     "Adam": Rule(
         lambda options: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())),

@@ -1,0 +1,27 @@
+#include "gradfuse/ops/apply_sgd.h"
+
+#include "aclnnop/aclnn_apply_sgd.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::ApplySgdArgs;
+
+aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclTensor* gradient,
+                                          const aclTensor* learningRate, const aclTensor* momentumBufferOptional,
+                                          const aclTensor* gradientScaleOptional, double momentum, double weightDecay,
+                                          bool nesterov, aclTensor* newParameter, aclTensor* newMomentumBuffer,
+                                          uint64_t* workspaceSize, aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnApplySgdGetWorkspaceSize",
+      {parameter, gradient, learningRate, momentumBufferOptional, gradientScaleOptional, newParameter,
+       newMomentumBuffer},
+      [&](Args& args) {
+        args.momentum = static_cast<float>(momentum);
+        args.weight_decay = static_cast<float>(weightDecay);
+        args.nesterov = nesterov ? 1 : 0;
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnApplySgd(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnApplySgd", Args::kName, workspace, workspaceSize, executor, stream);
+}

@@ -1,0 +1,36 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_APPLY_SGD_H_
+#define GRADFUSE_ACLNNOP_ACLNN_APPLY_SGD_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One update of a parameter and its momentum by SGD, as torch.optim's without dampening.
+ *
+ * parameter, gradient: one of FLOAT, FLOAT16 and BF16, one shape of rank 0 to 8.
+ * learningRate: FLOAT, shape ().
+ * momentumBufferOptional: of the type and shape of parameter, zeros before the first update; null for no momentum.
+ * gradientScaleOptional: FLOAT, shape (): what gradient is multiplied by first; null for 1.
+ * momentum, weightDecay: 0 or more; momentum and nesterov are 0 where momentumBufferOptional is null.
+ * newParameter, newMomentumBuffer: of the type and shape of parameter, the latter of shape (0) where
+ *     momentumBufferOptional is null; they may lie on the inputs.
+ */
+aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclTensor* gradient,
+                                          const aclTensor* learningRate, const aclTensor* momentumBufferOptional,
+                                          const aclTensor* gradientScaleOptional, double momentum, double weightDecay,
+                                          bool nesterov, aclTensor* newParameter, aclTensor* newMomentumBuffer,
+                                          uint64_t* workspaceSize, aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnApplySgd(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif
