@@ -251,6 +251,31 @@ def test_batch_norm_trains_as_in_torch(fuse: bool, relu: bool) -> None:
     assert np.abs(evaluated - native.eval()(X).detach().numpy()).max() <= 1e-3
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("axis, rank", [(0, 0), (0, 1), (-2, 2), (1, 1)])
+def test_looked_up_rows_have_the_gradients_of_torch(fuse: bool, axis: int, rank: int) -> None:
+    """Indices from the end too, which ONNX allows and an embedding does not."""
+    indices = torch.tensor([[0, -1, 3], [-5, 3, 3]])[(0,) * (2 - rank)]
+    kind = f"int64[{','.join(map(str, indices.shape))}]" if rank else "int64"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> lookup ({kind} i) => (float y) '
+        f"<float[5, 6] w> {{ rows = Gather<axis = {axis}>(w, i)  squares = Mul(rows, rows)  "
+        "y = ReduceSum<keepdims = 0>(squares) }"
+    )
+    weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight.numpy(), "w"))
+    step = build_training_step(model, None, fuse=fuse)
+    operators = [node.op_type for node in step.model.graph.node if node.domain == "aclnn"]
+    assert operators == (["EmbeddingDenseBackward"] if fuse and axis != 1 else [])
+    leaf = weight.double().requires_grad_()
+    rows = leaf[indices] if axis != 1 else leaf[:, indices]
+    (rows * rows).sum().backward()  # type: ignore[no-untyped-call]
+    session = TrainingSession(step)
+    session.step(indices.numpy(), ())
+    assert leaf.grad is not None
+    assert_gradients_close(session.gradients["w"], leaf.grad.float(), leaf.grad, torch.float32)
+
+
 def test_running_statistics_do_not_train() -> None:
     model = forward(network(), X)
     for name in ("1.running_mean", "1.running_*"):

@@ -670,6 +670,17 @@ def test_gradients_of_weights_of_convolutions_are_an_operator(fuse: bool) -> Non
     assert fuse or not found
 
 
+@pytest.mark.parametrize("fuse", (True, False))
+def test_gradients_of_embeddings_are_an_operator(fuse: bool) -> None:
+    module = nn.Sequential(nn.Embedding(50, 6, padding_idx=3, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(24, 5))
+    tokens = torch.tensor([[1, 3, 3, 49], [1, 1, 7, 0], [3, 2, 1, 0]])
+    step = export_training_step(module, F.cross_entropy, (tokens, classes(3)), fuse=fuse)
+    found = [node for node in step.model.graph.node if node.op_type == "EmbeddingDenseBackward"]
+    assert len(found) == fuse
+    values = {attribute.name: attribute.i for node in found for attribute in node.attribute}
+    assert not found or values == {"num_weights": 50, "padding_idx": 3, "scale_grad_by_freq": 1}
+
+
 def test_a_wrong_export_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a translation were wrong: the gradient of every convolution's weight comes out doubled."""
     right = backward.fused_convolution_backward
