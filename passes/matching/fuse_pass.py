@@ -17,7 +17,7 @@ from gradfuse.passes.matching.context import Context, ContextPass
 from gradfuse.passes.matching.cost import Cost, cost_of
 from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, names_of
 from gradfuse.passes.matching.outer_factor import multiplied, outer_factor, without_outer_factor
-from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, apply, superfluous
+from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, anchor_of, apply, superfluous
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import counted
 from gradfuse.passes.proving import Refuted, Unproved, prove
@@ -120,11 +120,12 @@ class FusePass(ContextPass):
         try:
             match = self._matched(site, builder, root)
             if match is not None and self._takes(site, match):
-                if not match.rewrite.by_body:
-                    prove(site, match.rewrite, TOLERANCE[root.dtype])
+                anchor = anchor_of(site, match.rewrite, match.dead)
+                for part in () if match.rewrite.by_body else match.rewrite.parts():
+                    prove(site, part, TOLERANCE[ir.DataType.FLOAT if part.elementwise else root.dtype])
                 self.fusions.append(match.fusion())
-                builder.commit()
-                context.drop(apply(site, match.rewrite, match.dead))
+                builder.commit(anchor)
+                context.drop(apply(site, match.rewrite, match.dead, anchor))
                 return match.dead
             builder.discard()
             return ()

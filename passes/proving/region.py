@@ -16,13 +16,15 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.algebra import Poly
+from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
 from gradfuse.passes.reading import FLOATS, axes_of_size_one, has_reader, is_broadcast_axes, ort_training
 
 if TYPE_CHECKING:
     from gradfuse.passes.matching import Rewrite, Site
 
+ELEMENTS = 12
+"""The elements of tensors where all is elementwise."""
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 
 
@@ -47,6 +49,7 @@ class Region:
     def __init__(self, site: Site, rewrite: Rewrite) -> None:
         self.site = site
         self.rewrite = rewrite
+        self._whole = site.extents(rewrite.root)
         (operator,) = {node.op_type for node in rewrite.fused}
         self.operator = custom_ops.OPS[operator]
         self.nodes: list[ir.Node] = []
@@ -64,7 +67,11 @@ class Region:
         """Return the sizes of the dimensions of a value."""
         if self.site.forms.get(value) is None:
             raise Unproved(f"the shape of {value.name} is unknown")
-        return self.site.extents(value)
+        extents = self.site.extents(value)
+        if self.rewrite.elementwise and extents == self._whole and any(size != UNIT for size in extents):
+            # Any shape stands for all, so that equal updates of many parameters are run once.
+            return [number(ELEMENTS)]
+        return extents
 
     def size(self, size: Poly, env: Mapping[str, int], table: Mapping[int, int] | None = None) -> int:
         """Return the number that a size is, for these sizes of symbols and these replacements of static sizes."""
@@ -144,7 +151,7 @@ class Region:
             array = forms.constant(value)
             if array is not None:
                 self._name(value)
-                self.constants[value] = array.astype(np.float64) if value.dtype in FLOATS else array
+                self.constants[value] = self._widened(value, array)
             elif self._is_leaf(value, node, own):
                 self._name(value)
                 vector = forms.vector(value) if value not in rewrite.frontier else None
@@ -158,6 +165,14 @@ class Region:
                     raise Unproved(f"more than {NODE_LIMIT} nodes")
                 stack.append((value, True))
                 stack.extend((v, False) for v in node.inputs if v is not None)
+
+    def _widened(self, value: ir.Value, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if value.dtype not in FLOATS:
+            return array
+        if self.rewrite.elementwise and value.dtype == ir.DataType.FLOAT and array.size == 1:
+            # 0.999 is meant, not 0.99900001: 1 less its power is another number.
+            return np.asarray([float(str(n)) for n in array.flat]).reshape(array.shape)
+        return array.astype(np.float64)
 
     def _name(self, value: ir.Value) -> None:
         self.names.setdefault(value, f"v{len(self.names)}")
@@ -259,7 +274,8 @@ class Region:
         digest = hashlib.sha256(self.model.SerializeToString(deterministic=True))
         digest.update(repr((tolerance, len(self.dims))).encode())
         for value in self.leaves:
-            digest.update(repr((value.dtype, self.same_as(value), value in self.rewrite.ends)).encode())
+            kind = [value in holders for holders in (self.rewrite.ends, self.rewrite.counts, self.rewrite.positive)]
+            digest.update(repr((value.dtype, self.same_as(value), *kind)).encode())
         inputs = [v for node in self.rewrite.fused for v in node.inputs if v is not None and self.site.forms.get(v)]
         tensors = [self.extents(value) for value in (*self.leaves, *inputs)] + [*self.shapes.values()]
         # In the first, symbols are told by sizes that no tensor has.

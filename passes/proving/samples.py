@@ -28,6 +28,7 @@ MOVES = 64
 _WOBBLE = 2.0**-40  # relative change of numbers that shows what rounding does
 _REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))  # for NaN and infinity; the last is a limit
 _DIMS = ((3, 5, 2, 4, 7, 6), (2, 3, 4, 2, 5, 3))
+_MOST_COUNTED = 40  # of what counts something
 _VARIED = 6  # symbols that are given sizes one by one
 _NEAR = 4  # constants near which numbers are chosen, on both sides of 0 and at the inverse
 _LARGEST = {
@@ -147,10 +148,14 @@ class Samples:
         table: Table,
     ) -> Array:
         assert value.dtype is not None
+        if value in self.region.rewrite.counts:
+            return rng.integers(0, _MOST_COUNTED, shape).astype(np.float64 if value.dtype in FLOATS else np.int64)
         if value.dtype == ir.DataType.BOOL:
             if sample.style in ("all true", "all false"):
                 return np.full(shape, sample.style == "all true")
             return rng.random(shape) < 0.5
+        if value in self.region.rewrite.positive:
+            return np.abs(rng.standard_normal(shape)) + 0.1
         if value.dtype in FLOATS:
             return _floats(shape, sample.style, rng, k, _LARGEST[value.dtype])
         dtype = np.dtype(value.dtype.numpy())
