@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -89,8 +90,10 @@ class _Moments:
 
 def _moments(site: Site, root: ir.Value) -> _Moments | None:
     """The moving averages that a value has in a quotient; None where it has none."""
-    node = plain_root(root).producer()
+    node = _uncast(root).producer()
     if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum"):
+        return None
+    if root not in site.reached("roots", partial(_is_root, site), _ARITHMETIC | {"CastLike"}):
         return None
     near = list(_behind(site, root, _NEAR_ROOT))
     for value in near:
@@ -114,7 +117,7 @@ def _moments(site: Site, root: ir.Value) -> _Moments | None:
     return None
 
 
-def plain_root(root: ir.Value) -> ir.Value:
+def _uncast(root: ir.Value) -> ir.Value:
     """What a result is before it is cast to the type of the parameter."""
     node = root.producer()
     if node is not None and node.op_type in ("Cast", "CastLike") and not node.domain and node.inputs[0] is not None:
@@ -215,7 +218,7 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
         Mismatch: it is another one.
     """
     mean, square = found.mean.value, found.square.value
-    terms = terms_of(site, plain_root(root), [mean, square])
+    terms = terms_of(site, _uncast(root), [mean, square])
     steps = [(f, n) for f, n in terms.items() if any(key is mean for key, _ in f)]
     rest = {f: n for f, n in terms.items() if (f, n) not in steps}
     if len(steps) != 1 or (mean, 1.0) not in steps[0][0]:
@@ -312,7 +315,7 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
         raise Mismatch("it has weight decay in the gradient and apart from it")
     gradient, scale = _unscaled(site, gradient)
     tensors = [update.parameter, gradient, mean.before, square.before]
-    _require_types(site, root, tensors, [plain_root(root), mean.value, square.value])
+    _require_types(site, root, tensors, [_uncast(root), mean.value, square.value])
 
     step = _step(site, builder, update.count)
     inputs = [*tensors, _single(builder, update.rate.values, update.rate.number), step]
