@@ -2,6 +2,7 @@
 
 from gradfuse.passes.apply_adam_w import FuseApplyAdamWPass
 from gradfuse.passes.batch_norm_backward import FuseBatchNormBackwardPass
+from gradfuse.passes.convolution_backward import FuseConvolutionBackwardPass
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
 from gradfuse.passes.grouped_bias_add_grad import FuseGroupedBiasAddGradPass
 from gradfuse.passes.matching import FusePass
@@ -14,6 +15,7 @@ __all__ = [
     "ExporterBug",
     "FuseApplyAdamWPass",
     "FuseBatchNormBackwardPass",
+    "FuseConvolutionBackwardPass",
     "FuseCrossEntropyLossGradPass",
     "FuseGroupedBiasAddGradPass",
     "FuseMseLossBackwardPass",

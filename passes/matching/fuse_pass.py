@@ -46,6 +46,8 @@ class FusePass(ContextPass):
     """Whether the op refuses an index that is no class. Rules then take for granted that it is one."""
     linear: ClassVar[bool] = True
     """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
+    looks_at_views: ClassVar[bool] = False
+    """Whether a value may have something of the op where a view gives it: what is in front of it has no form."""
     training_operators: ClassVar[Collection[str]] = ()
     """Operators of onnxruntime-training that are the backward pass of which the op is part."""
 
@@ -98,7 +100,7 @@ class FusePass(ContextPass):
             dead: dict[ir.Node, None] = {}
             # From the end, so that the whole of a backward subgraph comes before its parts.
             for node in counted(list(reversed(site.graph)), self.operator, context.progress):
-                is_view = node.op_type in VIEWS and node.domain == ""
+                is_view = node.op_type in VIEWS and node.domain == "" and not self.looks_at_views
                 if node in dead or is_view or node.domain == custom_ops.DOMAIN:
                     continue
                 for root in node.outputs:

@@ -38,6 +38,12 @@ class Rewrite:
     """Those of the frontier that are above 0."""
     elementwise: bool = False
     """Whether all that is computed is elementwise, in float32, on tensors of the root's shape and on single numbers."""
+    runs: frozenset[ir.Node] = frozenset()
+    """Nodes that no form expresses, and that a proof runs all the same."""
+    linear: bool = False
+    """Whether results are linear in each value of the frontier, so that a proof needs few numbers."""
+    table: Mapping[int, int] = field(default_factory=dict)
+    """With `linear`: smaller sizes for static ones, in which the nodes are valid too; if empty, there are none."""
     by_body: bool = False
     """Whether the nodes to go are the operator's own body, which is what a proof would run for the fused node."""
 

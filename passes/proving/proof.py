@@ -103,7 +103,11 @@ class Proof:
     def _compare(self) -> None:
         evaluator, original = (evaluator_of(m) for m in (self.region.model, self.region.original))
         problem: Exception | None = None
-        for table, rescale in shrinking.attempts(self.samples.elements, self.region.static_sizes):
+        rewrite = self.region.rewrite
+        attempts = shrinking.attempts(self.samples.elements, self.region.static_sizes)
+        if rewrite.linear:
+            attempts = shrinking.given(self.samples.elements, rewrite.table)
+        for table, rescale in attempts:
             try:
                 self._compare_at(evaluator, original, table, rescale)
                 return

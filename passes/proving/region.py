@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ class Region:
         if node.domain == "" and node.op_type in ("Shape", "Size"):
             # What the graph computes a shape that is not known from is run with the rest.
             return forms.vector(value) is not None
-        if node in own:
+        if node in own or node in self.rewrite.runs:
             return False
         if node.domain == "" and node.op_type in ("TopK", "ReduceMax"):
             # Rules rely on the order that a sort makes; and where a maximum is infinite, so is one of its numbers.
@@ -218,17 +218,19 @@ class Region:
                 depth = f"depth_{len(protos)}"
                 protos.append(onnx.helper.make_node("Squeeze", [proto.input[1]], [depth]))
                 proto.input[1] = depth
-            proto.attribute.extend(ir.serde.serialize_attribute(a) for a in node.attributes.values())
+            # The shape of a kernel follows from the kernel, which may be run in a smaller one.
+            given = [a for a in node.attributes.values() if a.name != "kernel_shape" or node not in self.rewrite.runs]
+            proto.attribute.extend(ir.serde.serialize_attribute(a) for a in given)
             _to_float64(proto)
             if node.domain == custom_ops.DOMAIN:
                 body = _body(node, self.site.opset, len(bodies))
                 bodies[body.name] = body
                 proto.op_type = body.name
-                given = {a.name for a in proto.attribute}
+                present = {a.name for a in proto.attribute}
                 proto.attribute.extend(
                     onnx.helper.make_attribute(a.name, a.default)
                     for a in custom_ops.OPS[node.op_type].attributes
-                    if a.name not in given
+                    if a.name not in present
                 )
             protos.append(proto)
         inputs = [*self.leaves, *self.shapes, *self.constants]
@@ -274,7 +276,7 @@ class Region:
         digest = hashlib.sha256(self.model.SerializeToString(deterministic=True))
         digest.update(repr((tolerance, len(self.dims))).encode())
         for value in self.leaves:
-            kind = [value in holders for holders in (self.rewrite.ends, self.rewrite.counts, self.rewrite.positive)]
+            kind = [value in holders for holders in _kinds(self.rewrite)]
             digest.update(repr((value.dtype, self.same_as(value), *kind)).encode())
         inputs = [v for node in self.rewrite.fused for v in node.inputs if v is not None and self.site.forms.get(v)]
         tensors = [self.extents(value) for value in (*self.leaves, *inputs)] + [*self.shapes.values()]
@@ -291,6 +293,11 @@ class Region:
             return self.size(size, env)
         except Unproved:
             return None
+
+
+def _kinds(rewrite: Rewrite) -> list[Container[ir.Value]]:
+    """The sets of leaves that are filled in ways of their own."""
+    return [rewrite.ends, rewrite.counts, rewrite.positive]
 
 
 def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:

@@ -76,6 +76,10 @@ class Samples:
         base, other = (self._base(d) for d in _DIMS)
         # Of targets there may be no more than rows, whichever symbol comes first.
         bases = list(dict.fromkeys((base, tuple(sorted(base, reverse=True)), (_DIMS[0][0],) * count)))
+        if self.region.rewrite.linear:
+            yield from (Sample(sizes, "normal", seed) for seed, sizes in enumerate((*bases, other)))
+            yield from (Sample((n,) * count, "normal", 30 + n) for n in (1, 2) if count)
+            return
         for sizes in bases:
             for seed, style in enumerate(("normal", "peaked", "sparse", "positive", "uniform")):
                 yield Sample(sizes, style, seed)
