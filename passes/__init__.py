@@ -1,5 +1,8 @@
 """Graph-rewrite passes: decomposed backward subgraphs become fused operators of the domain `aclnn`."""
 
+from gradfuse.passes.apply_adam_w import FuseApplyAdamWPass
+from gradfuse.passes.batch_norm_backward import FuseBatchNormBackwardPass
+from gradfuse.passes.convolution_backward import FuseConvolutionBackwardPass
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
 from gradfuse.passes.grouped_bias_add_grad import FuseGroupedBiasAddGradPass
 from gradfuse.passes.matching import FusePass
@@ -10,6 +13,9 @@ from gradfuse.passes.scaled_masked_softmax_backward import FuseScaledMaskedSoftm
 
 __all__ = [
     "ExporterBug",
+    "FuseApplyAdamWPass",
+    "FuseBatchNormBackwardPass",
+    "FuseConvolutionBackwardPass",
     "FuseCrossEntropyLossGradPass",
     "FuseGroupedBiasAddGradPass",
     "FuseMseLossBackwardPass",

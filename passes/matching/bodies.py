@@ -34,7 +34,9 @@ def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite
             continue
         inputs = [match.values[name] for name in body.inputs]
         chosen = {name: match.attributes.get(name, value) for name, value in attributes.items()}
-        fused = builder.fused(operator, inputs, site.extents(root), **chosen)
+        results = [root, *(match.counterpart(output) for output in body.outputs[1:])]
+        sizes = [None if value is None else site.extents(value) for value in results]
+        fused, *further = builder.fused_whole(operator, inputs, sizes, **chosen)
         made = fused.producer()
         assert made is not None
         try:
@@ -43,7 +45,8 @@ def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite
         except ArgumentError:
             builder.discard()
             continue
-        return replace(builder.rewrite("function-body", [fused], fused), by_body=True)
+        others = tuple((old, new) for old, new in zip(results[1:], further, strict=True) if old is not None)
+        return replace(builder.rewrite("function-body", [fused], fused), others=others, by_body=True)
     return None
 
 
@@ -98,6 +101,19 @@ class _Match:
             elif self.values[own] is not other and not self._is_made_alike(own, other):
                 return False
         return True
+
+    def counterpart(self, output: ir.Value) -> ir.Value | None:
+        """The value of the graph that is another output of the body; None where nothing computes it."""
+        if output in self.values:
+            return self.values[output]
+        node = output.producer()
+        known = [v for v in (() if node is None else node.inputs) if v is not None and v in self.values]
+        for candidate in [out for v in known[:1] for use in self.values[v].uses() for out in use.node.outputs]:
+            trial = _Match(self._forms)
+            trial.values, trial.attributes = dict(self.values), dict(self.attributes)
+            if trial.holds(output, candidate):
+                return candidate
+        return None
 
     def _is_made_alike(self, own: ir.Value, other: ir.Value) -> bool:
         """Whether two values are made by the same operation; its operands are added to what is left to compare."""

@@ -186,6 +186,26 @@ class Builder:
         """The output of a new node of a fused operator, in the root's type."""
         return self.op(operator, inputs, self.root.dtype, sizes, domain=custom_ops.DOMAIN, **attributes)
 
+    def fused_whole(
+        self,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[Sequence[Poly] | None],
+        **attributes: int | float | str | Sequence[int],
+    ) -> tuple[ir.Value, ...]:
+        """All outputs of a new node of a fused operator, of these dimensions if known, in the root's type."""
+        name = self.site.names.fresh(operator)
+        given = ir.convenience.convert_attributes(attributes)
+        node = ir.Node(custom_ops.DOMAIN, operator, inputs, given, num_outputs=len(outputs), name=name)
+        for k, (out, sizes) in enumerate(zip(node.outputs, outputs, strict=True)):
+            out.name = name if k == 0 else self.site.names.fresh(operator)
+            out.type = None if self.root.dtype is None else ir.TensorType(self.root.dtype)
+            if sizes is not None:
+                out.shape = ir.Shape([self._dim(s) for s in sizes])
+                self.site.set_extents(out, sizes)
+        self.nodes.append(node)
+        return tuple(node.outputs)
+
     def rewrite(self, rule: str, fused: Sequence[ir.Value], output: ir.Value) -> Rewrite:
         """The rewrite of the root by the nodes made so far: which of them are fused, and what replaces the root."""
         nodes = [node for value in fused if (node := value.producer()) is not None]
@@ -198,18 +218,16 @@ class Builder:
                 node.replace_input_with(k, None)
         del self.nodes[kept:]
 
-    def commit(self) -> None:
-        """Makes the constants in use part of the graph, which the nodes are about to be."""
+    def commit(self, anchor: ir.Node) -> None:
+        """Makes the constants in use part of the graph, which the nodes are about to be, before the anchor."""
         for value in self._initializers:
             if any(u.node in self.nodes for u in value.uses()):
-                self._add_constant(value)
+                self._add_constant(value, anchor)
 
-    def _add_constant(self, value: ir.Value) -> None:
+    def _add_constant(self, value: ir.Value, anchor: ir.Node) -> None:
         if not self.site.is_function:
             self.site.graph.register_initializer(value)
             return
         # Functions have no initializers.
         node = ir.node("Constant", [], {"value": value.const_value}, outputs=[value])
-        anchor = self.root.producer()
-        assert anchor is not None
         self.site.graph.insert_before(anchor, node)

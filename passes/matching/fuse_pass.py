@@ -17,7 +17,7 @@ from gradfuse.passes.matching.context import Context, ContextPass
 from gradfuse.passes.matching.cost import Cost, cost_of
 from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, names_of
 from gradfuse.passes.matching.outer_factor import multiplied, outer_factor, without_outer_factor
-from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, apply, superfluous
+from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, anchor_of, apply, superfluous
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import counted
 from gradfuse.passes.proving import Refuted, Unproved, prove
@@ -46,6 +46,8 @@ class FusePass(ContextPass):
     """Whether the op refuses an index that is no class. Rules then take for granted that it is one."""
     linear: ClassVar[bool] = True
     """Whether the op on a factor times its input is the factor times the op, so that a factor may stay outside."""
+    looks_at_views: ClassVar[bool] = False
+    """Whether a value may have something of the op where a view gives it: what is in front of it has no form."""
     training_operators: ClassVar[Collection[str]] = ()
     """Operators of onnxruntime-training that are the backward pass of which the op is part."""
 
@@ -98,7 +100,7 @@ class FusePass(ContextPass):
             dead: dict[ir.Node, None] = {}
             # From the end, so that the whole of a backward subgraph comes before its parts.
             for node in counted(list(reversed(site.graph)), self.operator, context.progress):
-                is_view = node.op_type in VIEWS and node.domain == ""
+                is_view = node.op_type in VIEWS and node.domain == "" and not self.looks_at_views
                 if node in dead or is_view or node.domain == custom_ops.DOMAIN:
                     continue
                 for root in node.outputs:
@@ -120,11 +122,12 @@ class FusePass(ContextPass):
         try:
             match = self._matched(site, builder, root)
             if match is not None and self._takes(site, match):
-                if not match.rewrite.by_body:
-                    prove(site, match.rewrite, TOLERANCE[root.dtype])
+                anchor = anchor_of(site, match.rewrite, match.dead)
+                for part in () if match.rewrite.by_body else match.rewrite.parts():
+                    prove(site, part, TOLERANCE[ir.DataType.FLOAT if part.elementwise else root.dtype])
                 self.fusions.append(match.fusion())
-                builder.commit()
-                context.drop(apply(site, match.rewrite, match.dead))
+                builder.commit(anchor)
+                context.drop(apply(site, match.rewrite, match.dead, anchor))
                 return match.dead
             builder.discard()
             return ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -30,8 +30,32 @@ class Rewrite:
     """The values that the match takes as given. If empty: every value that the root's form does not express."""
     ends: Mapping[ir.Value, Poly] = field(default_factory=dict)
     """Those of them that are ends of groups, with the number of rows."""
+    others: tuple[tuple[ir.Value, ir.Value], ...] = ()
+    """Further values that the same fused nodes compute, each with what takes its place."""
+    counts: frozenset[ir.Value] = frozenset()
+    """Those of the frontier that count something: whole numbers from 0 on, of any type."""
+    positive: frozenset[ir.Value] = frozenset()
+    """Those of the frontier that are above 0."""
+    elementwise: bool = False
+    """Whether all that is computed is elementwise, in float32, on tensors of the root's shape and on single numbers."""
+    runs: frozenset[ir.Node] = frozenset()
+    """Nodes that no form expresses, and that a proof runs all the same."""
+    linear: bool = False
+    """Whether results are linear in each value of the frontier, so that a proof needs few numbers."""
+    table: Mapping[int, int] = field(default_factory=dict)
+    """With `linear`: smaller sizes for static ones, in which the nodes are valid too; if empty, there are none."""
     by_body: bool = False
     """Whether the nodes to go are the operator's own body, which is what a proof would run for the fused node."""
+
+    @property
+    def replaced(self) -> tuple[tuple[ir.Value, ir.Value], ...]:
+        """The values that are replaced, the root first, each with what takes its place."""
+        return ((self.root, self.output), *self.others)
+
+    def parts(self) -> Iterator[Rewrite]:
+        """The same rewrite for each of the values that it replaces alone."""
+        for root, output in self.replaced:
+            yield replace(self, root=root, output=output, others=())
 
 
 def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None = None) -> None:
@@ -76,13 +100,15 @@ def bypassed(site: Site, rewrite: Rewrite) -> Iterator[ir.Node]:
 def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
     """The nodes that nothing needs once the rewrite computes the root; none if its node has other outputs in use."""
     needed = {v for node in rewrite.nodes for v in node.inputs if v is not None}
-    producer = rewrite.root.producer()
-    assert producer is not None
-    if any(v is not rewrite.root and (v.uses() or v.is_graph_output()) for v in producer.outputs):
+    roots = [root for root, _ in rewrite.replaced]
+    producers = [producer for root in roots if (producer := root.producer()) is not None]
+    if any(v not in roots and (v.uses() or v.is_graph_output()) for node in producers for v in node.outputs):
         return []
-    dead: dict[ir.Node, None] = {producer: None}
+    if len(producers) < len(roots) or any(root in needed for root in roots):
+        return []
+    dead: dict[ir.Node, None] = dict.fromkeys(producers)
     # With a node go all nodes of its branches and loop bodies.
-    todo = [producer, *nodes_in(producer)]
+    todo = [inner for node in producers for inner in (node, *nodes_in(node))]
     gone = set(todo)
     while todo:
         for value in todo.pop().inputs:
@@ -101,19 +127,60 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
     return list(dead)
 
 
-def apply(site: Site, rewrite: Rewrite, dead: Sequence[ir.Node]) -> list[ir.Graph]:
-    """Puts the nodes of a rewrite before the root's, and cuts off those that it makes superfluous.
+def anchor_of(site: Site, rewrite: Rewrite, dead: Collection[ir.Node]) -> ir.Node:
+    """The node that the new nodes go before: the root's, or an earlier one that reads another value that they replace.
+
+    Args:
+        site: the graph.
+        rewrite: what is to be put in.
+        dead: the nodes that it makes superfluous.
+
+    Raises:
+        Mismatch: something that the new nodes read is computed after that.
+    """
+    anchor = rewrite.root.producer()
+    assert anchor is not None
+    if not rewrite.others:
+        return anchor
+    readers = {use.node for value, _ in rewrite.others for use in value.uses()} - set(dead)
+    if any(node.graph is not site.graph for node in readers):
+        # What a branch or a loop body reads, its node reads.
+        readers = {node for node in site.graph if not readers.isdisjoint((node, *nodes_in(node)))}
+    anchor = min((anchor, *readers), key=site.forms.order)
+    for node in rewrite.nodes:
+        for value in node.inputs:
+            producer = None if value is None else value.producer()
+            if producer is None or producer in rewrite.nodes or producer.graph is not site.graph:
+                continue
+            if not site.forms.order(producer) < site.forms.order(anchor):
+                raise Mismatch("what it reads is computed after something that reads its results")
+    return anchor
+
+
+def apply(site: Site, rewrite: Rewrite, dead: Sequence[ir.Node], anchor: ir.Node) -> list[ir.Graph]:
+    """Puts the nodes of a rewrite before the anchor, and cuts off those that it makes superfluous.
 
     The latter stay in the graph, without inputs, until the caller removes them: removing many at once is faster.
 
     Returns:
         The branches and loop bodies that went with them.
     """
-    root, output, replaced = rewrite.root, rewrite.output, names_of(dead)
-    anchor = root.producer()
-    assert anchor is not None
+    replaced = names_of(dead)
     site.graph.insert_before(anchor, rewrite.nodes)
     site.forms.place(rewrite.nodes, anchor)
+    for node in rewrite.nodes:
+        node.metadata_props["gradfuse.rule"] = rewrite.rule
+    for node in rewrite.fused:
+        node.metadata_props["gradfuse.replaced"] = ", ".join(replaced)
+    positions = [_handed_over(site, root, output) for root, output in rewrite.replaced]
+    _cut_off(site, dead)
+    for (_, output), position in zip(rewrite.replaced, positions, strict=True):
+        site.enter(output, position)
+    return [graph for node in dead for graph in graphs_in(node)]
+
+
+def _handed_over(site: Site, root: ir.Value, output: ir.Value) -> int:
+    """Gives the name, the type and the readers of a value to what takes its place; the position of the value."""
     name = root.name
     root.name = site.names.fresh(f"{name}_plain")
     output.name = name
@@ -121,16 +188,9 @@ def apply(site: Site, rewrite: Rewrite, dead: Sequence[ir.Node]) -> list[ir.Grap
     output.doc_string = root.doc_string
     output.metadata_props.update(root.metadata_props)
     output.meta.update(root.meta)  # Quantization annotations are there.
-    for node in rewrite.nodes:
-        node.metadata_props["gradfuse.rule"] = rewrite.rule
-    for node in rewrite.fused:
-        node.metadata_props["gradfuse.replaced"] = ", ".join(replaced)
     ir.convenience.replace_all_uses_with(root, output, replace_graph_outputs=root.is_graph_output())
     site.forms.set(output, site.forms.form(root))
-    position = site.position[root]
-    _cut_off(site, dead)
-    site.enter(output, position)
-    return [graph for node in dead for graph in graphs_in(node)]
+    return site.position[root]
 
 
 def _cut_off(site: Site, dead: Sequence[ir.Node]) -> None:

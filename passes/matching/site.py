@@ -58,6 +58,7 @@ class Site:
         self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         self._answers: dict[object, Any] = {}
+        self._reached: dict[str, frozenset[ir.Value]] = {}
         self._notes: dict[str, dict[ir.Value, Any]] = {}
         for value in self._leaves():
             self.enter(value, -1)
@@ -131,6 +132,26 @@ class Site:
     def notes(self, subject: str) -> dict[ir.Value, Any]:
         """What a rule keeps about values of this graph. It must stay true when a value behind them is replaced."""
         return self._notes.setdefault(subject, {})
+
+    def reached(self, subject: str, starts: Callable[[ir.Node], bool], through: Collection[str]) -> frozenset[ir.Value]:
+        """The values of the graph as it was given that operators of some kinds take from some nodes on.
+
+        All are found in one pass over the graph, so that rules need not look behind every value.
+
+        Args:
+            subject: what the answer is kept by.
+            starts: whether a node is one to begin at.
+            through: the operators of the default domain.
+        """
+        if subject not in self._reached:
+            found: set[ir.Value] = set()
+            for node in self.graph:
+                if starts(node) or (
+                    not node.domain and node.op_type in through and any(v in found for v in node.inputs)
+                ):
+                    found.update(node.outputs)
+            self._reached[subject] = frozenset(found)
+        return self._reached[subject]
 
     # Finding values
 

@@ -1,7 +1,9 @@
-"""onnx's reference evaluator with what the proofs need: onnxruntime's own operators, and scatters by numpy."""
+"""onnx's reference evaluator with what the proofs need: onnxruntime's operators, scatters and convolutions by numpy."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ def evaluator_of(model: onnx.ModelProto) -> ReferenceEvaluator:
     """Return the evaluator of a model."""
     from onnx.reference import ReferenceEvaluator
 
-    return ReferenceEvaluator(model, new_ops=[*ort_training.reference_ops(), _scatter_elements()])
+    return ReferenceEvaluator(model, new_ops=[*ort_training.reference_ops(), _scatter_elements(), *_convolutions()])
 
 
 @cache
@@ -47,3 +49,69 @@ def _scatter_elements() -> type:
             return (scattered,)
 
     return ScatterElements
+
+
+@cache
+def _convolutions() -> tuple[type, type]:
+    """Return Conv and ConvTranspose with groups, as products: the reference's are slow, or wrong with groups."""
+    from onnx.reference.op_run import OpRun
+
+    class Conv(OpRun):
+        op_domain = ""
+
+        def _run(
+            self, x: _Array, w: _Array, b: _Array | None = None, group: int | None = None, **options: Any
+        ) -> tuple[_Array]:
+            strides, dilations, pads = _window(options, w.ndim - 2)
+            wide = np.pad(x, [(0, 0), (0, 0), *zip(*pads, strict=True)])
+            reach = [d * (k - 1) + 1 for d, k in zip(dilations, w.shape[2:], strict=True)]
+            axes = tuple(range(2, x.ndim))
+            windows: Any = np.lib.stride_tricks.sliding_window_view(wide, reach, axes)
+            windows = windows[
+                (..., *(slice(None, None, s) for s in strides), *(slice(None, None, d) for d in dilations))
+            ]
+            taps = [1, *range(x.ndim, 2 * x.ndim - 2)]
+            parts = [
+                np.tensordot(part, kernel, (taps, list(range(1, w.ndim))))
+                for part, kernel in zip(np.split(windows, group or 1, 1), np.split(w, group or 1), strict=True)
+            ]
+            result = np.moveaxis(np.concatenate(parts, -1), -1, 1)
+            return (result if b is None else result + b.reshape(-1, *[1] * len(axes)),)
+
+    class ConvTranspose(OpRun):
+        op_domain = ""
+
+        def _run(
+            self, x: _Array, w: _Array, b: _Array | None = None, group: int | None = None, **options: Any
+        ) -> tuple[_Array]:
+            spatial = w.ndim - 2
+            strides, dilations, (begin, end) = _window(options, spatial)
+            more = options.get("output_padding") or [0] * spatial
+            sizes = [
+                (n - 1) * s + d * (k - 1) + 1 + o
+                for n, s, d, k, o in zip(x.shape[2:], strides, dilations, w.shape[2:], more, strict=True)
+            ]
+            groups = group or 1
+            result = np.zeros((x.shape[0], w.shape[1] * groups, *sizes), x.dtype)
+            pairs = list(zip(np.split(x, groups, 1), np.split(w, groups), strict=True))
+            for tap in itertools.product(*(range(k) for k in w.shape[2:])):
+                own: Any = (..., *tap)
+                parts = [np.tensordot(kernel[own], part, (0, 1)) for part, kernel in pairs]
+                first = [d * k for d, k in zip(dilations, tap, strict=True)]
+                ends = [f + (n - 1) * s + 1 for f, n, s in zip(first, x.shape[2:], strides, strict=True)]
+                places: Any = (..., *map(slice, first, ends, strides))
+                result[places] += np.swapaxes(np.concatenate(parts), 0, 1)
+            inner: Any = (..., *(slice(p, n - q) for p, q, n in zip(begin, end, sizes, strict=True)))
+            result = result[inner]
+            return (result if b is None else result + b.reshape(-1, *[1] * spatial),)
+
+    return Conv, ConvTranspose
+
+
+def _window(options: dict[str, Any], spatial: int) -> tuple[Sequence[int], Sequence[int], tuple[list[int], list[int]]]:
+    """Return strides, dilations, and the paddings at beginnings and at ends."""
+    if options.get("auto_pad") not in (None, "NOTSET", "VALID") or options.get("output_shape"):
+        raise NotImplementedError("only paddings that are given")
+    pads = list(options.get("pads") or [0] * 2 * spatial)
+    ones = [1] * spatial
+    return options.get("strides") or ones, options.get("dilations") or ones, (pads[:spatial], pads[spatial:])

@@ -103,7 +103,11 @@ class Proof:
     def _compare(self) -> None:
         evaluator, original = (evaluator_of(m) for m in (self.region.model, self.region.original))
         problem: Exception | None = None
-        for table, rescale in shrinking.attempts(self.samples.elements, self.region.static_sizes):
+        rewrite = self.region.rewrite
+        attempts = shrinking.attempts(self.samples.elements, self.region.static_sizes)
+        if rewrite.linear:
+            attempts = shrinking.given(self.samples.elements, rewrite.table)
+        for table, rescale in attempts:
             try:
                 self._compare_at(evaluator, original, table, rescale)
                 return
@@ -160,6 +164,10 @@ class Proof:
                 f"of shape {original.shape}, fused {fused.shape} ({self._at(sample)})"
             )
         bound: Array = np.full(original.shape, 4 * self.tolerance * (max(run.scale, scale) if near else scale))
+        if self.region.rewrite.elementwise and not near:
+            # One element says nothing of the size of others: a quotient by a small number may be huge.
+            finite = np.abs(original[np.isfinite(original)])
+            bound = 4 * self.tolerance * (np.abs(original) + (np.median(finite) if finite.size else 0.0))
         if near:
             # Among large numbers a difference may be what rounding leaves, of constants too, or a condition turn.
             bound = bound + MOVES * np.abs(original - run.others[0])
@@ -171,8 +179,8 @@ class Proof:
         free = ~np.isfinite(fused) | (fused == 0) | near
         not_finite = bool(run.others) and not near
         if not_finite:
-            *finite, limit = (close(a) for a in run.others)
-            free |= np.logical_and.reduce(finite) | limit
+            *numbers, limit = (close(a) for a in run.others)
+            free |= np.logical_and.reduce(numbers) | limit
             if self.region.operator.spreads_nan:
                 right |= np.isnan(fused) & _in_line_with_nan(original)
         right |= ~np.isfinite(original) & free

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,15 @@ from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
-from gradfuse.passes.algebra import Poly
+from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
 from gradfuse.passes.reading import FLOATS, axes_of_size_one, has_reader, is_broadcast_axes, ort_training
 
 if TYPE_CHECKING:
     from gradfuse.passes.matching import Rewrite, Site
 
+ELEMENTS = 12
+"""The elements of tensors where all is elementwise."""
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 
 
@@ -47,6 +49,7 @@ class Region:
     def __init__(self, site: Site, rewrite: Rewrite) -> None:
         self.site = site
         self.rewrite = rewrite
+        self._whole = site.extents(rewrite.root)
         (operator,) = {node.op_type for node in rewrite.fused}
         self.operator = custom_ops.OPS[operator]
         self.nodes: list[ir.Node] = []
@@ -64,7 +67,11 @@ class Region:
         """Return the sizes of the dimensions of a value."""
         if self.site.forms.get(value) is None:
             raise Unproved(f"the shape of {value.name} is unknown")
-        return self.site.extents(value)
+        extents = self.site.extents(value)
+        if self.rewrite.elementwise and extents == self._whole and any(size != UNIT for size in extents):
+            # Any shape stands for all, so that equal updates of many parameters are run once.
+            return [number(ELEMENTS)]
+        return extents
 
     def size(self, size: Poly, env: Mapping[str, int], table: Mapping[int, int] | None = None) -> int:
         """Return the number that a size is, for these sizes of symbols and these replacements of static sizes."""
@@ -144,7 +151,7 @@ class Region:
             array = forms.constant(value)
             if array is not None:
                 self._name(value)
-                self.constants[value] = array.astype(np.float64) if value.dtype in FLOATS else array
+                self.constants[value] = self._widened(value, array)
             elif self._is_leaf(value, node, own):
                 self._name(value)
                 vector = forms.vector(value) if value not in rewrite.frontier else None
@@ -159,6 +166,14 @@ class Region:
                 stack.append((value, True))
                 stack.extend((v, False) for v in node.inputs if v is not None)
 
+    def _widened(self, value: ir.Value, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if value.dtype not in FLOATS:
+            return array
+        if self.rewrite.elementwise and value.dtype == ir.DataType.FLOAT and array.size == 1:
+            # 0.999 is meant, not 0.99900001: 1 less its power is another number.
+            return np.asarray([float(str(n)) for n in array.flat]).reshape(array.shape)
+        return array.astype(np.float64)
+
     def _name(self, value: ir.Value) -> None:
         self.names.setdefault(value, f"v{len(self.names)}")
 
@@ -169,7 +184,7 @@ class Region:
         if node.domain == "" and node.op_type in ("Shape", "Size"):
             # What the graph computes a shape that is not known from is run with the rest.
             return forms.vector(value) is not None
-        if node in own:
+        if node in own or node in self.rewrite.runs:
             return False
         if node.domain == "" and node.op_type in ("TopK", "ReduceMax"):
             # Rules rely on the order that a sort makes; and where a maximum is infinite, so is one of its numbers.
@@ -203,17 +218,19 @@ class Region:
                 depth = f"depth_{len(protos)}"
                 protos.append(onnx.helper.make_node("Squeeze", [proto.input[1]], [depth]))
                 proto.input[1] = depth
-            proto.attribute.extend(ir.serde.serialize_attribute(a) for a in node.attributes.values())
+            # The shape of a kernel follows from the kernel, which may be run in a smaller one.
+            given = [a for a in node.attributes.values() if a.name != "kernel_shape" or node not in self.rewrite.runs]
+            proto.attribute.extend(ir.serde.serialize_attribute(a) for a in given)
             _to_float64(proto)
             if node.domain == custom_ops.DOMAIN:
                 body = _body(node, self.site.opset, len(bodies))
                 bodies[body.name] = body
                 proto.op_type = body.name
-                given = {a.name for a in proto.attribute}
+                present = {a.name for a in proto.attribute}
                 proto.attribute.extend(
                     onnx.helper.make_attribute(a.name, a.default)
                     for a in custom_ops.OPS[node.op_type].attributes
-                    if a.name not in given
+                    if a.name not in present
                 )
             protos.append(proto)
         inputs = [*self.leaves, *self.shapes, *self.constants]
@@ -259,7 +276,8 @@ class Region:
         digest = hashlib.sha256(self.model.SerializeToString(deterministic=True))
         digest.update(repr((tolerance, len(self.dims))).encode())
         for value in self.leaves:
-            digest.update(repr((value.dtype, self.same_as(value), value in self.rewrite.ends)).encode())
+            kind = [value in holders for holders in _kinds(self.rewrite)]
+            digest.update(repr((value.dtype, self.same_as(value), *kind)).encode())
         inputs = [v for node in self.rewrite.fused for v in node.inputs if v is not None and self.site.forms.get(v)]
         tensors = [self.extents(value) for value in (*self.leaves, *inputs)] + [*self.shapes.values()]
         # In the first, symbols are told by sizes that no tensor has.
@@ -275,6 +293,11 @@ class Region:
             return self.size(size, env)
         except Unproved:
             return None
+
+
+def _kinds(rewrite: Rewrite) -> list[Container[ir.Value]]:
+    """The sets of leaves that are filled in ways of their own."""
+    return [rewrite.ends, rewrite.counts, rewrite.positive]
 
 
 def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:

@@ -28,6 +28,7 @@ MOVES = 64
 _WOBBLE = 2.0**-40  # relative change of numbers that shows what rounding does
 _REPLACEMENTS = ((-1.5, 2.25), (2.5, -0.75), (math.nan, 300.0))  # for NaN and infinity; the last is a limit
 _DIMS = ((3, 5, 2, 4, 7, 6), (2, 3, 4, 2, 5, 3))
+_MOST_COUNTED = 40  # of what counts something
 _VARIED = 6  # symbols that are given sizes one by one
 _NEAR = 4  # constants near which numbers are chosen, on both sides of 0 and at the inverse
 _LARGEST = {
@@ -75,6 +76,10 @@ class Samples:
         base, other = (self._base(d) for d in _DIMS)
         # Of targets there may be no more than rows, whichever symbol comes first.
         bases = list(dict.fromkeys((base, tuple(sorted(base, reverse=True)), (_DIMS[0][0],) * count)))
+        if self.region.rewrite.linear:
+            yield from (Sample(sizes, "normal", seed) for seed, sizes in enumerate((*bases, other)))
+            yield from (Sample((n,) * count, "normal", 30 + n) for n in (1, 2) if count)
+            return
         for sizes in bases:
             for seed, style in enumerate(("normal", "peaked", "sparse", "positive", "uniform")):
                 yield Sample(sizes, style, seed)
@@ -147,10 +152,14 @@ class Samples:
         table: Table,
     ) -> Array:
         assert value.dtype is not None
+        if value in self.region.rewrite.counts:
+            return rng.integers(0, _MOST_COUNTED, shape).astype(np.float64 if value.dtype in FLOATS else np.int64)
         if value.dtype == ir.DataType.BOOL:
             if sample.style in ("all true", "all false"):
                 return np.full(shape, sample.style == "all true")
             return rng.random(shape) < 0.5
+        if value in self.region.rewrite.positive:
+            return np.abs(rng.standard_normal(shape)) + 0.1
         if value.dtype in FLOATS:
             return _floats(shape, sample.style, rng, k, _LARGEST[value.dtype])
         dtype = np.dtype(value.dtype.numpy())

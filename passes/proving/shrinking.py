@@ -21,6 +21,7 @@ Table = Mapping[int, int]
 
 ELEMENT_LIMIT = 1 << 18  # of all leaves together; larger static sizes are shrunk
 FULL_LIMIT = 1 << 21  # of all leaves, where no shrinking keeps the subgraph valid
+LINEAR_LIMIT = 1 << 16  # of all leaves, where convolutions are run
 KEPT_SIZE = 8  # static sizes up to this are never shrunk
 _ATTEMPTS = 9
 
@@ -41,6 +42,18 @@ def attempts(elements: Callable[[Table], int], sizes: Callable[[], set[int]]) ->
         yield table, False
         if table:
             yield table, True
+
+
+def given(elements: Callable[[Table], int], table: Table) -> Iterator[tuple[Table, bool]]:
+    """Yield the ways to run a subgraph of which a rule knows smaller sizes, as :func:`attempts`.
+
+    Raises:
+        Unproved: it is too large, with these sizes and without.
+    """
+    count = elements(table)
+    if count > LINEAR_LIMIT:
+        raise Unproved(f"{count} elements are too many to run, and cannot be made fewer")
+    yield table, False
 
 
 def _tables(elements: Callable[[Table], int], sizes: Callable[[], set[int]]) -> Iterator[Table]:

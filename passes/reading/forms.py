@@ -79,6 +79,10 @@ class Forms(KnownForms):
         for k, node in enumerate(nodes):
             self._order[node] = (*same, last - 1, k)
 
+    def order(self, node: ir.Node) -> tuple[int, ...]:
+        """What nodes of the graph are sorted by."""
+        return self._order[node]
+
     def why_opaque(self, node: ir.Node) -> str | None:
         """The reason why a node that has a reader is not expressed; None where it is, or where there is no reader."""
         reader = reader_of(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import onnx.parser
 import onnxruntime
 import pytest
+from command_runs import Run, runner
 from hypothesis import strategies as st
 
 import gradfuse
@@ -97,6 +99,11 @@ def run(step: TrainingStep, rows: int = 4) -> set[str]:
     return {name for name in changed if at[0][name] == at[1][name]}
 
 
+@pytest.fixture
+def run_command(capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(capfd)
+
+
 def with_state(*parameters: str) -> set[str]:
     return {f"{name}{state}" for name in parameters for state in ("", ".exp_avg", ".exp_avg_sq")}
 
@@ -162,6 +169,24 @@ def test_parameters_that_gradients_are_computed_from_are_updated_in_place() -> N
 def test_sgd_updates_in_place(momentum: float) -> None:
     step = trained(*FORWARD["two layers"], optimizer=optimizers.SGD(lr=0.05, momentum=momentum, weight_decay=0.1))
     assert run(step) >= {"a", "b", *(("a.momentum_buffer", "b.momentum_buffer") if momentum else ())}
+
+
+def test_a_step_that_was_saved_as_nodes_is_updated_in_place_once_it_is_fused(run_command: Run, tmp_path: Path) -> None:
+    """`gradfuse fuse` finds the updates, and training goes on as with a step that was exported fused."""
+    plain = trained(*FORWARD["two layers"], max_grad_norm=0.1, fuse=False)
+    source, target = tmp_path / "step.onnx", tmp_path / "fused.onnx"
+    plain.save(source)
+    code, output, errors = run_command("fuse", source, target)
+    assert code == 0, errors
+    assert output.count("ApplyAdamW") >= 3
+    fused = TrainingStep.load(target)
+    assert run(fused) >= with_state("a", "b")
+    losses, values = by_two_sets(fused, 4)
+    assert losses == by_two_sets(trained(*FORWARD["two layers"], max_grad_norm=0.1), 4)[0]
+    expected_losses, expected = by_two_sets(plain, 4)
+    eps = float(np.finfo(np.float32).eps)
+    np.testing.assert_allclose(losses, expected_losses, rtol=8 * eps)
+    assert expected["step"] == values["step"] == STEPS
 
 
 def test_options_without_the_library_have_two_sets() -> None:

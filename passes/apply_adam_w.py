@@ -1,0 +1,456 @@
+"""ApplyAdamW: the update of a parameter and its two moving averages by Adam or AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching.terms import (
+    Correction,
+    Count,
+    Factors,
+    Power,
+    Terms,
+    TooLong,
+    constant,
+    count_of,
+    is_single,
+    plain,
+    product,
+    terms_of,
+)
+from gradfuse.passes.reading import is_float
+
+_ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum", "Reciprocal", "Sqrt", "Pow", "Where", "Cast", "Identity"}
+_NEAR_ROOT = 40  # nodes behind a root among which the root of the second moment and the first moment are looked for
+_NEAR_SQUARE = 10  # nodes behind the second moment among which the gradient is looked for
+_DECIMALS = 7
+_ROUNDING = 2.0**-23
+_ONE: Factors = frozenset()
+
+
+class FuseApplyAdamWPass(FusePass):
+    """Finds, in a value P, the root of V = beta2 v + (1 - beta2) g^2, and with g the mean M = beta1 m + (1 - beta1) g;
+
+    1. P = K p - S M / (A sqrt(V) + B), where all but p, M and V are single numbers;
+    2. S / A = lr sqrt(1 - beta2^t) / (1 - beta1^t) and B / A = epsilon sqrt(1 - beta2^t), with t one more than a count;
+    3. K = 1, or K = 1 - lr weight_decay, or g = weight_decay p + another gradient;
+    4. p, m, v and the gradient are of P's shape and type, and what is in between of float32.
+
+    P, M and V are replaced together. A gradient that is multiplied by single numbers gives gradient_scale.
+    """
+
+    operator = "ApplyAdamW"
+    linear = False
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        with contextlib.suppress(TooLong):
+            found = _moments(site, root)
+            return None if found is None else _bound(site, builder, root, found)
+        return None
+
+
+@dataclass(frozen=True)
+class _Average:
+    """A moving average: (1 - share) times what it was, plus share times what is new."""
+
+    value: ir.Value
+    before: ir.Value
+    share: float
+    kept: float
+
+    def beta(self) -> float:
+        """What is kept of it, as the operator has it: to seven decimals.
+
+        Raises:
+            Mismatch: it has more, or the shares are not those of an average.
+        """
+        beta = round(self.kept, _DECIMALS)
+        off = (abs(self.kept - beta), abs(self.share - (1 - beta)))
+        # Each is a constant in float32, or 1 less one.
+        if not 0 < beta < 1 or max(off) > _ROUNDING or (off[0] > _ROUNDING * beta and off[1] > _ROUNDING * (1 - beta)):
+            raise Mismatch(f"its weights {self.kept:.9g} and {self.share:.9g} are no beta of 7 decimals and the rest")
+        return beta
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The new moving averages of an update, and the gradient that both are made of."""
+
+    gradient: ir.Value
+    mean: _Average
+    square: _Average
+
+
+def _moments(site: Site, root: ir.Value) -> _Moments | None:
+    """The moving averages that a value has in a quotient; None where it has none."""
+    node = _uncast(root).producer()
+    if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum"):
+        return None
+    if root not in site.reached("roots", partial(_is_root, site), _ARITHMETIC | {"CastLike"}):
+        return None
+    near = list(_behind(site, root, _NEAR_ROOT))
+    for value in near:
+        node = value.producer()
+        if node is None or not _is_root(site, node) or node.inputs[0] is None:
+            continue
+        squared = _without_numbers(site, node.inputs[0])
+        above = squared.producer()
+        if above is not None and above.op_type == "Max" and not above.domain:
+            if any(v is not None and _square(site, plain(site, v)) is not None for v in above.inputs):
+                raise Mismatch("it divides by the root of the largest second moment so far (amsgrad)")
+            continue
+        found = _square(site, squared)
+        if found is None:
+            continue
+        gradient, square = found
+        for candidate in near:
+            mean = _average(site, plain(site, candidate), gradient, 1.0)
+            if mean is not None:
+                return _Moments(gradient, mean, square)
+    return None
+
+
+def _uncast(root: ir.Value) -> ir.Value:
+    """What a result is before it is cast to the type of the parameter."""
+    node = root.producer()
+    if node is not None and node.op_type in ("Cast", "CastLike") and not node.domain and node.inputs[0] is not None:
+        return node.inputs[0]
+    return root
+
+
+def _is_root(site: Site, node: ir.Node) -> bool:
+    if node.op_type == "Pow" and not node.domain and node.inputs[1] is not None:
+        return constant(site, node.inputs[1]) in (0.5, -0.5)
+    return node.op_type == "Sqrt" and not node.domain
+
+
+def _behind(site: Site, root: ir.Value, limit: int) -> Iterator[ir.Value]:
+    """The values of the root's shape that it is computed from by arithmetic, the nearest first."""
+    todo, seen = [root], {root}
+    for value in todo:
+        yield value
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or node.op_type not in _ARITHMETIC:
+            continue
+        for other in node.inputs:
+            if other is None or other in seen or len(todo) >= limit or not site.knows(other):
+                continue
+            if site.extents(other) == site.extents(root) and constant(site, other) is None:
+                seen.add(other)
+                todo.append(other)
+
+
+def _without_numbers(site: Site, value: ir.Value) -> ir.Value:
+    """A value without the single numbers that it is multiplied or divided by."""
+    while True:
+        value = plain(site, value)
+        node = value.producer()
+        if node is None or node.domain or node.op_type not in ("Mul", "Div") or is_single(site, value):
+            return value
+        factors = [v for v in node.inputs if v is not None and not is_single(site, v) and constant(site, v) is None]
+        if len(factors) != 1 or (node.op_type == "Div" and factors[0] is not node.inputs[0]):
+            return value
+        value = factors[0]
+
+
+def _square(site: Site, value: ir.Value) -> tuple[ir.Value, _Average] | None:
+    """A gradient of whose squares a value is a moving average."""
+    for candidate in _behind(site, value, _NEAR_SQUARE):
+        gradient = plain(site, candidate)
+        average = _average(site, value, gradient, 2.0)
+        if average is not None:
+            return gradient, average
+    return None
+
+
+def _average(site: Site, value: ir.Value, gradient: ir.Value, power: float) -> _Average | None:
+    """A value as a moving average of a power of the gradient."""
+    if value is gradient:
+        return None
+    terms = terms_of(site, value, [gradient])
+    share = terms.get(frozenset([(gradient, power)]), 0.0)
+    if len(terms) != 2 or not 0 < share < 1:
+        return None
+    ((factors, kept),) = ((f, n) for f, n in terms.items() if f != frozenset([(gradient, power)]))
+    if len(factors) != 1 or not 0 < kept < 1:
+        return None
+    ((before, exponent),) = factors
+    if not isinstance(before, ir.Value) or exponent != 1.0 or before is gradient:
+        return None
+    return _Average(value, before, share, kept)
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """The learning rate: a number times values that are single numbers."""
+
+    factors: Factors
+    number: float
+
+    @property
+    def values(self) -> list[tuple[ir.Value, int]]:
+        """The values, each with its exponent, 1."""
+        return [(key, 1) for key, _ in self.factors if isinstance(key, ir.Value)]
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A value as the update of a parameter, in the terms of the operator."""
+
+    parameter: ir.Value
+    rate: _Rate
+    epsilon: float
+    decay: float
+    count: Count
+
+
+def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, float]) -> _Update:
+    """The root as an update by these moving averages.
+
+    Raises:
+        Mismatch: it is another one.
+    """
+    mean, square = found.mean.value, found.square.value
+    terms = terms_of(site, _uncast(root), [mean, square])
+    steps = [(f, n) for f, n in terms.items() if any(key is mean for key, _ in f)]
+    rest = {f: n for f, n in terms.items() if (f, n) not in steps}
+    if len(steps) != 1 or (mean, 1.0) not in steps[0][0]:
+        raise Mismatch("it is no single multiple of the mean of the gradients")
+    ((factors, number),) = steps
+    factors = product(factors, frozenset([(mean, -1.0)]))
+
+    # number M factors / (A sqrt(V) + B) as (number factors / A) M / (sqrt(V) + B / A).
+    added: tuple[Factors, float] = _ONE, 0.0
+    if (square, -0.5) in factors:
+        factors = product(factors, frozenset([(square, 0.5)]))
+    else:
+        divisor, parts = _divisor(site, factors, square)
+        ((own, of_root),) = ((f, n) for f, n in parts.items() if (square, 0.5) in f)
+        ((other, of_rest),) = ((f, n) for f, n in parts.items() if f != own)
+        inverse = product(frozenset((key, -e) for key, e in own), frozenset([(square, 0.5)]))
+        factors = product(factors, frozenset([(divisor, 1.0)]), inverse)
+        number /= of_root
+        added = product(other, inverse), of_rest / of_root
+
+    count = _count(factors)
+    first, second = (Correction(Power(base, count)) for base in _bases(factors, betas))
+    rate = product(factors, frozenset([(first, 1.0)]), frozenset([(second, -0.5)]))
+    if number >= 0 or not all(isinstance(key, ir.Value) and e == 1.0 and is_single(site, key) for key, e in rate):
+        raise Mismatch("its step is not the learning rate with both bias corrections")
+    if added[1] < 0 or (added[1] and added[0] != frozenset([(second, 0.5)])):
+        raise Mismatch("epsilon is not added to the corrected root")
+    chosen = _Rate(rate, -number)
+    parameter, decay = _decayed(rest, chosen)
+    return _Update(parameter, chosen, added[1], decay, count)
+
+
+def _divisor(site: Site, factors: Factors, square: ir.Value) -> tuple[ir.Value, Terms]:
+    """The sum of the root and epsilon that a product is divided by, and its two terms."""
+    for key, exponent in factors:
+        if isinstance(key, ir.Value) and exponent == -1.0:
+            parts = terms_of(site, key, [square])
+            if len(parts) == 2 and sum((square, 0.5) in f for f in parts) == 1:
+                return key, parts
+    raise Mismatch("it is divided by something else than a root of the mean of the squares and epsilon")
+
+
+def _count(factors: Factors) -> Count:
+    counts = {key.power.count for key, _ in factors if isinstance(key, Correction)}
+    if len(counts) != 1:
+        raise Mismatch("its bias corrections are missing, or are not of one count of steps")
+    (count,) = counts
+    if count.more != 1:
+        raise Mismatch(f"its bias corrections are for {count.more} more than the steps that are counted, not for 1")
+    return count
+
+
+def _bases(factors: Factors, betas: tuple[float, float]) -> tuple[float, float]:
+    """The bases of the corrections as they are in the graph: the betas, in float64 or float32."""
+    bases = {key.power.base for key, _ in factors if isinstance(key, Correction)}
+    found = [base for beta in betas for base in bases if base in (beta, float(np.float32(beta)))]
+    if len(found) != 2 or bases != set(found):
+        text = " and ".join(f"{base:.9g}" for base in sorted(bases))
+        raise Mismatch(f"its bias corrections are those of {text}, its betas {betas[0]:.9g} and {betas[1]:.9g}")
+    return found[0], found[1]
+
+
+def _decayed(terms: Terms, rate: _Rate) -> tuple[ir.Value, float]:
+    """The parameter, and its decoupled weight decay: what terms say that are p, or (1 - rate decay) p."""
+    pairs = [(key, f, n) for f, n in terms.items() if len(f) == 1 for key, e in f if e == 1.0]
+    alone = [(key, f, n) for key, f, n in pairs if isinstance(key, ir.Value)]
+    if len(alone) != 1 or len(terms) > 2:
+        raise Mismatch("what it is added to is no parameter, decayed by the learning rate")
+    ((parameter, own, kept),) = alone
+    others = [(f, n) for f, n in terms.items() if f != own]
+    if others:
+        ((factors, number),) = others
+        if kept == 1.0 and factors == product(own, rate.factors) and number < 0:
+            return parameter, -number / rate.number
+    elif kept == 1.0:
+        return parameter, 0.0
+    elif 0 < kept < 1 and not rate.factors:
+        return parameter, _shortest((1 - kept) / rate.number, rate.number, kept)
+    raise Mismatch("its weight decay is not in proportion to the learning rate")
+
+
+def _shortest(number: float, rate: float, kept: float) -> float:
+    """The weight decay with the fewest digits of which a graph has 1 less its product with the rate, rounded."""
+    candidates = (float(f"{number:.{digits}g}") for digits in range(1, 9))
+    return next((c for c in candidates if np.float32(1 - rate * c) == np.float32(kept)), number)
+
+
+def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rewrite:
+    mean, square = found.mean, found.square
+    betas = mean.beta(), square.beta()
+    update = _update(site, root, found, betas)
+    gradient, penalty = _regularized(site, found.gradient, update.parameter)
+    if penalty and update.decay:
+        raise Mismatch("it has weight decay in the gradient and apart from it")
+    gradient, scale = _unscaled(site, gradient)
+    tensors = [update.parameter, gradient, mean.before, square.before]
+    _require_types(site, root, tensors, [_uncast(root), mean.value, square.value])
+
+    step = _step(site, builder, update.count)
+    inputs = [*tensors, _single(builder, update.rate.values, update.rate.number), step]
+    if scale.values or scale.number != 1:
+        inputs.append(_single(builder, scale.values, scale.number))
+    new = builder.fused_whole(
+        FuseApplyAdamWPass.operator,
+        inputs,
+        [site.extents(root)] * 3,
+        beta1=betas[0],
+        beta2=betas[1],
+        epsilon=update.epsilon,
+        weight_decay=penalty or update.decay,
+        decoupled_weight_decay=int(not penalty),
+    )
+    others = [
+        (value, output)
+        for average, output in zip((mean, square), new[1:], strict=True)
+        for value in _results(average.value, root.dtype)
+    ]
+    rates = [value for value, _ in update.rate.values]
+    # Where the rate is 0, some ways to write the update divide 0 by 0.
+    singles = [*rates, *(value for value, _ in scale.values), update.count.value]
+    return replace(
+        builder.rewrite("adam-update", [new[0]], new[0]),
+        frontier=(*tensors, *singles),
+        others=tuple(others),
+        counts=frozenset([update.count.value]),
+        positive=frozenset(rates),
+        elementwise=True,
+    )
+
+
+def _results(average: ir.Value, dtype: ir.DataType | None) -> list[ir.Value]:
+    """What stands for a new moving average in the type of the parameter."""
+    if average.dtype == dtype:
+        return [average]
+    casts = [use.node for use in average.uses() if use.node.op_type in ("Cast", "CastLike") and not use.node.domain]
+    return [node.outputs[0] for node in casts if node.graph is average.graph and node.outputs[0].dtype == dtype]
+
+
+def _require_types(site: Site, root: ir.Value, tensors: Sequence[ir.Value], computed: Sequence[ir.Value]) -> None:
+    names = ("parameter", "gradient", "mean of the gradients", "mean of their squares")
+    for value in computed:
+        if value.dtype == ir.DataType.DOUBLE:
+            raise Mismatch("its type is float64; the operator takes float32, float16 and bfloat16")
+        if value.dtype != ir.DataType.FLOAT:
+            raise Mismatch(f"it is computed in {_type(value)}; the operator computes in float32")
+    for name, value in zip(names, tensors, strict=True):
+        if not site.knows(value) or site.extents(value) != site.extents(root):
+            raise Mismatch(f"its {name} has another shape")
+        if value.dtype != root.dtype:
+            raise Mismatch(f"its {name} is {_type(value)}, and the result {_type(root)}")
+
+
+def _type(value: ir.Value) -> str:
+    return "of no known type" if value.dtype is None else value.dtype.name.lower()
+
+
+def _regularized(site: Site, gradient: ir.Value, parameter: ir.Value) -> tuple[ir.Value, float]:
+    """The gradient without the multiple of the parameter that was added to it, and what that was multiplied by."""
+    node = gradient.producer()
+    if node is None or node.domain or node.op_type != "Add" or len(node.inputs) != 2:
+        return gradient, 0.0
+    for other, own in (node.inputs, node.inputs[::-1]):
+        if own is None or other is None:
+            continue
+        terms = terms_of(site, own, [parameter])
+        decay = terms.get(frozenset([(parameter, 1.0)]), 0.0)
+        if len(terms) == 1 and decay > 0:
+            return plain(site, other), decay
+    return gradient, 0.0
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What a gradient is multiplied by first: a number, and powers of single numbers of the graph."""
+
+    values: tuple[tuple[ir.Value, int], ...]
+    number: float
+
+
+def _unscaled(site: Site, gradient: ir.Value) -> tuple[ir.Value, _Scale]:
+    """A gradient before it was multiplied or divided by single numbers, or negated.
+
+    Constants stay in it: they belong to what computes the gradient.
+    """
+    values: list[tuple[ir.Value, int]] = []
+    number, scaled = 1.0, gradient
+    while (node := scaled.producer()) is not None and not node.domain and node.graph is site.graph:
+        if node.op_type == "Neg" and node.inputs[0] is not None:
+            number, scaled = -number, plain(site, node.inputs[0])
+            continue
+        if node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
+            break
+        factors = [v for v in node.inputs if v is not None and is_single(site, v) and constant(site, v) is None]
+        others = [v for v in node.inputs if v is not None and v not in factors]
+        if len(factors) != 1 or len(others) != 1 or constant(site, others[0]) is not None:
+            break
+        if node.op_type == "Div" and factors[0] is node.inputs[0]:
+            break
+        values.append((plain(site, factors[0]), -1 if node.op_type == "Div" else 1))
+        scaled = plain(site, others[0])
+    return scaled, _Scale(tuple(values), number)
+
+
+def _single(builder: Builder, values: Sequence[tuple[ir.Value, int]], number: float) -> ir.Value:
+    """The product of single numbers, each to the power of 1 or -1, in float32 and without dimensions."""
+    float32 = ir.DataType.FLOAT
+    result: ir.Value | None = None
+    if number != 1 or not values or values[0][1] < 0:
+        result = builder.constant(np.asarray(number), float32)
+    for value, exponent in values:
+        own = builder.reshape(builder.cast(value, float32), [])
+        if result is None:
+            result = own
+        else:
+            result = builder.op("Mul" if exponent > 0 else "Div", [result, own], float32, [])
+    assert result is not None
+    return result
+
+
+def _step(site: Site, builder: Builder, count: Count) -> ir.Value:
+    """The number of steps that were done before, as int64.
+
+    Raises:
+        Mismatch: it is no whole number, as far as the graph tells.
+    """
+    value = count.value
+    if is_float(value):
+        # As in torch: a state that each step makes 1 larger.
+        counted = [use.node.outputs[0] for use in value.uses() if use.node.op_type == "Add" and not use.node.domain]
+        counted = [new for new in counted if new.is_graph_output() and count_of(site, new) == count]
+        if value.producer() is not None or not counted:
+            raise Mismatch("what it counts steps by is not known to be a whole number")
+    elif value.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+        raise Mismatch(f"what it counts steps by is {_type(value)}")
+    return builder.reshape(builder.cast(value, ir.DataType.INT64), [])

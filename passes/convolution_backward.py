@@ -1,0 +1,290 @@
+"""ConvolutionBackward: the gradients of a convolution w.r.t. its weight, its input and its bias.
+
+A convolution has no canonical form, so this rule goes by nodes and their attributes. The proof with numbers runs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from gradfuse.custom_ops.convolution_backward import MOST_SPATIAL
+from gradfuse.passes.algebra import UNIT, ZERO, Poly
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.proving.shrinking import KEPT_SIZE
+from gradfuse.passes.reading import attribute
+
+_READERS = 32  # of a value that are looked at
+_FEW = 3  # places, items and channels of a proof
+_STEPS = 6  # cuts and paddings one after the other
+
+
+class FuseConvolutionBackwardPass(FusePass):
+    """Finds a convolution of a whole image x by a gradient g, with batch and channels of both changed about, so that
+
+    1. its result, changed about again and cut to the taps, is the gradient of the weight: its stride is the dilation of
+       the convolution, its dilation the stride;
+    2. a Conv, or a ConvTranspose the other way, of a weight w of that shape reads x or g with these attributes.
+
+    With the gradient of the weight go, where they are there, that of the input, a ConvTranspose of g by w that is cut
+    or padded to the shape of x, and that of the bias, the sum of g over all but the channels.
+    """
+
+    operator = "ConvolutionBackward"
+    linear = False
+    looks_at_views = True
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        if not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
+            return None
+        found = _products(site, root)
+        return None if found is None else _bound(site, builder, root, found)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """How a window goes over an image: the attributes of its convolution."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    pads: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of an image with the places of a window: the gradient of a weight.
+
+    Attributes:
+        image: (N, C, ...), over which the window goes.
+        places: (N, M, ...), with an element for each place of the window.
+        window: how it goes.
+        node: the convolution that adds them up.
+    """
+
+    image: ir.Value
+    places: ir.Value
+    window: _Window
+    node: ir.Node
+
+
+def _products(site: Site, root: ir.Value) -> _Products | None:
+    """What a value, which may be cut and changed about, is the gradient of a weight of."""
+    value, changed = root, 0
+    for _ in range(_STEPS):
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or not node.inputs or node.inputs[0] is None:
+            return None
+        if node.op_type == "Conv":
+            break
+        if _is_swap(node):
+            changed += 1
+        elif not (node.op_type == "Identity" or _is_cut(site, node)):
+            return None
+        value = node.inputs[0]
+    else:
+        return None
+    if changed != 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
+        return None
+    own = _window(node, len(site.extents(root)) - 2)
+    left, right = node.inputs[:2]
+    assert left is not None and right is not None
+    places = _swapped(right)
+    image = None if own is None else _grouped(site, left, own.groups)
+    if own is None or places is None or image is None:
+        return None
+    window = replace(own, stride=own.dilation, dilation=own.stride)
+    return _Products(image, places, window, node)
+
+
+def _window(node: ir.Node, spatial: int) -> _Window | None:
+    if attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID") or "output_shape" in node.attributes:
+        return None
+    valid = attribute(node, "auto_pad", "NOTSET") == "VALID"
+    pads = (0,) * 2 * spatial if valid else tuple(attribute(node, "pads", (0,) * 2 * spatial))
+    stride = tuple(attribute(node, "strides", (1,) * spatial))
+    dilation = tuple(attribute(node, "dilations", (1,) * spatial))
+    fits = len(stride) == len(dilation) == spatial and len(pads) == 2 * spatial and min(pads) >= 0
+    return _Window(stride, dilation, pads, attribute(node, "group", 1)) if fits else None
+
+
+def _is_swap(node: ir.Node) -> bool:
+    """Whether a node makes the first two dimensions change places."""
+    perm = list(attribute(node, "perm", ()))
+    return node.op_type == "Transpose" and not node.domain and perm == [1, 0, *range(2, len(perm))]
+
+
+def _is_cut(site: Site, node: ir.Node) -> bool:
+    """Whether a node cuts off the ends of places."""
+    if node.op_type != "Slice" or len(node.inputs) < 4:
+        return False
+    starts, axes = site.forms.constant(node.inputs[1]), site.forms.constant(node.inputs[3])
+    steps = site.forms.constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
+    if starts is None or axes is None or starts.any() or axes.min(initial=2) < 2:
+        return False
+    return len(node.inputs) < 5 or node.inputs[4] is None or (steps is not None and bool((steps == 1).all()))
+
+
+def _swapped(value: ir.Value) -> ir.Value | None:
+    node = value.producer()
+    return node.inputs[0] if node is not None and _is_swap(node) else None
+
+
+def _grouped(site: Site, value: ir.Value, groups: int) -> ir.Value | None:
+    """The image (N, G C, ...) of which a value is (C, G N, ...)."""
+    if groups == 1:
+        return _swapped(value)
+    joined = value.producer()
+    turned = _read(joined, "Reshape")
+    node = None if turned is None else turned.producer()
+    split = _read(node, "Transpose")
+    image = _read(None if split is None else split.producer(), "Reshape")
+    if node is None or turned is None or split is None or image is None or not site.knows(image):
+        return None
+    rank = len(site.extents(image))
+    if list(attribute(node, "perm", ())) != [2, 1, 0, *range(3, rank + 1)] or not site.knows(split):
+        return None
+    batch, channels, *places = site.extents(image)
+    of_group = site.forms.layouts.quotient(channels, UNIT.scaled(groups))
+    if of_group is None or site.extents(split) != [batch, UNIT.scaled(groups), of_group, *places]:
+        return None
+    return image if site.extents(value) == [of_group, batch.scaled(groups), *places] else None
+
+
+def _read(node: ir.Node | None, kind: str) -> ir.Value | None:
+    return None if node is None or node.domain or node.op_type != kind else node.inputs[0]
+
+
+def _bound(site: Site, builder: Builder, root: ir.Value, found: _Products) -> Rewrite:
+    image, places, window = found.image, found.places, found.window
+    weight = _weight(site, root, found)
+    if weight is None:
+        raise Mismatch("no convolution reads a weight of its shape with these strides, dilations and pads")
+    if any(value.dtype != root.dtype for value in (image, places, weight)):
+        raise Mismatch("it is computed of tensors of several types")
+    grad_input, runs = _grad_input(site, weight, found)
+    grad_bias = _grad_bias(site, places)
+    wanted = [grad_input, root, grad_bias]
+    channels: Sequence[Sequence[Poly]] = [site.extents(image), site.extents(root), [site.extents(places)[1]]]
+    sizes = [own if value is not None else [ZERO] for own, value in zip(channels, wanted, strict=True)]
+    outputs = builder.fused_whole(
+        FuseConvolutionBackwardPass.operator,
+        [places, image, weight],
+        sizes,
+        stride=window.stride,
+        padding=window.pads,
+        dilation=window.dilation,
+        transposed=0,
+        output_padding=(0,),
+        groups=window.groups,
+        output_mask=[int(value is not None) for value in wanted],
+    )
+    others = [(value, outputs[k]) for k, value in ((0, grad_input), (2, grad_bias)) if value is not None]
+    rewrite = builder.rewrite("convolution-backward", [outputs[1]], outputs[1])
+    return replace(
+        rewrite,
+        frontier=(image, places, weight),
+        others=tuple(others),
+        runs=frozenset([found.node, *runs]),
+        linear=True,
+        table=_smaller(site, root, found),
+    )
+
+
+def _readers(site: Site, value: ir.Value, kinds: set[str]) -> Iterator[tuple[ir.Node, int]]:
+    for use in itertools.islice(value.uses(), _READERS):
+        node = use.node
+        if node.op_type in kinds and not node.domain and node.graph is site.graph:
+            yield node, use.idx
+
+
+def _weight(site: Site, root: ir.Value, found: _Products) -> ir.Value | None:
+    """The weight of the convolution whose gradient this is, of the root's shape."""
+    for value, kind in ((found.image, "Conv"), (found.places, "ConvTranspose")):
+        for node, index in _readers(site, value, {kind}):
+            weight = node.inputs[1]
+            if index != 0 or weight is None or not site.knows(weight) or node is found.node:
+                continue
+            if site.extents(weight) == site.extents(root) and site.is_ahead(weight, root):
+                own = _window(node, len(site.extents(root)) - 2)
+                same = own is not None and (own.stride, own.dilation, own.groups) == (
+                    found.window.stride,
+                    found.window.dilation,
+                    found.window.groups,
+                )
+                if same:
+                    return weight
+    return None
+
+
+def _grad_input(site: Site, weight: ir.Value, found: _Products) -> tuple[ir.Value | None, list[ir.Node]]:
+    """The gradient of the input, and the nodes that make it of a transposed convolution."""
+    for node, index in _readers(site, found.places, {"ConvTranspose"}):
+        own = _window(node, len(site.extents(weight)) - 2)
+        if index != 0 or node.inputs[1] is not weight or own is None or len(node.inputs) > 2:
+            continue
+        if (own.stride, own.dilation, own.groups) != (
+            found.window.stride,
+            found.window.dilation,
+            found.window.groups,
+        ):
+            continue
+        value, runs = node.outputs[0], [node]
+        for _ in range(_STEPS):
+            if value not in site.position or not site.is_ahead(found.image, value):
+                break  # The forward of a transposed convolution, on whose result the image depends.
+            readers = [use.node for use in itertools.islice(value.uses(), 2)]
+            whole = site.knows(value) and site.extents(value) == site.extents(found.image)
+            cuts = len(readers) == 1 and readers[0].op_type in ("Slice", "Pad") and not readers[0].domain
+            if whole and not (cuts and site.extents(readers[0].outputs[0]) == site.extents(found.image)):
+                return value, runs
+            if not cuts or value.is_graph_output() or readers[0].inputs[0] is not value:
+                break
+            value = readers[0].outputs[0]
+            runs.append(readers[0])
+    return None, []
+
+
+def _grad_bias(site: Site, places: ir.Value) -> ir.Value | None:
+    """The sum over all but the channels."""
+    rank = len(site.extents(places))
+    for node, index in _readers(site, places, {"ReduceSum"}):
+        axes = site.forms.constant(node.inputs[1]) if len(node.inputs) > 1 else attribute(node, "axes", None)
+        if index != 0 or axes is None or attribute(node, "keepdims", 1):
+            continue
+        if sorted(int(axis) % rank for axis in axes) == [0, *range(2, rank)]:
+            return node.outputs[0]
+    return None
+
+
+def _smaller(site: Site, root: ir.Value, found: _Products) -> dict[int, int]:
+    """Sizes in which the convolution is as valid as in its own, by those that they stand for; none if there are none.
+
+    What is behind the last window stays, and so do kernels and, with groups, channels.
+    """
+    window = found.window
+    sizes = [[size.integer for size in site.extents(value)] for value in (found.image, found.places, root)]
+    (batch, channels, *image), (_, outputs, *places), (_, _, *kernel) = sizes
+    table = {n: n for n in kernel if n is not None}
+    spatial = len(kernel)
+    for axis, (size, count, taps) in enumerate(zip(image, places, kernel, strict=True)):
+        if size is None or count is None or taps is None:
+            continue
+        fewer = count if count <= KEPT_SIZE else _FEW
+        cut = (count - fewer) * window.stride[axis]
+        less = size - cut
+        if less < 1 + max(0, window.dilation[axis] * (taps - 1) - sum(window.pads[axis::spatial])):
+            fewer, less = count, size
+        if table.setdefault(count, fewer) != fewer or table.setdefault(size, less) != less:
+            return {}
+    for size in (batch, *((channels, outputs) if window.groups == 1 else ())):
+        if size is not None:
+            table.setdefault(size, size if size <= KEPT_SIZE else _FEW)
+    if window.groups > 1:
+        for size in (channels, outputs):
+            if size is not None and table.setdefault(size, size) != size:
+                return {}
+    return {n: small for n, small in table.items() if n != small}

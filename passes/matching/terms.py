@@ -1,0 +1,238 @@
+"""Values as sums of products of others, read no further than a rule asks: the arithmetic of updates.
+
+The forms of :mod:`gradfuse.passes.reading` read a value down to the inputs of the graph. An update stands at the end of
+a whole network, and is made of few values of it. Here a value is a sum of terms, each a number times powers of *keys*:
+values that are taken as they are, and corrections ``1 - base ** count`` of the bias of moving averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT
+from gradfuse.passes.matching.site import Site
+from gradfuse.passes.reading import is_float
+
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten"}
+_NODES = 96  # that are read for one value
+_PRODUCTS = 16  # of terms
+
+
+class TooLong(Exception):
+    """A value is made of more than an update is."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """A single number of the graph plus a whole number."""
+
+    value: ir.Value
+    more: int
+
+
+@dataclass(frozen=True)
+class Power:
+    """A constant to the power of a count."""
+
+    base: float
+    count: Count
+
+
+@dataclass(frozen=True)
+class Correction:
+    """1 less a power."""
+
+    power: Power
+
+
+Key = ir.Value | Power | Correction
+Factors = frozenset[tuple[Key, float]]
+"""Keys with their exponents."""
+Terms = Mapping[Factors, float]
+"""Products of keys, each with the number that it is multiplied by."""
+
+_ONE: Factors = frozenset()
+
+
+def plain(site: Site, value: ir.Value) -> ir.Value:
+    """The value behind nodes that keep all of its digits: wider types, and other shapes of a single number."""
+    while (node := value.producer()) is not None and node.domain == "" and node.graph is site.graph:
+        source = node.inputs[0] if node.inputs else None
+        if source is None or not is_float(source):
+            break
+        keeps = node.op_type == "Identity" or (node.op_type in ("Cast", "CastLike") and value.dtype in _WIDE)
+        if not keeps and not (node.op_type in _VIEWS_OF_NUMBERS and is_single(site, source)):
+            break
+        value = source
+    return value
+
+
+def is_single(site: Site, value: ir.Value) -> bool:
+    """Whether a value has one element."""
+    return site.knows(value) and all(size == UNIT for size in site.extents(value))
+
+
+def constant(site: Site, value: ir.Value) -> float | None:
+    """The number that all elements of a constant are; None for other values."""
+    array = site.forms.constant(value)
+    if array is None or array.dtype.kind == "b" or array.size == 0 or not np.all(array == array.flat[0]):
+        return None
+    number = float(array.flat[0])
+    return number if np.isfinite(number) else None
+
+
+def count_of(site: Site, value: ir.Value) -> Count | None:
+    """A single number that constants were added to."""
+    more = 0
+    while True:
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph:
+            break
+        if node.op_type in {"Cast", "Identity", *_VIEWS_OF_NUMBERS} and node.inputs[0] is not None:
+            value = node.inputs[0]
+            continue
+        if node.op_type != "Add":
+            break
+        operands = [v for v in node.inputs if v is not None]
+        steps = [(other, constant(site, own)) for own, other in zip(operands, reversed(operands), strict=True)]
+        known = [(other, step) for other, step in steps if step is not None]
+        if len(known) != 1 or not known[0][1].is_integer():
+            break
+        value, more = known[0][0], more + int(known[0][1])
+    return Count(value, more) if is_single(site, value) else None
+
+
+def terms_of(site: Site, value: ir.Value, stops: Collection[ir.Value]) -> Terms:
+    """A value as a sum of products.
+
+    Args:
+        site: its graph.
+        value: the value.
+        stops: values that are taken as they are.
+
+    Raises:
+        TooLong: it is made of too many nodes.
+    """
+    return _Reading(site, stops).terms(value)
+
+
+class _Reading:
+    def __init__(self, site: Site, stops: Collection[ir.Value]) -> None:
+        self._site = site
+        self._stops = stops
+        self._known: dict[ir.Value, Terms] = {}
+
+    def terms(self, value: ir.Value) -> Terms:
+        value = plain(self._site, value)
+        if value not in self._known:
+            self._known[value] = {}
+            if len(self._known) > _NODES:
+                raise TooLong
+            self._known[value] = self._read(value)
+        return self._known[value]
+
+    def _read(self, value: ir.Value) -> Terms:
+        own: Terms = {_of(value): 1.0}
+        node = value.producer()
+        if value in self._stops:
+            return own
+        number = constant(self._site, value)
+        if number is not None:
+            return {_ONE: number} if number else {}
+        if node is None or node.domain or node.graph is not self._site.graph or not is_float(value):
+            return own
+        inputs = [v for v in node.inputs if v is not None]
+        match node.op_type, len(inputs):
+            case "Add" | "Sum", _:
+                return _corrected(_added((self.terms(v), 1.0) for v in inputs))
+            case "Sub", 2:
+                return _corrected(_added([(self.terms(inputs[0]), 1.0), (self.terms(inputs[1]), -1.0)]))
+            case "Neg", 1:
+                return _added([(self.terms(inputs[0]), -1.0)])
+            case "Mul", 2:
+                return _multiplied(self.terms(inputs[0]), self.terms(inputs[1])) or own
+            case "Div", 2:
+                return _multiplied(self.terms(inputs[0]), self._to_the(inputs[1], -1.0)) or own
+            case "Reciprocal", 1:
+                return self._to_the(inputs[0], -1.0)
+            case "Sqrt", 1:
+                return self._to_the(inputs[0], 0.5)
+            case "Pow", 2:
+                return self._power(*inputs) or own
+            case "Where", 3:
+                condition = self._site.forms.constant(inputs[0])
+                if condition is not None and condition.size and np.all(condition == condition.flat[0]):
+                    return self.terms(inputs[1 if condition.flat[0] else 2])
+        return own
+
+    def _power(self, base: ir.Value, exponent: ir.Value) -> Terms | None:
+        number, power = constant(self._site, base), constant(self._site, exponent)
+        if power == 2.0:
+            return _multiplied(self.terms(base), self.terms(base))
+        if power in (-1.0, 0.5, -0.5):
+            return self._to_the(base, power)
+        count = count_of(self._site, exponent) if number is not None else None
+        return None if number is None or count is None else {_of(Power(number, count)): 1.0}
+
+    def _to_the(self, value: ir.Value, exponent: float) -> Terms:
+        """A power of a value; that of the value itself where its parts have none."""
+        terms = self.terms(value)
+        if len(terms) == 1:
+            ((factors, number),) = terms.items()
+            if exponent == -1.0 or _has_root(factors, number):
+                return {frozenset((key, e * exponent) for key, e in factors): number**exponent}
+        return {_of(plain(self._site, value), exponent): 1.0}
+
+
+def _of(key: Key, exponent: float = 1.0) -> Factors:
+    return frozenset([(key, exponent)])
+
+
+def _has_root(factors: Factors, number: float) -> bool:
+    """Whether the root of a product is the product of the roots: at most one of them may be negative."""
+    others = [e for key, e in factors if not isinstance(key, Correction)]
+    return number > 0 and len(others) <= 1 and all(e == 1.0 for e in others)
+
+
+def _added(parts: Iterable[tuple[Terms, float]]) -> Terms:
+    total: dict[Factors, float] = {}
+    for terms, factor in parts:
+        for factors, number in terms.items():
+            before = total.get(factors, 0.0)
+            total[factors] = after = before + factor * number
+            # What is left of equal numbers is rounding.
+            if abs(after) <= 1e-9 * abs(before):
+                del total[factors]
+    return total
+
+
+def _multiplied(first: Terms, second: Terms) -> Terms | None:
+    if len(first) * len(second) > _PRODUCTS:
+        return None
+    return _added([({product(a, b): x * y}, 1.0) for a, x in first.items() for b, y in second.items()])
+
+
+def product(*parts: Factors) -> Factors:
+    """The product of products of keys."""
+    powers: dict[Key, float] = {}
+    for part in parts:
+        for key, exponent in part:
+            powers[key] = powers.get(key, 0.0) + exponent
+    return frozenset((key, exponent) for key, exponent in powers.items() if exponent)
+
+
+def _corrected(terms: Terms) -> Terms:
+    """1 - base ** count, or its opposite, as one key."""
+    number = terms.get(_ONE)
+    if number not in (1.0, -1.0) or len(terms) != 2:
+        return terms
+    ((factors, other),) = ((f, n) for f, n in terms.items() if f != _ONE)
+    ((key, exponent), *rest) = factors
+    if not isinstance(key, Power) or rest or exponent != 1.0 or other != -number:
+        return terms
+    return {_of(Correction(key)): number}

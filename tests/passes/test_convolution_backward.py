@@ -1,0 +1,210 @@
+"""The gradients of convolutions that were written as convolutions become one operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.parser
+import pytest
+import torch
+from producers import run
+
+import gradfuse
+from gradfuse import fuse, optimizers
+from gradfuse.passes.report import Report
+from gradfuse.testing import assert_gradients_close
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """A convolution of (items, groups * 2, *image) by a kernel, to `outputs` channels."""
+
+    image: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    groups: int = 1
+    items: int = 3
+    outputs: int = 4
+    cut: bool = True
+    bias: bool = True
+    changed: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        reach = [self.dilation * (k - 1) + 1 for k in self.kernel]
+        return tuple((n + 2 * self.padding - r) // self.stride + 1 for n, r in zip(self.image, reach, strict=True))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "g": (self.items, self.outputs, *self.places),
+            "x": (self.items, 2 * self.groups, *self.image),
+            "w": (self.outputs, 2, *self.kernel),
+        }
+
+    def model(self) -> onnx.ModelProto:
+        rank = len(self.kernel)
+        swap = [1, 0, *range(2, rank + 2)]
+        pads = [self.padding] * 2 * rank
+        window = f"strides = {[self.stride] * rank}, dilations = {[self.dilation] * rank}, group = {self.groups}"
+        back = f"strides = {[self.dilation] * rank}, dilations = {[self.stride] * rank}, group = {self.groups}"
+        missing = [
+            n - ((p - 1) * self.stride - 2 * self.padding + self.dilation * (k - 1) + 1)
+            for n, p, k in zip(self.image, self.places, self.kernel, strict=True)
+        ]
+        turned = f"turned = Transpose<perm = {swap}>(x)"
+        if self.groups > 1:
+            split = [self.items, self.groups, 2, *self.image]
+            joined = [2, self.groups * self.items, *self.image]
+            turned = (
+                f"split = Constant<value_ints = {split}>() joined = Constant<value_ints = {joined}>() "
+                f"apart = Reshape(x, split) across = Transpose<perm = {[2, 1, 0, *range(3, rank + 3)]}>(apart) "
+                "turned = Reshape(across, joined)"
+            )
+        nodes = [
+            f"y = Conv<{window}, pads = {pads}>(x, w)",
+            f"grad_input = ConvTranspose<{window}, pads = {pads}, output_padding = {missing}>(g, w)",
+            turned,
+            f"by_output = Transpose<perm = {swap}>(g)",
+            f"by_channel = Conv<{back}, pads = {pads}>(turned, by_output)",
+            f"starts = Constant<value_ints = {[0] * rank}>() ends = Constant<value_ints = {list(self.kernel)}>()",
+            f"places = Constant<value_ints = {[*range(2, rank + 2)]}>()",
+            f"whole = Transpose<perm = {swap}>(by_channel)",
+            "grad_weight = Slice(whole, starts, ends, places)" if self.cut else "grad_weight = Identity(whole)",
+            f"axes = Constant<value_ints = {[0, *range(2, rank + 2)]}>()",
+            "grad_bias = ReduceSum<keepdims = 0>(g, axes)",
+        ]
+        text = "\n".join(nodes)
+        for old, new in self.changed:
+            assert old in text, old
+            text = text.replace(old, new)
+        given = ", ".join(f"float{list(shape)} {name}" for name, shape in self.shapes.items())
+        results = {"grad_input": self.shapes["x"], "grad_weight": self.shapes["w"], "y": self.shapes["g"]}
+        if self.bias:
+            results["grad_bias"] = (self.outputs,)
+        outputs = ", ".join(f"float{list(shape)} {name}" for name, shape in results.items())
+        return onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["" : 18]> f ({given}) => ({outputs}) {{ {text} }}'
+        )
+
+    def feeds(self) -> dict[str, Array]:
+        numbers = np.random.default_rng(0)
+        return {name: numbers.standard_normal(shape).astype(np.float32) for name, shape in self.shapes.items()}
+
+    def of_torch(self, dtype: torch.dtype) -> dict[str, Array]:
+        g, x, w = (torch.from_numpy(array).to(dtype) for array in self.feeds().values())
+        rank = len(self.kernel)
+        window = [[self.stride] * rank, [self.padding] * rank, [self.dilation] * rank]
+        results = torch.ops.aten.convolution_backward(
+            g, x, w, [self.outputs], *window, False, [0] * rank, self.groups, [True, True, True]
+        )
+        return dict(zip(("grad_input", "grad_weight", "grad_bias"), (r.numpy() for r in results), strict=True))
+
+
+def fused(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
+    result = fuse(model, policy="all", only=["ConvolutionBackward"])
+    onnx.checker.check_model(result.model, full_check=True)
+    return result.model, result.report
+
+
+CONVOLUTIONS = {
+    "one dimension": Convolution((9,), (3,), stride=2, padding=1),
+    "stride": Convolution((8, 7), (3, 2), stride=2),
+    "padding": Convolution((6, 6), (3, 3), padding=1),
+    "dilation": Convolution((9, 10), (3, 3), dilation=2, padding=2, bias=False),
+    "groups": Convolution((7, 6), (3, 3), groups=2, padding=1),
+    "depthwise with stride": Convolution((8, 8), (3, 3), groups=4, stride=2, padding=1),
+    "pointwise": Convolution((5, 5), (1, 1), cut=False),
+    "three dimensions": Convolution((4, 5, 4), (2, 2, 2), stride=2, padding=1),
+    "large": Convolution((40, 40), (3, 3), stride=2, padding=1, items=32, outputs=32),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_gradients_of_torchs_decomposition(name: str) -> None:
+    convolution = CONVOLUTIONS[name]
+    model = convolution.model()
+    result, report = fused(model)
+    assert [f.op for f in report.fusions] == ["ConvolutionBackward"], report
+    assert [node.op_type for node in result.graph.node if "Conv" in node.op_type] == ["Conv", "ConvolutionBackward"]
+    exact, native = convolution.of_torch(torch.float64), convolution.of_torch(torch.float32)
+    if name == "large":
+        return  # Its proof runs it in smaller sizes; the results of others are compared.
+    got = run(result, convolution.feeds())
+    for output, value in exact.items():
+        if output in got:
+            terms = float(np.sqrt(np.prod(convolution.shapes["g"]))) * 4
+            assert_gradients_close(got[output], native[output], value, np.float32, terms=terms)
+
+
+PLAIN = Convolution((7, 7), (3, 3), stride=2, padding=1)
+ALMOST = {
+    "other pads": [("pads = [1, 1, 1, 1]>(turned", "pads = [0, 0, 2, 2]>(turned")],
+    "a cut at the beginning": [
+        ("starts = Constant<value_ints = [0, 0]>", "starts = Constant<value_ints = [1, 1]>"),
+        ("ends = Constant<value_ints = [3, 3]>", "ends = Constant<value_ints = [4, 4]>"),
+    ],
+    "an image that was not turned": [("Transpose<perm = [1, 0, 2, 3]>(x)", "Transpose<perm = [1, 0, 3, 2]>(x)")],
+    "places that were not turned": [("Transpose<perm = [1, 0, 2, 3]>(g)", "Transpose<perm = [1, 0, 3, 2]>(g)")],
+    "a result that was turned otherwise": [
+        ("whole = Transpose<perm = [1, 0, 2, 3]>", "whole = Transpose<perm = [1, 0, 3, 2]>")
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_products_that_are_almost_a_gradient_stay(name: str) -> None:
+    convolution = dataclasses.replace(PLAIN, image=(7, 7), changed=tuple(ALMOST[name]))
+    if name.startswith("a cut"):
+        convolution = dataclasses.replace(convolution, image=(8, 8))
+    model = convolution.model()
+    result, report = fused(model)
+    assert not any(f.op == "ConvolutionBackward" for f in report.fusions)
+    assert [node.op_type for node in result.graph.node] == [node.op_type for node in model.graph.node]
+
+
+def test_a_forward_with_another_stride_lends_no_weight() -> None:
+    changed = (
+        ("y = Conv<strides = [2, 2], dilations = [1, 1]", "y = Conv<strides = [2, 2], dilations = [2, 2]"),
+        ("grad_input = ConvTranspose<strides = [2, 2]", "grad_input = ConvTranspose<strides = [1, 1]"),
+    )
+    model = dataclasses.replace(PLAIN, changed=changed).model()
+    del model.graph.output[2:]
+    del model.graph.output[0]
+    _, report = fused(model)
+    assert not report.fusions
+    assert any("no convolution reads a weight of its shape" in miss.reason for miss in report.near_misses)
+
+
+@pytest.mark.parametrize("batch", ["N", 6])
+def test_steps_that_were_built_without_fusing(batch: str | int) -> None:
+    shapes = {"w": (4, 3, 3, 3), "v": (4, 2, 3, 3), "a": (4, 3)}
+    given = ", ".join(f"float[{','.join(map(str, shape))}] {name}" for name, shape in shapes.items())
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> f (float[{batch},3,7,7] x) => (float[{batch},3] y) <{given}> {{'
+        "c = Conv<pads = [1, 1, 1, 1]>(x, w) r = Relu(c) d = Conv<strides = [2, 2], group = 2>(r, v) "
+        "g = GlobalAveragePool(d) f = Flatten(g) y = MatMul(f, a) }"
+    )
+    numbers = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        array = numbers.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    plain = gradfuse.build_training_step(model, "cross_entropy", optimizer=optimizers.SGD(lr=0.1), fuse=False)
+    result, report = fused(plain.model)
+    assert any(f.op == "ConvolutionBackward" for f in report.fusions), report
+    batch_of: dict[str, Array] = {plain.input_names[0]: numbers.standard_normal((6, 3, 7, 7)).astype(np.float32)}
+    batch_of[plain.target_names[0]] = numbers.integers(0, 3, 6)
+    feeds = {**plain.parameters, **plain.hyperparameters, **batch_of}
+    wanted, got = run(plain.model, feeds), run(result, feeds)
+    for name, value in wanted.items():
+        assert_gradients_close(got[name], value, value.astype(np.float64), value.dtype, terms=16.0)
