@@ -20,6 +20,8 @@ from gradfuse.custom_ops import (
     ctc_loss,
     ctc_loss_backward,
     grouped_bias_add_grad,
+    lstm_recurrence,
+    lstm_recurrence_backward,
     mse_loss_backward,
     scaled_masked_softmax_backward,
 )
@@ -46,6 +48,8 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             batch_norm_backward,
             batch_norm,
             apply_adam_w,
+            lstm_recurrence,
+            lstm_recurrence_backward,
         )
     }
 )

@@ -8,6 +8,8 @@
 #include "gradfuse/ops/ctc_loss.h"
 #include "gradfuse/ops/ctc_loss_backward.h"
 #include "gradfuse/ops/grouped_bias_add_grad.h"
+#include "gradfuse/ops/lstm_recurrence.h"
+#include "gradfuse/ops/lstm_recurrence_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
 
@@ -19,7 +21,8 @@ struct OpList {};
 // The table of all ops. A new op is its header and kernels, and a row here.
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
-    GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, ApplyAdamWArgs>;
+    GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, ApplyAdamWArgs,
+    LstmRecurrenceArgs, LstmRecurrenceBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>
