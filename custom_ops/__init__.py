@@ -20,6 +20,8 @@ from gradfuse.custom_ops import (
     ctc_loss,
     ctc_loss_backward,
     grouped_bias_add_grad,
+    gru_recurrence,
+    gru_recurrence_backward,
     lstm_recurrence,
     lstm_recurrence_backward,
     mse_loss_backward,
@@ -50,6 +52,8 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             apply_adam_w,
             lstm_recurrence,
             lstm_recurrence_backward,
+            gru_recurrence,
+            gru_recurrence_backward,
         )
     }
 )

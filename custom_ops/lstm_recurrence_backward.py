@@ -33,7 +33,9 @@ def _body(variant: Variant) -> str:
     given = "grad_cell" in variant.inputs
     sequences = ["grad_hidden", *["grad_cell"] * given, "cell", "gates"]
     now = ", ".join(["grad_now", *["grad_cell_now"] * given, "before_now", "c", "activated"])
-    scanned = ", ".join(["grad_hidden_steps", *["grad_cell_steps"] * given, "before_steps", "cell_steps", "gates_steps"])
+    scanned = ", ".join(
+        ["grad_hidden_steps", *["grad_cell_steps"] * given, "before_steps", "cell_steps", "gates_steps"]
+    )
     return f"""
         {recurrence.widened("initial_c", "weight", *sequences)}
         {recurrence.in_turn(variant, *sequences, backward=True)}

@@ -78,12 +78,13 @@ def in_turn(variant: Variant, *names: str, backward: bool) -> str:
     """
     for name in names:
         turned = f"Slice({name}_real, last_place, before_all, step_axis, last_place)"
+        ordered = [f"{name}_turned", f"{name}_zeros"][:: -1 if backward else 1]
         text += f"""
             {name}_row = Shape<start=1>({name})
             {name}_row_shape = Concat<axis=0>(one_step, {name}_row)
             {name}_zeros = Expand(no_step_real, {name}_row_shape)
             {name}_turned = {turned if flips else f"Identity({name}_real)"}
-            {name}_steps = Concat<axis=0>({f"{name}_zeros, {name}_turned" if backward else f"{name}_turned, {name}_zeros"})
+            {name}_steps = Concat<axis=0>({", ".join(ordered)})
         """
     return text
 

@@ -55,23 +55,6 @@ HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
-// Calls use(place, sums, at) for the vectors of a panel, in each of some rows: `place` is theirs in (N, H), `row` and
-// `unit` the two parts of it, and `sums` what comes from the step behind.
-template <class Use>
-GRADFUSE_INLINE void ForEachOfPanel(int64_t units, const float* later, const float* panels, int64_t panel,
-                                    int64_t first_row, int64_t rows, const Use& use) {
-  const RowTag d;
-  const int64_t first = panel * GradientPanelUnits();
-  const int64_t there = std::min(GradientPanelUnits(), units - first);
-  const int64_t depth = 4 * units;
-  const float* from = later == nullptr ? nullptr : later + first_row * depth;
-  MultiplyGradients(there, rows, from, depth, panels + first * depth, [&](int64_t row, const float* sums) HWY_ATTR {
-    ForEachVector(d, there, [&](int64_t unit, auto at) HWY_ATTR {
-      use(first_row + row, first + unit, hn::LoadU(d, sums + unit), at);
-    });
-  });
-}
-
 template <class T>
 void RunLstmBackwardStep(const LstmBackwardStep<T>& step, int64_t panel, int64_t first_row, int64_t rows) {
   const RowTag d;
@@ -101,7 +84,7 @@ void RunLstmBackwardStep(const LstmBackwardStep<T>& step, int64_t panel, int64_t
     store(3, grad_hidden * shown * (output_gate * (one - output_gate)));
     Store(at, grad_cell * forget_gate, d, step.grad_cell_before + place);
   };
-  ForEachOfPanel(units, step.later, step.panels, panel, first_row, rows, use);
+  ForEachOfPanel(units, 4 * units, step.later, step.panels, panel, first_row, rows, use);
 }
 
 template <class T>
@@ -112,7 +95,7 @@ void RunLstmBackwardEnd(const LstmBackwardEnd<T>& end, int64_t panel, int64_t fi
     Store(at, from_later, d, end.grad_initial_h + place);
     Store(at, Load(at, d, end.grad_cell_before + place), d, end.grad_initial_c + place);
   };
-  ForEachOfPanel(end.units, end.later, end.panels, panel, first_row, rows, use);
+  ForEachOfPanel(end.units, 4 * end.units, end.later, end.panels, panel, first_row, rows, use);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Products of a few rows with packed weights, for the steps of recurrent layers. Included once for each instruction set.
+// Products of a few rows with packed weights, for the steps of recurrent layers. Included once for each instruction
+// set.
 #if defined(GRADFUSE_RECURRENCE_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef GRADFUSE_RECURRENCE_INL_H
 #undef GRADFUSE_RECURRENCE_INL_H
@@ -131,6 +132,22 @@ GRADFUSE_INLINE void MultiplyGradients(int64_t there, int64_t count, const float
     case 2: return MultiplyRows<2>(count, rows, depth, depth, panel, use);
     default: return MultiplyRows<3>(count, rows, depth, depth, panel, use);
   }
+}
+
+// Calls use(row, unit, sum, at) for the vectors of a panel of gradients in some rows: `sum` is what comes from `later`,
+// the gradient (N, depth) of the gates of the step behind; 0 if that is null.
+template <class Use>
+GRADFUSE_INLINE void ForEachOfPanel(int64_t units, int64_t depth, const float* later, const float* panels,
+                                    int64_t panel, int64_t first_row, int64_t rows, const Use& use) {
+  const RowTag d;
+  const int64_t first = panel * GradientPanelUnits();
+  const int64_t there = std::min(GradientPanelUnits(), units - first);
+  const float* from = later == nullptr ? nullptr : later + first_row * depth;
+  MultiplyGradients(there, rows, from, depth, panels + first * depth, [&](int64_t row, const float* sums) HWY_ATTR {
+    ForEachVector(d, there, [&](int64_t unit, auto at) HWY_ATTR {
+      use(first_row + row, first + unit, hn::LoadU(d, sums + unit), at);
+    });
+  });
 }
 
 }  // namespace gradfuse::cpu::HWY_NAMESPACE

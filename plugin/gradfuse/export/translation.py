@@ -166,7 +166,9 @@ def function_caller(text: str) -> Callable[..., Any]:
     """
     import onnx
 
-    return caller(onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {OPSET_OF_FUNCTIONS}]>{text}'))
+    return caller(
+        onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {OPSET_OF_FUNCTIONS}]>{text}')
+    )
 
 
 def caller(proto: onnx.FunctionProto) -> Callable[..., Any]:
