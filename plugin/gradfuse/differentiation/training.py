@@ -24,6 +24,7 @@ from gradfuse.differentiation.differentiate import (
     values_of,
 )
 from gradfuse.differentiation.normalization import fold_relus
+from gradfuse.differentiation.recurrences import FUSES
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -128,6 +129,8 @@ def _built(
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
+    for node in graph:
+        node.meta[FUSES] = fuse
     expand_on_the_way(work, [initializers[name] for name in asked])
 
     updated = {}
