@@ -48,6 +48,17 @@ void ReciprocalOf(const Real* from, int64_t count, Real* to) {
                 [&](int64_t i, auto at) HWY_ATTR { Store(at, Reciprocal(d, Load(at, d, from + i)), d, to + i); });
 }
 
+void SigmoidOf(const float* from, int64_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  ForEachVector(d, count,
+                [&](int64_t i, auto at) HWY_ATTR { Store(at, Sigmoid(d, Load(at, d, from + i)), d, to + i); });
+}
+
+void TanhOf(const float* from, int64_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Tanh(d, Load(at, d, from + i)), d, to + i); });
+}
+
 }  // namespace
 }  // namespace gradfuse::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -90,6 +101,8 @@ int Run(const std::string& name) {
   if (name == "reciprocal_double") return Filter(GRADFUSE_DISPATCH(ReciprocalOf<double>));
   if (name == "log_float") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<float>));
   if (name == "log_double") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<double>));
+  if (name == "sigmoid_float") return Filter(GRADFUSE_DISPATCH(SigmoidOf));
+  if (name == "tanh_float") return Filter(GRADFUSE_DISPATCH(TanhOf));
   return 1;
 }
 

@@ -105,10 +105,8 @@ class _Fused:
     order: tuple[int, ...]
     outputs: int
 
-    def ordered(self, tensor: Tensor | None) -> Tensor | None:
+    def ordered(self, tensor: Tensor) -> Tensor:
         """Return weights or biases of all gates, of one direction, in the order of the recurrence."""
-        if tensor is None:
-            return None
         parts = _parts(tensor.tape, tensor, len(self.order), 0)
         return tensor.tape.concat([parts[k] for k in self.order])
 
@@ -156,11 +154,10 @@ def _recurrent(
         zip(_each(weights, len(reversed_)), _each(recurrent, len(reversed_)), strict=True)
     ):
         first = [empty if (start := one[k]) is None else start for one in starts]
+        of_input, bias = halves[0][k], halves[1][k]
         if fused is not None:
-            weight, of_state, of_input, bias = map(fused.ordered, (weight, of_state, halves[0][k], halves[1][k]))
-            assert weight is not None and of_state is not None
-        else:
-            of_input, bias = halves[0][k], halves[1][k]
+            weight, of_state = fused.ordered(weight), fused.ordered(of_state)
+            of_input, bias = (None if one is None else fused.ordered(one) for one in (of_input, bias))
         projected = x.matmul(weight.transpose([1, 0]))
         projected = projected if of_input is None else projected + of_input
         if fused is not None:

@@ -74,7 +74,7 @@ def terms(x: Tensor | None, h: Tensor | None, weight: Tensor | None, bias: Tenso
 
 def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
     sizes = [rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 5)]
-    options = {"bias": rng.random() < 0.7, "reverse": rng.randint(0, 1), "seed": rng.randint(0, 2**30)}
+    options: dict[str, Any] = {"bias": rng.random() < 0.7, "reverse": rng.randint(0, 1), "seed": rng.randint(0, 2**30)}
     sample = arguments(sizes[0], sizes[1], sizes[2], dtype, **options)
     x, *others = sample.inputs
     assert x is not None

@@ -81,7 +81,11 @@ def terms(inputs: Sequence[Tensor | None], **attributes: Any) -> float:
 
 def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
     sizes = [rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 5)]
-    options = {"grad_cell": rng.random() < 0.7, "reverse": rng.randint(0, 1), "seed": rng.randint(0, 2**30)}
+    options: dict[str, Any] = {
+        "grad_cell": rng.random() < 0.7,
+        "reverse": rng.randint(0, 1),
+        "seed": rng.randint(0, 2**30),
+    }
     sample = arguments(sizes[0], sizes[1], sizes[2], dtype, **options)
     grad, *others = sample.inputs
     assert grad is not None
