@@ -1,9 +1,10 @@
-"""GRU and LSTM layers as one operator each way, for sequences of any length: their steps are an ONNX Scan.
+"""GRU and LSTM layers as one operator each way, for sequences of any length.
 
 PyTorch traces a recurrent layer step by step, which fixes the length of its sequences. Under `scanned()` the steps of a
 layer are one operator, `torch.ops.gradfuse.gru_steps` or `lstm_steps`, and their backward passes are operators too.
 Everything else (the projection of the input, gradients of the weights) is matrix products over the whole sequence.
-`translations()` has the ONNX text of each operator. This module imports torch.
+`fuse_recurrences` puts `aclnn::gru_recurrence` and the like in their place; `translations()` has their function bodies,
+ONNX Scans, for programs that stay without. This module imports torch.
 """
 
 from __future__ import annotations
