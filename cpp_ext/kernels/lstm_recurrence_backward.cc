@@ -12,8 +12,7 @@ Status Check(const LstmRecurrenceBackwardArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckShape("grad_cell", args.grad_cell, states, "grad_hidden"));
   GRADFUSE_RETURN_IF_ERROR(CheckShape("initial_c", args.initial_c, {size.batch, size.units}, "grad_hidden"));
   GRADFUSE_RETURN_IF_ERROR(CheckShape("cell", args.cell, states, "grad_hidden"));
-  GRADFUSE_RETURN_IF_ERROR(
-      CheckShape("gates", args.gates, {size.steps, size.batch, 4 * size.units}, "grad_hidden"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("gates", args.gates, {size.steps, size.batch, 4 * size.units}, "grad_hidden"));
   GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", args.weight, {4 * size.units, size.units}, "grad_hidden"));
   return CheckReverse(args.reverse);
 }

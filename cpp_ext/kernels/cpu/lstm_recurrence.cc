@@ -52,13 +52,12 @@ void RunLstmStep(const LstmStep<T>& step, int64_t panel, int64_t first_row, int6
   const auto activate = [&](auto at, int64_t row, const float* sums) HWY_ATTR {
     const int64_t gate_place = row * 4 * units + first;
     const auto sum = [&](int64_t gate) HWY_ATTR {
-      const auto shifted = Load(at, d, step.input + gate_place + gate * units) +
-                           Load(at, d, step.bias + gate * units + first);
+      const auto shifted =
+          Load(at, d, step.input + gate_place + gate * units) + Load(at, d, step.bias + gate * units + first);
       return shifted + hn::LoadU(d, sums + gate * kRowLanes);
     };
-    const auto store = [&](int64_t gate, hn::Vec<RowTag> value) HWY_ATTR {
-      Store(at, value, d, step.gates + gate_place + gate * units);
-    };
+    const auto store = [&](int64_t gate, hn::Vec<RowTag> value)
+                           HWY_ATTR { Store(at, value, d, step.gates + gate_place + gate * units); };
     const int64_t place = row * units + first;
     const auto input_gate = Sigmoid(d, sum(0));
     const auto forget_gate = Sigmoid(d, sum(1));

@@ -249,25 +249,25 @@ GRADFUSE_INLINE hn::Vec<D> LogUpTo3(D d, hn::Vec<D> x) {
   return hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, half, tail));
 }
 
-// 1 / (1 + exp(-x)), at most 3 units in the last place from the true value; below -87, of which the result is as good as
-// 0, as of -87. NaN stays NaN.
+// 1 / (1 + exp(-x)), at most 3 units in the last place from the true value; below -87, of which the result is as good
+// as 0, as of -87. NaN stays NaN.
 template <class D>
 GRADFUSE_INLINE hn::Vec<D> Sigmoid(D d, hn::Vec<D> x) {
   const auto bounded = AtLeast(hn::Set(d, -87.0f), x);
   return Reciprocal(d, Exp<float>(d, hn::Zero(d) - bounded) + hn::Set(d, 1.0f));
 }
 
-// At most 6 units in the last place from the true value. NaN stays NaN. x P(x^2) / Q(x^2), fitted up to 9.02, from where
-// on float32 has no number between the result and 1.
+// At most 6 units in the last place from the true value. NaN stays NaN. x P(x^2) / Q(x^2), fitted up to 9.02, from
+// where on float32 has no number between the result and 1.
 template <class D>
 GRADFUSE_INLINE hn::Vec<D> Tanh(D d, hn::Vec<D> x) {
   const auto one = hn::Set(d, 1.0f);
   const auto bounded = AtMost(hn::Set(d, 9.02f), AtLeast(hn::Set(d, -9.02f), x));
   const auto square = bounded * bounded;
-  const auto numerator = bounded * Polynomial(d, one, square, 1.33190756e-8f, 2.05834858e-5f, 3.49403499e-3f,
-                                              1.33797184e-1f, 1.0f);
-  const auto denominator = Polynomial(d, one, square, 7.76202171e-7f, 3.28309339e-4f, 2.58710738e-2f, 4.67130333e-1f,
-                                      1.0f);
+  const auto numerator =
+      bounded * Polynomial(d, one, square, 1.33190756e-8f, 2.05834858e-5f, 3.49403499e-3f, 1.33797184e-1f, 1.0f);
+  const auto denominator =
+      Polynomial(d, one, square, 7.76202171e-7f, 3.28309339e-4f, 2.58710738e-2f, 4.67130333e-1f, 1.0f);
   const auto ratio = numerator * Reciprocal(d, denominator);
   return AtMost(one, AtLeast(hn::Set(d, -1.0f), ratio));
 }
