@@ -22,6 +22,10 @@ from gradfuse.custom_ops import (
     ctc_loss_backward,
     embedding_dense_backward,
     grouped_bias_add_grad,
+    gru_recurrence,
+    gru_recurrence_backward,
+    lstm_recurrence,
+    lstm_recurrence_backward,
     mse_loss_backward,
     scaled_masked_softmax_backward,
 )
@@ -50,6 +54,10 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             embedding_dense_backward,
             apply_adam_w,
             apply_sgd,
+            lstm_recurrence,
+            lstm_recurrence_backward,
+            gru_recurrence,
+            gru_recurrence_backward,
         )
     }
 )

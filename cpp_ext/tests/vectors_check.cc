@@ -42,10 +42,21 @@ void LogUpTo3Of(const Real* from, int64_t count, Real* to) {
 }
 
 template <class Real>
-void ReciprocalUpTo3Of(const Real* from, int64_t count, Real* to) {
+void ReciprocalOf(const Real* from, int64_t count, Real* to) {
   const hn::ScalableTag<Real> d;
   ForEachVector(d, count,
-                [&](int64_t i, auto at) HWY_ATTR { Store(at, ReciprocalUpTo3(d, Load(at, d, from + i)), d, to + i); });
+                [&](int64_t i, auto at) HWY_ATTR { Store(at, Reciprocal(d, Load(at, d, from + i)), d, to + i); });
+}
+
+void SigmoidOf(const float* from, int64_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  ForEachVector(d, count,
+                [&](int64_t i, auto at) HWY_ATTR { Store(at, Sigmoid(d, Load(at, d, from + i)), d, to + i); });
+}
+
+void TanhOf(const float* from, int64_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Tanh(d, Load(at, d, from + i)), d, to + i); });
 }
 
 }  // namespace
@@ -86,10 +97,12 @@ int Run(const std::string& name) {
   if (name == "float_to_bfloat16") return Filter(GRADFUSE_DISPATCH(Convert<float, BFloat16>));
   if (name == "exp_float") return Filter(GRADFUSE_DISPATCH(ExpOf<float>));
   if (name == "exp_double") return Filter(GRADFUSE_DISPATCH(ExpOf<double>));
-  if (name == "reciprocal_float") return Filter(GRADFUSE_DISPATCH(ReciprocalUpTo3Of<float>));
-  if (name == "reciprocal_double") return Filter(GRADFUSE_DISPATCH(ReciprocalUpTo3Of<double>));
+  if (name == "reciprocal_float") return Filter(GRADFUSE_DISPATCH(ReciprocalOf<float>));
+  if (name == "reciprocal_double") return Filter(GRADFUSE_DISPATCH(ReciprocalOf<double>));
   if (name == "log_float") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<float>));
   if (name == "log_double") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<double>));
+  if (name == "sigmoid_float") return Filter(GRADFUSE_DISPATCH(SigmoidOf));
+  if (name == "tanh_float") return Filter(GRADFUSE_DISPATCH(TanhOf));
   return 1;
 }
 

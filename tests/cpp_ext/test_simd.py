@@ -191,6 +191,21 @@ def test_functions_are_within_their_bounds(through: Filter, real: Any, bound: fl
     assert worst_ulp(through(f"reciprocal_{name}", x, real), np.reciprocal(x.astype(wider))) < 1
 
 
+def test_activations_are_within_their_bounds(through: Filter) -> None:
+    generator = np.random.default_rng(0)
+    special = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-40, -1e-40, 1e30, -1e30, 9.02, -9.02, -87.0]
+    parts = [generator.uniform(-10, 10, 200_000), generator.uniform(-87, 100, 50_000), np.geomspace(1e-30, 1, 50_000)]
+    x = np.concatenate([*parts, special]).astype(np.float32)
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-wide))
+    actual = through("sigmoid_float", x, np.float32)
+    low = wide < -87
+    assert worst_ulp(actual[~low], sigmoid[~low]) <= 3
+    assert np.abs(actual[low]).max() < 2e-38
+    assert worst_ulp(through("tanh_float", x, np.float32), np.tanh(wide)) <= 6
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.usefixtures("target", "stores")
 def test_operators_at_all_lengths_and_alignments(op: str) -> None:

@@ -12,7 +12,8 @@ import torch
 from autograd import numbers, require_torchs
 from torch import Tensor
 
-from gradfuse import ModelError, differentiate
+from gradfuse import ModelError, TrainingSession, build_training_step, differentiate
+from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
@@ -189,3 +190,69 @@ def test_a_recurrence_that_no_gradient_goes_through_stays() -> None:
     model.graph.node.append(onnx.helper.make_node("Mul", ["flat", "s"], ["y"]))
     found = differentiate(model, ["s"], seeds={"y": "v"})
     assert [node.op_type for node in found.graph.node].count("GRU") == 1
+
+
+FUSED: list[tuple[str, str, list[str], dict[str, Any]]] = [
+    ("LSTM", "forward", ["b"], {}),
+    ("LSTM", "reverse", ["h"], {"activations": ["Sigmoid", "Tanh", "Tanh"]}),
+    ("LSTM", "bidirectional", ["b", "h", "c"], {}),
+    ("GRU", "forward", [], {"linear_before_reset": 1}),
+    ("GRU", "reverse", ["b"], {"linear_before_reset": 1}),
+    ("GRU", "bidirectional", ["b", "h"], {"linear_before_reset": 1}),
+]
+NOT_FUSED: list[tuple[str, str, list[str], dict[str, Any]]] = [
+    ("GRU", "forward", ["b"], {}),
+    ("GRU", "forward", ["b", "lengths"], {"linear_before_reset": 1}),
+    ("GRU", "forward", [], {"linear_before_reset": 1, "activations": ["Sigmoid", "Relu"]}),
+    ("LSTM", "forward", ["b", "p"], {}),
+    ("LSTM", "reverse", [], {"input_forget": 1}),
+    ("LSTM", "bidirectional", ["b"], {"activations": [*DEFAULT["LSTM"], "Sigmoid", "Softsign", "Tanh"]}),
+]
+
+
+@pytest.mark.parametrize("op, direction, optional, options", [*FUSED, *NOT_FUSED])
+def test_training_steps_have_the_operator_where_it_is_the_same(
+    op: str, direction: str, optional: list[str], options: dict[str, Any]
+) -> None:
+    directions = len(DIRECTIONS[direction])
+    shapes = shapes_of(op, directions)
+    given = [name for name in shapes if name in ("x", "w", "r") or name in optional]
+    model = recurrent(op, given, shapes, direction=direction, **options)
+    values = {name: numbers(*shapes[name], seed=k) for k, name in enumerate(given) if name != "lengths"}
+    trained = [name for name in values if name != "x"]
+    fixed = [onnx.numpy_helper.from_array(np.array([4, 1, 3], np.int32), "lengths")] * ("lengths" in given)
+    inputs = [value for value in model.graph.input if value.name == "x"]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    model.graph.initializer.extend([*fixed, *(onnx.numpy_helper.from_array(values[n], n) for n in trained)])
+    activations = [FUNCTIONS[name] for name in options.get("activations", DEFAULT[op] * directions)]
+    formula = by_formula(op, direction, activations, options)
+
+    def gradients(dtype: torch.dtype) -> dict[str, Any]:
+        tensors = {n: torch.from_numpy(value).to(dtype).requires_grad_(n != "x") for n, value in values.items()}
+        lengths = {"lengths": [4, 1, 3]} if fixed else {}
+        formula(**tensors, **lengths).square().mean().backward()
+        return {name: tensors[name].grad for name in trained}
+
+    step = build_training_step(model, "mse")
+    steps = {"LSTM": "LstmRecurrence", "GRU": "GruRecurrence"}[op]
+    found = [node.op_type for node in step.model.graph.node if node.domain == "aclnn" and "Recurrence" in node.op_type]
+    fused = (op, direction, optional, options) in FUSED
+    assert sorted(found) == sorted([steps, f"{steps}Backward"] * directions * fused)
+    session = TrainingSession(step)
+    target = np.zeros(T * directions * N * HIDDEN + STATES[op] * directions * N * HIDDEN, np.float32)
+    session.step(values["x"], target)
+    native, exact = gradients(torch.float32), gradients(torch.float64)
+    for name in trained:
+        assert_gradients_close(np.asarray(session.gradients[name]), native[name], exact[name], np.float32)
+
+
+def test_a_training_step_without_fusing_has_standard_operators_only() -> None:
+    model = recurrent("LSTM", ["x", "w", "r"], shapes_of("LSTM", 1))
+    weights = [model.graph.input[k] for k in (1, 2)]
+    for k, value in enumerate(weights):
+        array = numbers(*shapes_of("LSTM", 1)[value.name], seed=k)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+        model.graph.input.remove(value)
+    step = build_training_step(model, "mse", fuse=False)
+    assert not any(node.domain for node in step.model.graph.node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,47 @@ def test_what_is_no_plain_layer_stays_as_it_is() -> None:
     with recurrences.scanned():
         assert torch.equal(layer(sequence)[0].data, expected[0])
         assert torch.equal(projecting(x)[0], expected[1])
+
+
+class Mixed(nn.Module):
+    """An LSTM that reads both ways, and a GRU without biases that goes on from its last states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.LSTM(3, 4, bidirectional=True)
+        self.one = nn.GRU(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, (last, cells) = self.both(x)
+        result, _ = self.one(states, last[:1] * cells[1:])
+        return result  # type: ignore[no-any-return]
+
+
+OPERATORS = {
+    "GruRecurrence": 1,
+    "GruRecurrenceBackward": 1,
+    "LstmRecurrence": 2,
+    "LstmRecurrenceBackward": 2,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "dtype, fuse",
+    [(torch.float32, True), (torch.float32, False), (torch.float64, True), (torch.bfloat16, True)],
+    ids=["fused", "plain", "float64", "bfloat16"],
+)
+def test_steps_have_an_operator_for_each_layer_and_direction(dtype: torch.dtype, fuse: bool) -> None:
+    """The step is judged by the export itself, by its function bodies too, which differ from layer to layer."""
+    torch.manual_seed(0)
+    module = Mixed().to(dtype)
+    batch = torch.randn(5, 2, 3, dtype=dtype), torch.randn(5, 2, 4, dtype=dtype)
+    dynamic = ({0: "length", 1: "batch"},) * 2
+    loss = functools.partial(F.mse_loss, reduction="sum")
+    step = export_training_step(module, loss, batch, dynamic_shapes=dynamic, fuse=fuse)
+    names = [node.op_type for node in step.model.graph.node]
+    found = {name: names.count(name) for name in OPERATORS if name in names}
+    fused = fuse and dtype != torch.float64
+    assert found == (OPERATORS if fused else {})
+    assert names.count("Scan") == (0 if fused else 6)
+    assert fuse or not step.model.functions

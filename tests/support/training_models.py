@@ -306,6 +306,8 @@ TEXT = {0: "batch", 1: "length"}
 CTC = ({0: "batch", 1: "labels"}, {0: "batch"}, {0: "batch"})
 SPEECH = ({0: "batch", 1: "length"}, *CTC)
 CTC_OPERATORS = ("CtcLoss", "CtcLossBackward")
+GRU_OPERATORS = (*CTC_OPERATORS, "GruRecurrence", "GruRecurrenceBackward")
+LSTM_OPERATORS = (*CTC_OPERATORS, "LstmRecurrence", "LstmRecurrenceBackward")
 GROUPED = ("CrossEntropyLossGrad", "GroupedBiasAddGrad")
 NORMALIZED = ("CrossEntropyLossGrad", "BatchNorm", "BatchNormBackward")
 SOFTMAX = ("CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward")
@@ -322,8 +324,8 @@ MODELS = {
     "GPT": Model(lambda: Gpt(True), next_token_loss, texts, (TEXT, TEXT), SOFTMAX),
     "GPT, scaled_dot_product_attention": Model(lambda: Gpt(False), next_token_loss, texts, (TEXT, TEXT)),
     "T5": Model(T5, next_token_loss, masked_texts, (TEXT, TEXT, TEXT)),
-    "GRU with CTC": Model(lambda: Recurrent(nn.GRU), ctc_loss, speech(1), SPEECH, CTC_OPERATORS),
-    "LSTM with CTC": Model(lambda: Recurrent(nn.LSTM), ctc_loss, speech(1), SPEECH, CTC_OPERATORS),
+    "GRU with CTC": Model(lambda: Recurrent(nn.GRU), ctc_loss, speech(1), SPEECH, GRU_OPERATORS),
+    "LSTM with CTC": Model(lambda: Recurrent(nn.LSTM), ctc_loss, speech(1), SPEECH, LSTM_OPERATORS),
     "convolutions with CTC": Model(Convolutional, ctc_loss, speech(2), SPEECH, CTC_OPERATORS),
     "experts, ends compared": _experts("compared ends", GROUPED),
     "experts, bucketize": _experts("bucketize", GROUPED),

@@ -10,6 +10,10 @@
 #include "gradfuse/ops/ctc_loss_backward.h"
 #include "gradfuse/ops/embedding_dense_backward.h"
 #include "gradfuse/ops/grouped_bias_add_grad.h"
+#include "gradfuse/ops/gru_recurrence.h"
+#include "gradfuse/ops/gru_recurrence_backward.h"
+#include "gradfuse/ops/lstm_recurrence.h"
+#include "gradfuse/ops/lstm_recurrence_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
 
@@ -22,7 +26,8 @@ struct OpList {};
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
-    ApplyAdamWArgs, ApplySgdArgs>;
+    ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
+    GruRecurrenceBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -64,25 +64,6 @@ HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 namespace {
 
-#undef GRADFUSE_HAS_VECTORS
-#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
-#define GRADFUSE_HAS_VECTORS 1
-#else
-#define GRADFUSE_HAS_VECTORS 0
-#endif
-
-// Keeps the compiler from loading a vector again for each product that it is a factor of.
-template <class V>
-GRADFUSE_INLINE void KeepInRegister(V& value) {
-#if GRADFUSE_HAS_VECTORS && defined(__x86_64__)
-  asm("" : "+v"(value.raw));
-#elif GRADFUSE_HAS_VECTORS && defined(__aarch64__)
-  asm("" : "+w"(value.raw));
-#else
-  (void)value;
-#endif
-}
-
 // Copies `rows` rows of `width` elements that lie `step` apart, and returns 0, or NaN if one of them is not finite.
 template <class T>
 T PackRows(const T* from, int64_t from_pitch, int64_t step, int64_t rows, int64_t width, T* to, int64_t to_pitch) {

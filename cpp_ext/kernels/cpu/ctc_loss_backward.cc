@@ -52,7 +52,7 @@ void Divide(const Real* gamma, const Real* alpha, const Real* skip, int64_t stat
       const int64_t s = first + k * lanes;
       // Where nothing flows the share is of no matter, and may be NaN.
       const auto given = hn::LoadU(d, gamma + s);
-      const auto share = given * ReciprocalUpTo3(d, exp_a[k] + exp_b[k] + exp_c[k]);
+      const auto share = given * Reciprocal(d, exp_a[k] + exp_b[k] + exp_c[k]);
       const auto nothing = hn::Or(given == hn::Zero(d), largest[k] == never);
       hn::StoreU(hn::IfThenZeroElse(nothing, share * exp_a[k]), d, stay + s);
       hn::StoreU(hn::IfThenZeroElse(nothing, share * exp_b[k]), d, next + s);

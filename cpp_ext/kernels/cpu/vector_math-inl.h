@@ -1,4 +1,4 @@
-// Exponential and logarithm of vectors. Included once for each instruction set.
+// Exponential, logarithm and activations of vectors. Included once for each instruction set.
 #if defined(GRADFUSE_VECTOR_MATH_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef GRADFUSE_VECTOR_MATH_INL_H
 #undef GRADFUSE_VECTOR_MATH_INL_H
@@ -219,9 +219,9 @@ GRADFUSE_INLINE hn::Vec<D> LogTail(D d, hn::Vec<D> f, hn::Vec<D> square, double)
   return s * hn::MulAdd(square, hn::Set(d, 0.5), series);
 }
 
-// 1 / x of 1 <= x <= 3, less than 1 unit in the last place from the true value.
+// 1 / x where x and 1 / x are normal and positive, less than 1 unit in the last place from the true value.
 template <class D>
-GRADFUSE_INLINE hn::Vec<D> ReciprocalUpTo3(D d, hn::Vec<D> x) {
+GRADFUSE_INLINE hn::Vec<D> Reciprocal(D d, hn::Vec<D> x) {
 #if GRADFUSE_AVX512
   if constexpr (std::is_same_v<hn::TFromD<D>, float>) {
     // A division keeps the port of half of all arithmetic for 16 cycles. 14 bits, and twice as many by Newton's method.
@@ -247,6 +247,29 @@ GRADFUSE_INLINE hn::Vec<D> LogUpTo3(D d, hn::Vec<D> x) {
   const auto square = f * f;
   const auto tail = hn::MulAdd(k, hn::Set(d, C::kLn2Low), LogTail(d, f, square, Real()));
   return hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, half, tail));
+}
+
+// 1 / (1 + exp(-x)), at most 3 units in the last place from the true value; below -87, of which the result is as good
+// as 0, as of -87. NaN stays NaN.
+template <class D>
+GRADFUSE_INLINE hn::Vec<D> Sigmoid(D d, hn::Vec<D> x) {
+  const auto bounded = AtLeast(hn::Set(d, -87.0f), x);
+  return Reciprocal(d, Exp<float>(d, hn::Zero(d) - bounded) + hn::Set(d, 1.0f));
+}
+
+// At most 6 units in the last place from the true value. NaN stays NaN. x P(x^2) / Q(x^2), fitted up to 9.02, from
+// where on float32 has no number between the result and 1.
+template <class D>
+GRADFUSE_INLINE hn::Vec<D> Tanh(D d, hn::Vec<D> x) {
+  const auto one = hn::Set(d, 1.0f);
+  const auto bounded = AtMost(hn::Set(d, 9.02f), AtLeast(hn::Set(d, -9.02f), x));
+  const auto square = bounded * bounded;
+  const auto numerator =
+      bounded * Polynomial(d, one, square, 1.33190756e-8f, 2.05834858e-5f, 3.49403499e-3f, 1.33797184e-1f, 1.0f);
+  const auto denominator =
+      Polynomial(d, one, square, 7.76202171e-7f, 3.28309339e-4f, 2.58710738e-2f, 4.67130333e-1f, 1.0f);
+  const auto ratio = numerator * Reciprocal(d, denominator);
+  return AtMost(one, AtLeast(hn::Set(d, -1.0f), ratio));
 }
 
 }  // namespace gradfuse::cpu::HWY_NAMESPACE

@@ -15,6 +15,12 @@
 #include "gradfuse/float16.h"
 #include "kernels/cpu/one_lane.h"
 
+#undef GRADFUSE_HAS_VECTORS
+#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+#define GRADFUSE_HAS_VECTORS 1
+#else
+#define GRADFUSE_HAS_VECTORS 0
+#endif
 #undef GRADFUSE_AVX512
 #undef GRADFUSE_AVX512_BF16
 #ifdef GRADFUSE_HAVE_HIGHWAY
@@ -28,7 +34,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace gradfuse::cpu::HWY_NAMESPACE {
 
-#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+#if GRADFUSE_HAS_VECTORS
 namespace hn = ::hwy::HWY_NAMESPACE;
 #else
 namespace hn = ::gradfuse::cpu::one_lane;
@@ -45,6 +51,18 @@ using Mask = decltype(hn::Zero(D()) == hn::Zero(D()));
 template <class D>
 GRADFUSE_INLINE void Prefetch(D, const void* from) {
   if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(from);
+}
+
+// Keeps the compiler from loading a vector again for each product that it is a factor of.
+template <class V>
+GRADFUSE_INLINE void KeepInRegister(V& value) {
+#if GRADFUSE_HAS_VECTORS && defined(__x86_64__)
+  asm("" : "+v"(value.raw));
+#elif GRADFUSE_HAS_VECTORS && defined(__aarch64__)
+  asm("" : "+w"(value.raw));
+#else
+  (void)value;
+#endif
 }
 
 // How loops reach memory: whole vectors at a time, or the first lanes of one, where no others are there.
@@ -123,7 +141,7 @@ GRADFUSE_INLINE hn::Vec<Tag16<D>> Narrowed(D d, hn::Vec<D> value, const BFloat16
 #endif
   return RoundedToBFloat16(d, value);
 }
-#if defined(GRADFUSE_HAVE_HIGHWAY) && HWY_TARGET != HWY_SCALAR
+#if GRADFUSE_HAS_VECTORS
 // These targets have instructions for it, which keep NaN and subnormals, also while those of float are flushed.
 template <class D>
 GRADFUSE_INLINE hn::Vec<D> Widened(D d, hn::Vec<Tag16<D>> bits, const Half*) {

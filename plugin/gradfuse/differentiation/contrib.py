@@ -26,6 +26,58 @@ def ctc_loss(call: Call) -> Iterator[Gradient]:
     yield call.tape.op("CtcLossBackward", dy, *call.x[:4], *call.y[:2], domain="aclnn", **options)
 
 
+@gradient("LstmRecurrence", domain="aclnn")
+def lstm_recurrence(call: Call) -> Iterator[Gradient]:
+    x, h, c, weight, bias = [*call.x, None][:5]
+    hidden, cell, gates = call.y
+    assert x is not None and h is not None and c is not None and weight is not None
+    if call.dy[2] is not None:
+        raise call.error("the result depends on gates; expected on the states only")
+    grad_hidden = hidden.zeros() if call.dy[0] is None else call.dy[0]
+    reverse = call.attribute("reverse", 0)
+    grads = call.tape.parts(
+        "LstmRecurrenceBackward", 3, grad_hidden, call.dy[1], c, cell, gates, weight, domain="aclnn", reverse=reverse
+    )
+    yield from grads
+    yield from _of_recurrent_weights(grads[0], hidden, h, bias, reverse)
+
+
+@gradient("GruRecurrence", domain="aclnn")
+def gru_recurrence(call: Call) -> Iterator[Gradient]:
+    x, h, weight, bias = [*call.x, None][:4]
+    hidden, gates = call.y
+    grad_hidden = call.dy[0]
+    assert x is not None and h is not None and weight is not None
+    if call.dy[1] is not None or grad_hidden is None:
+        raise call.error("the result depends on gates; expected on the states only")
+    reverse = call.attribute("reverse", 0)
+    grad_x, grad_h, grad_recurrent = call.tape.parts(
+        "GruRecurrenceBackward", 3, grad_hidden, h, hidden, gates, weight, domain="aclnn", reverse=reverse
+    )
+    yield grad_x
+    yield grad_h
+    yield from _of_recurrent_weights(grad_recurrent, hidden, h, bias, reverse)
+
+
+def _of_recurrent_weights(
+    grad: Tensor, hidden: Tensor, first: Tensor, bias: Tensor | None, reverse: int
+) -> Iterator[Gradient]:
+    """The gradients of weight and bias of a recurrence, by that of its gates (T, N, gates H)."""
+    tape = grad.tape
+
+    def of_weight() -> Tensor:
+        begin, end = (1, 2**63 - 1) if reverse else (0, -1)
+        parts = [first.unsqueeze(0), hidden.slice(tape.ints(begin), tape.ints(end), tape.ints(0))]
+        before = tape.concat(parts[::-1] if reverse else parts)
+        # All rows are of one product.
+        rows, states = (one.op("Flatten", axis=2) for one in (grad, before))
+        return rows.transpose([1, 0]).matmul(states)
+
+    yield of_weight
+    if bias is not None:
+        yield lambda: grad.sum([0, 1], keepdims=False)
+
+
 @gradient("Gelu", domain=_MICROSOFT)
 def gelu(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)

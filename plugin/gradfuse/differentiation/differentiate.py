@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation.dependence import captured_by, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.reverse import gradients
@@ -109,8 +110,10 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
 
 
 def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
-    """Put standard operators in the place of those that depend on some values, and that have an expansion."""
+    """Put others in the place of operators that depend on some values, and that have an expansion."""
     if expand(model.graph, wrt, free_prefix(model.graph, "expanded/"), model.opset_imports[""]):
+        if any(node.domain == DOMAIN for node in model.graph):
+            model.opset_imports[DOMAIN] = VERSION
         infer(model)
 
 

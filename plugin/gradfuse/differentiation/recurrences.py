@@ -1,7 +1,8 @@
-"""LSTM, GRU and RNN as Scans of standard operators."""
+"""LSTM, GRU and RNN as Scans of standard operators, or as recurrences of the domain `aclnn`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -15,6 +16,11 @@ Tensors: TypeAlias = "Sequence[Tensor]"
 Step: TypeAlias = "Callable[[Tape, Tensors, Tensor], list[Tensor]]"
 """Writes one step: from the states before it and the projected input to the states behind it."""
 
+FUSES = "gradfuse.fuses_recurrence"
+"""In the `meta` of a node: whether it may become a recurrence of the domain `aclnn`."""
+
+_KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_LAST = 2**63 - 1
 _ACTIVATIONS = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _LIMITS = f"no clip; activations {', '.join(_ACTIVATIONS)}"
 
@@ -60,7 +66,8 @@ def gru(call: Call) -> list[Tensor | None]:
 
         return step
 
-    return _recurrent(call, step_of, 3, 1, ["Sigmoid", "Tanh"])
+    fused = _Fused("GruRecurrence", (1, 0, 2), 2) if before_reset else None
+    return _recurrent(call, step_of, 3, 1, ["Sigmoid", "Tanh"], fused)
 
 
 @expansion("LSTM", limits=_LIMITS)
@@ -86,7 +93,22 @@ def lstm(call: Call) -> list[Tensor | None]:
 
         return step
 
-    return _recurrent(call, step_of, 4, 2, ["Sigmoid", "Tanh", "Tanh"])
+    fused = None if coupled else _Fused("LstmRecurrence", (0, 2, 3, 1), 3)
+    return _recurrent(call, step_of, 4, 2, ["Sigmoid", "Tanh", "Tanh"], fused)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fused:
+    """A recurrence of the domain `aclnn`: its name, the place of each of its gates in ONNX, how much it gives."""
+
+    name: str
+    order: tuple[int, ...]
+    outputs: int
+
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """Return weights or biases of all gates, of one direction, in the order of the recurrence."""
+        parts = _parts(tensor.tape, tensor, len(self.order), 0)
+        return tensor.tape.concat([parts[k] for k in self.order])
 
 
 def _recurrent(
@@ -95,10 +117,12 @@ def _recurrent(
     gates: int,
     count: int,
     default: list[str],
+    fused: _Fused | None = None,
 ) -> list[Tensor | None]:
     """Write a recurrent operator of `count` states, with the function that gives a direction's step.
 
     It is called with the weight (H, gates H), the bias (gates H), the peepholes and the activations of the direction.
+    `fused` stands for the steps where nothing but the default is asked for.
     """
     tape = call.tape
     x, weights, recurrent = (_given(call, k) for k in range(3))
@@ -122,16 +146,25 @@ def _recurrent(
         dtype=x.dtype,
         value=ir.tensor([0.0], dtype=x.dtype),
     )
+    ordinary = all(one == default for one in activations) and lengths is None and peepholes is None
+    if not (call.node.meta.get(FUSES) and ordinary and x.dtype in _KERNEL_TYPES):
+        fused = None
     sequences, last = [], []
     for k, (weight, of_state) in enumerate(
         zip(_each(weights, len(reversed_)), _each(recurrent, len(reversed_)), strict=True)
     ):
-        projected = x.matmul(weight.transpose([1, 0]))
-        bias = halves[0][k]
-        projected = projected if bias is None else projected + bias
-        step = step_of(of_state.transpose([1, 0]), halves[1][k], looks[k], activations[k])
         first = [empty if (start := one[k]) is None else start for one in starts]
-        states, final = _scanned(tape, step, first, projected, lengths, reversed_[k])
+        of_input, bias = halves[0][k], halves[1][k]
+        if fused is not None:
+            weight, of_state = fused.ordered(weight), fused.ordered(of_state)
+            of_input, bias = (None if one is None else fused.ordered(one) for one in (of_input, bias))
+        projected = x.matmul(weight.transpose([1, 0]))
+        projected = projected if of_input is None else projected + of_input
+        if fused is not None:
+            states, final = _by_operator(tape, fused, [projected, *first, of_state, bias], count, reversed_[k])
+        else:
+            step = step_of(of_state.transpose([1, 0]), bias, looks[k], activations[k])
+            states, final = _scanned(tape, step, first, projected, lengths, reversed_[k])
         sequences.append(states.unsqueeze(1))
         last.append([one.unsqueeze(0) for one in final])
     y = tape.concat(sequences, axis=1)
@@ -139,6 +172,16 @@ def _recurrent(
     if layout:
         y, ends = y.transpose([2, 0, 1, 3]), [one.transpose([1, 0, 2]) for one in ends]
     return [y, *ends]
+
+
+def _by_operator(
+    tape: Tape, fused: _Fused, inputs: list[Tensor | None], count: int, backward: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Write the recurrence of one direction; return what `_scanned` does."""
+    results = tape.parts(fused.name, fused.outputs, *inputs, domain="aclnn", reverse=int(backward))
+    begin, end = (0, 1) if backward else (-1, _LAST)
+    ends = (one.slice(tape.ints(begin), tape.ints(end), tape.ints(0)).squeeze(0) for one in results[:count])
+    return results[0], list(ends)
 
 
 def _scanned(

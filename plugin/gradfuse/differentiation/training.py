@@ -25,6 +25,7 @@ from gradfuse.differentiation.differentiate import (
 )
 from gradfuse.differentiation.indexing import mark_embeddings
 from gradfuse.differentiation.normalization import fold_relus
+from gradfuse.differentiation.recurrences import FUSES
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -129,6 +130,8 @@ def _built(
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
+    for node in graph:
+        node.meta[FUSES] = fuse
     expand_on_the_way(work, [initializers[name] for name in asked])
 
     updated = {}

@@ -75,6 +75,8 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
     Raises:
         ExportError: PyTorch fails to decompose it.
     """
+    if fuse:
+        recurrences.fuse_recurrences(program)
     table = {**backward.table(), **(backward.fused_table() if fuse else {}), **dropout.table()}
     if not any(node.target in table for node in program.graph.nodes):
         return program

@@ -15,12 +15,14 @@ from gradfuse.custom_ops.operator import DOMAIN, Operator
 from gradfuse.errors import ExportError
 
 if TYPE_CHECKING:
+    import onnx
     import torch
 
 LOCAL_DOMAIN = "gradfuse.export"
 """The domain of functions that stand for operators of a traced program until the model is optimized."""
 
-_LOCAL_OPSET = 18
+OPSET_OF_FUNCTIONS = 18
+"""The version of the default domain that these are written in."""
 _NONE, _MEAN = 0, 1
 """ATen's numbers of reductions."""
 
@@ -163,11 +165,19 @@ def function_caller(text: str) -> Callable[..., Any]:
     The exporter's optimizer inlines such functions.
     """
     import onnx
+
+    return caller(
+        onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {OPSET_OF_FUNCTIONS}]>{text}')
+    )
+
+
+def caller(proto: onnx.FunctionProto) -> Callable[..., Any]:
+    """Return a translation that calls an ONNX function, under its name in `LOCAL_DOMAIN`."""
     import onnx_ir as ir
 
     from gradfuse.export import _torch_private as private
 
-    proto = onnx.parser.parse_function(f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {_LOCAL_OPSET}]>{text}')
+    proto.domain = LOCAL_DOMAIN
 
     def call(*arguments: Any, **attributes: Any) -> Any:
         function = ir.serde.deserialize_function(proto)

@@ -1,0 +1,22 @@
+#include "gradfuse/ops/gru_recurrence_backward.h"
+
+#include "aclnnop/aclnn_gru_recurrence_backward.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::GruRecurrenceBackwardArgs;
+
+aclnnStatus aclnnGruRecurrenceBackwardGetWorkspaceSize(const aclTensor* gradHidden, const aclTensor* initialH,
+                                                       const aclTensor* hidden, const aclTensor* gates,
+                                                       const aclTensor* weight, bool reverse, aclTensor* gradInput,
+                                                       aclTensor* gradInitialH, aclTensor* gradRecurrent,
+                                                       uint64_t* workspaceSize, aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnGruRecurrenceBackwardGetWorkspaceSize",
+      {gradHidden, initialH, hidden, gates, weight, gradInput, gradInitialH, gradRecurrent},
+      [&](Args& args) { args.reverse = reverse; }, workspaceSize, executor);
+}
+
+aclnnStatus aclnnGruRecurrenceBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                       aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnGruRecurrenceBackward", Args::kName, workspace, workspaceSize, executor, stream);
+}

@@ -1,0 +1,37 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_GRU_RECURRENCE_H_
+#define GRADFUSE_ACLNNOP_ACLNN_GRU_RECURRENCE_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The recurrence of a GRU over T steps, of N items and H units, whose input is projected already. At step t, with h of
+ * the step before it:
+ *   x_r, x_z, x_n = the three parts of input;  h_r, h_z, h_n = those of h weight^T + bias
+ *   r = sigmoid(x_r + h_r);  z = sigmoid(x_z + h_z);  n = tanh(x_n + r h_n);  h = n + z (h - n)
+ *
+ * input: (T, N, 3 H), one of FLOAT, FLOAT16 and BF16.
+ * initialH: (N, H), of the same type: h before the first step.
+ * weight: (3 H, H), of the same type.
+ * biasOptional: (3 H), of the same type, or NULL for zeros.
+ * reverse: whether steps go from the last to the first.
+ * hidden: (T, N, H), of the same type: h behind each step. gates: (T, N, 4 H): r, z, n and h_n.
+ */
+aclnnStatus aclnnGruRecurrenceGetWorkspaceSize(const aclTensor* input, const aclTensor* initialH,
+                                               const aclTensor* weight, const aclTensor* biasOptional, bool reverse,
+                                               aclTensor* hidden, aclTensor* gates, uint64_t* workspaceSize,
+                                               aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnGruRecurrence(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif

@@ -1,0 +1,116 @@
+"""What the operators of recurrent layers share: their shapes, and the text of a loop over the steps of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from gradfuse.custom_ops.operator import Attribute, Call, Dim, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+REVERSE = Attribute("reverse", 0, "1: steps go from the last to the first.")
+_SPLIT_WITH_COUNT = 18
+"""The opset from which on Split must be told the number of its outputs."""
+
+
+def choices(call: Call) -> Iterable[str]:
+    """The words that decide the text of every body."""
+    if call.attributes["reverse"]:
+        yield "reverse"
+
+
+def divided(call: Call, name: str, dim: Dim, gates: int) -> Dim:
+    """The number of units, where a dimension has so many for each of some gates."""
+    if not isinstance(dim, int):
+        return None
+    if dim % gates:
+        raise call.error(name, f"of {gates} H {dim}", f"a multiple of {gates}")
+    return dim // gates
+
+
+def sizes(call: Call, **inputs: Sequence[str]) -> dict[str, Dim]:
+    """The sizes T, N and H, as far as they are known, of inputs with dimensions such as ("T", "N", "4 H")."""
+    found: dict[str, Dim] = {}
+    for name, dims in inputs.items():
+        for label, dim in zip(dims, call.shape(name, *dims), strict=True):
+            gates, _, letter = label.rpartition(" ")
+            units = divided(call, name, dim, int(gates)) if gates else dim
+            found[letter] = call.same(name, letter, found.get(letter), units)
+    return found
+
+
+def times(gates: int, units: Dim) -> Dim:
+    """So many units for each of some gates."""
+    return gates * units if isinstance(units, int) else None
+
+
+def split(variant: Variant, count: int) -> str:
+    """An ONNX Split along the columns."""
+    return f"Split<axis=1, num_outputs={count}>" if variant.opset >= _SPLIT_WITH_COUNT else "Split<axis=1>"
+
+
+def widened(*names: str) -> str:
+    """Text: each input as <name>_real."""
+    return "\n".join(f"{name}_real = Cast<to=$real>({name})" for name in names)
+
+
+_BACKWARDS = """
+    last_place = Constant<value_ints=[-1]>()
+    before_all = Constant<value_ints=[-9223372036854775807]>()
+    step_axis = Constant<value_ints=[0]>()
+"""
+
+
+def in_turn(variant: Variant, *names: str, backward: bool) -> str:
+    """Text: each sequence in the order in which a loop takes its steps, with a step of zeros, as <name>_steps.
+
+    So no loop is empty. The step is the last one of the forward pass, where nothing reads what it gives, and the first
+    one of the backward pass, where zeros give zeros.
+    """
+    flips = ("reverse" in variant.choices) != backward
+    text = f"""
+        {_BACKWARDS if flips else ""}
+        one_step = Constant<value_ints=[1]>()
+        no_step = Constant<value_float=0.0>()
+        no_step_real = Cast<to=$real>(no_step)
+    """
+    for name in names:
+        turned = f"Slice({name}_real, last_place, before_all, step_axis, last_place)"
+        ordered = [f"{name}_turned", f"{name}_zeros"][:: -1 if backward else 1]
+        text += f"""
+            {name}_row = Shape<start=1>({name})
+            {name}_row_shape = Concat<axis=0>(one_step, {name}_row)
+            {name}_zeros = Expand(no_step_real, {name}_row_shape)
+            {name}_turned = {turned if flips else f"Identity({name}_real)"}
+            {name}_steps = Concat<axis=0>({", ".join(ordered)})
+        """
+    return text
+
+
+def in_place(variant: Variant, *names: str, like: str, backward: bool) -> str:
+    """Text: each result <name>_steps of such a loop, in the order of the sequence and in the type of an input."""
+    flips = ("reverse" in variant.choices) != backward
+    begin, end = ("1", "9223372036854775807") if backward else ("0", "-1")
+    text = f"""
+        kept_begin = Constant<value_ints=[{begin}]>()
+        kept_end = Constant<value_ints=[{end}]>()
+        kept_axis = Constant<value_ints=[0]>()
+    """
+    for name in names:
+        turned = f"Slice({name}_kept, last_place, before_all, step_axis, last_place)"
+        text += f"""
+            {name}_kept = Slice({name}_steps, kept_begin, kept_end, kept_axis)
+            {name}_in_order = {turned if flips else f"Identity({name}_kept)"}
+            {name} = CastLike({name}_in_order, {like})
+        """
+    return text
+
+
+def before(states: torch.Tensor, initial: torch.Tensor, reverse: bool) -> torch.Tensor:
+    """The state before each step, of the states behind each (T, N, H) and the first one (N, H)."""
+    import torch
+
+    first = initial.unsqueeze(0)
+    return torch.cat([states[1:], first] if reverse else [first, states[:-1]])
