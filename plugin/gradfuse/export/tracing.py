@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import batch_norms, dropout, recurrences
+from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences
 from gradfuse.export.decompositions import backward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -23,15 +23,23 @@ from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
 
-def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> ExportedProgram:
+def joint_program(
+    step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches
+) -> ExportedProgram:
     """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *gradients).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
     scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss; the gradients are those
     of the scaled loss.
 
+    Args:
+        step: the step.
+        native: what PyTorch's own run of it gave.
+        shapes: its dynamic dimensions.
+        taken: the branches on values that it takes.
+
     Raises:
-        ExportError: PyTorch cannot trace the step, or it draws random numbers other than for dropout.
+        ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
     """
     used = tuple(native.gradients)
     others = unused(step, native)
@@ -52,10 +60,11 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> Ex
     try:
         # The other attention kernels have backward operators that no exporter knows.
         with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
-            forward = torch.export.export(_Traced(step, native), arguments, dynamic_shapes=dims)
+            forward = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
             program = private.with_backward(forward, batch_norms.KEPT)
     except Exception as error:
         # torch.export has no common base class for what it refuses.
+        branches.refuse_open(step, taken)
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
     _refuse_random_operators(program)
     try:
@@ -80,6 +89,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
         return program
     try:
         with quiet():
+            layouts.forget_layouts(program)
             if fuse:
                 batch_norms.fuse_batch_norms(program)
             result: ExportedProgram = program.run_decompositions(table)
@@ -114,18 +124,20 @@ def unused(step: TorchStep, native: Outcome) -> tuple[str, ...]:
 class _Traced(nn.Module):
     """The forward pass of a step, as a function of all its tensors."""
 
-    def __init__(self, step: TorchStep, native: Outcome) -> None:
+    def __init__(self, step: TorchStep, native: Outcome, taken: branches.Branches) -> None:
         super().__init__()
         # In a tuple, as the module must not own the tensors of the step's module.
-        self._traced = (step, native, tuple(native.gradients), unused(step, native), _with_shared_gradients(native))
+        names = tuple(native.gradients), unused(step, native), _with_shared_gradients(native)
+        self._traced = (step, native, taken, *names)
 
     def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
-        step, native, used, others, shared = self._traced
+        step, native, taken, used, others, shared = self._traced
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
         state |= {name: state[name].unsqueeze(0).squeeze(0) for name in shared}
-        value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
+        with branches.answered(step, taken):
+            value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
         return (*losses, *(after[name] for name in native.changed))
