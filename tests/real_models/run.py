@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,18 +105,18 @@ def step_result(name: str, case: StepCase) -> Result:
     """Run a case of `step_cases`, as it is and, where that is refused, changed."""
     found = _step_outcome(name, changed=False)
     how, error = AS_IS, found.get("error")
-    if error is not None and case.change is not None:
+    if error is not None and case.change:
         found = _step_outcome(name, changed=True)
         how = CHANGED
     if "error" in found:
         how, error = REFUSED, found["error"]
-    wanted = REFUSED if case.refused is not None else CHANGED if case.change is not None else AS_IS
+    wanted = REFUSED if case.refused is not None else CHANGED if case.change else AS_IS
     order = (AS_IS, CHANGED, REFUSED)
     good = order.index(how) <= order.index(wanted) and (how != REFUSED or str(case.refused) in str(error))
     if how == REFUSED:
         return Result(good, f"refused: {error}", (case.family, f"refused: {_cell(str(error))}", *[""] * 6))
-    assert case.change is not None or how == AS_IS
-    exported = how if case.change is None or how == AS_IS else f"with {case.change[0]}"
+    change = ", ".join(f"{setting}={value}" for setting, value in case.change.items())
+    exported = how if how == AS_IS else f"with {change}; else: {_cell(str(error))}"
     row = (
         case.family,
         exported,

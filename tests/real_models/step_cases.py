@@ -43,29 +43,27 @@ class StepCase:
 
     Attributes:
         family: what kind of model it is.
-        model: returns the model, in train mode.
+        model: returns the model, given settings that are to be changed.
         batch: (items, length) -> the tensors of a batch by name, in the order of the arguments.
         axes: which axes vary, by name.
         settings: further arguments of every call.
         target: the tensor that cross entropy compares the output with; None where the model has its own loss.
-        change: what a user changes where the class is refused as it is: (text, function of the model).
+        change: settings of the configuration that a user changes where the class is refused as it is.
         refused: a part of the error where the class is refused even so; None: it must not be.
     """
 
     family: str
-    model: Callable[[], nn.Module]
+    model: Callable[..., nn.Module]
     batch: Callable[[int, int], Tensors]
     axes: Axes
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     target: str | None = None
-    change: tuple[str, Callable[[nn.Module], None]] | None = None
+    change: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
     def module(self, changed: bool = False) -> tuple[nn.Module, Callable[..., Tensor]]:
         """Return the module and the loss of a step."""
-        model = self.model().train()
-        if changed and self.change is not None:
-            self.change[1](model)
+        model = self.model(**(self.change if changed else {})).train()
         if self.target is not None:
             return model, F.cross_entropy
         return WithLoss(model, tuple(self.batch(2, 8)), **self.settings), own_loss
@@ -91,23 +89,23 @@ def own_loss(loss: Tensor) -> Tensor:
 CASES: dict[str, StepCase] = {}
 
 
-def transformer(name: str, **settings: Any) -> Callable[[], nn.Module]:
+def transformer(name: str, **settings: Any) -> Callable[..., nn.Module]:
     """Return the function that makes a class of transformers with these settings of its configuration."""
 
-    def make() -> nn.Module:
+    def make(**changed: Any) -> nn.Module:
         import transformers
 
         cls = getattr(transformers, name)
-        model: nn.Module = cls(cls.config_class(**settings))
+        model: nn.Module = cls(cls.config_class(**{**settings, **changed}))
         return model
 
     return make
 
 
-def timm_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
+def timm_model(name: str, **settings: Any) -> Callable[..., nn.Module]:
     """Return the function that makes a model of timm."""
 
-    def make() -> nn.Module:
+    def make(**changed: Any) -> nn.Module:
         # The wheel of torchvision on PyPI is for CUDA. None of its operators is needed, but their schemas are.
         library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for operator in ("nms", "qnms"):
@@ -115,7 +113,7 @@ def timm_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
         sys.path.append(str(Path(sys.prefix) / "timm"))
         import timm
 
-        model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings)
+        model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings, **changed)
         return model
 
     return make
@@ -315,6 +313,7 @@ add(
     speech,
     {"input_values": TOKENS, "labels": BATCH},
     {"Wav2Vec2ForCTC": WAVES, "WavLMForCTC": WAVES, "HubertForCTC": WAVES},
+    change={"layerdrop": 0.0, "apply_spec_augment": False},
 )
 IMAGE = {
     "hidden_size": 16,
@@ -382,7 +381,7 @@ add(
 )
 
 
-def _detr() -> nn.Module:
+def _detr(**changed: Any) -> nn.Module:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
     backbone = ResNetConfig(
@@ -403,6 +402,7 @@ def _detr() -> nn.Module:
             encoder_ffn_dim=24,
             decoder_ffn_dim=24,
             num_labels=CLASSES,
+            **changed,
         )
     )
     return _Logits(model)
@@ -430,7 +430,7 @@ CASES["DetrForObjectDetection"] = StepCase(
 for name, settings in {
     "resnet18": {"channels": (8, 8, 16, 16)},
     "mobilenetv3_small_050": {},
-    "mixer_s32_224": {"img_size": 64, "embed_dim": 16, "num_blocks": 2},
+    "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
     "convnext_atto": {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "drop_path_rate": 0.1},
 }.items():
     CASES[f"timm {name}"] = StepCase(
@@ -442,8 +442,9 @@ for name, settings in {
     )
 add(
     "state spaces and time series",
-    lambda items, length: {"input_ids": ids(items, length), "labels": ids(items, length)},
-    {"input_ids": TOKENS, "labels": TOKENS},
+    # Its scan is a loop over the tokens in Python.
+    lambda items, length: {"input_ids": ids(items, 8), "labels": ids(items, 8)},
+    {"input_ids": BATCH, "labels": BATCH},
     {"MambaForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}},
 )
 
@@ -478,4 +479,5 @@ add(
             "decoder_ffn_dim": 24,
         }
     },
+    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 )

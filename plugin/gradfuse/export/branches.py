@@ -8,6 +8,8 @@ decided while a step is traced as they are when PyTorch runs it on the batch:
 - A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step is for numbers
   that are.
 
+Besides, `nonzero` is taken to find something where it does on the batch, and the user is told.
+
 This module imports torch.
 """
 
@@ -19,6 +21,7 @@ import dataclasses
 import dis
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import Any
@@ -28,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradfuse.export import _torch_private as private
 from gradfuse.export.dropout import SeededDropout
-from gradfuse.export.reporting import refusal
+from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
@@ -58,11 +62,15 @@ class Branches:
         decided: those that do not choose what is computed -> how they go.
         open: the others, as texts for messages.
         random: those of the others that depend on a random number.
+        found: where `nonzero` finds something each time.
+        assumed: those of them that were met when the step was traced.
     """
 
     decided: Mapping[Place, bool]
     open: tuple[str, ...]
     random: tuple[str, ...]
+    found: frozenset[Place]
+    assumed: set[Place] = dataclasses.field(default_factory=set)
 
 
 def branches_of(step: TorchStep) -> Branches:
@@ -89,7 +97,8 @@ def branches_of(step: TorchStep) -> Branches:
         texts.append(_text(place))
         if "random" in kinds:
             random.append(_text(place))
-    return Branches(decided, tuple(texts), tuple(random))
+    found = frozenset(place for place, counts in observed.found.items() if all(counts))
+    return Branches(decided, tuple(texts), tuple(random), found)
 
 
 def refuse_open(step: TorchStep, branches: Branches) -> None:
@@ -110,27 +119,38 @@ def refuse_open(step: TorchStep, branches: Branches) -> None:
         )
 
 
+def warn_of_assumptions(branches: Branches) -> None:
+    """Tell the user what was taken to be so in all batches."""
+    for place in branches.assumed:
+        warnings.warn(
+            f"{WHO}: nonzero in {_text(place)} is taken to find at least one element, as it does in this batch",
+            stacklevel=4,
+        )
+
+
 @contextlib.contextmanager
 def answered(step: TorchStep, branches: Branches) -> Iterator[None]:
     """Let a module be traced: decide its checks, and let `len` give the symbolic length of a tensor."""
-    with _symbolic_len(step), _Decided(branches.decided):
+    with _symbolic_len(step), _Decided(branches):
         yield
 
 
 class _Decided(TorchFunctionMode):
     """Answer the branches that are decided."""
 
-    def __init__(self, decided: Mapping[Place, bool]) -> None:
+    def __init__(self, branches: Branches) -> None:
         super().__init__()
-        self._decided = decided
+        self._branches = branches
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__:
-            frame = sys._getframe(1)
-            answer = self._decided.get((frame.f_code, frame.f_lasti))
-            if answer is not None:
-                return answer
-        return func(*args, **(kwargs or {}))
+        place = _caller()
+        if func is torch.Tensor.__bool__ and place in self._branches.decided:
+            return self._branches.decided[place]
+        result = func(*args, **(kwargs or {}))
+        if place in self._branches.found and isinstance(result, Tensor):
+            private.assume(result.shape[0] > 0)
+            self._branches.assumed.add(place)
+        return result
 
 
 class _Observed(TorchFunctionMode):
@@ -141,11 +161,13 @@ class _Observed(TorchFunctionMode):
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
+        found: place of a `nonzero` -> whether it found something, each time.
     """
 
     def __init__(self, turned: Place | None) -> None:
         super().__init__()
         self.asked: dict[Place, tuple[set[bool], set[str]]] = {}
+        self.found: dict[Place, list[bool]] = {}
         self._turned = turned
         # With the tensor itself, so that no other gets its id.
         self._kinds: dict[int, tuple[str, Any]] = {}
@@ -161,12 +183,13 @@ class _Observed(TorchFunctionMode):
         elif name in _KEEPS or func is torch.Tensor.__bool__:
             kind = next((self._kinds[id(one)][0] for one in args if id(one) in self._kinds), None)
         if func is torch.Tensor.__bool__:
-            frame = sys._getframe(1)
-            place = (frame.f_code, frame.f_lasti)
+            place = _caller()
             answers, kinds = self.asked.setdefault(place, (set(), set()))
             answers.add(result)
             kinds.update([] if kind is None else [kind])
             return not result if place == self._turned else result
+        if name == "nonzero" and isinstance(result, Tensor):
+            self.found.setdefault(_caller(), []).append(result.shape[0] > 0)
         if kind is not None:
             self._kinds[id(result)] = kind, result
         return result
@@ -196,6 +219,12 @@ def _is_check(step: TorchStep, place: Place) -> bool:
             return False
         return place[0].co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return False
+
+
+def _caller() -> Place:
+    """Return where the code is that called the mode whose method calls this."""
+    frame = sys._getframe(2)
+    return frame.f_code, frame.f_lasti
 
 
 def _last(traceback: TracebackType | None) -> TracebackType | None:

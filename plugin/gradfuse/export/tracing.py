@@ -66,6 +66,7 @@ def joint_program(
         # torch.export has no common base class for what it refuses.
         branches.refuse_open(step, taken)
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
+    branches.warn_of_assumptions(taken)
     _refuse_random_operators(program)
     try:
         with quiet():
