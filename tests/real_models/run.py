@@ -4,8 +4,8 @@ Usage, in tests/: python -m real_models.run [--page FILE] [CASE ...]
 
 There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` at a module, by
 `export_training_step`. Each runs in a process of its own, within limits of time and memory. Prints what came of each,
-and ends with 1 where a case does worse than it says it should. With --page, the table of modules goes into a page of
-the documentation, between its marks.
+and ends with 1 where a case does worse than it says it should. With --page, the lines of the modules that were run go
+into the table of a page of the documentation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     """Run the cases of these names, or all of them."""
     parser = argparse.ArgumentParser(prog="real_models.run")
     parser.add_argument("names", nargs="*", metavar="CASE")
-    parser.add_argument("--page", type=Path, help="put the table of modules into this page, between its marks")
+    parser.add_argument("--page", type=Path, help="put the lines of modules into the table of this page")
     options = parser.parse_args(arguments)
     from real_models import model_cases, step_cases
 
@@ -76,22 +76,28 @@ def main(arguments: list[str]) -> int:
         print(f"no case {unknown[0]!r}; expected some of {', '.join(known)}", file=sys.stderr)
         return 2
     failed = 0
-    lines = []
     for name in options.names or known:
         begin = time.perf_counter()
         if name in step_cases.CASES:
             result = step_result(name, step_cases.CASES[name])
-            lines.append(f"| {name} | {' | '.join(result.row)} |\n")
+            if options.page:
+                put_row(options.page, name, result.row, list(step_cases.CASES))
         else:
             result = file_result(name)
         failed += not result.good
         seconds = time.perf_counter() - begin
         print(f"{name:36} {'ok' if result.good else 'FAILED':7} {seconds:5.0f} s  {result.text}", flush=True)
-    if options.page:
-        before, begin_mark, rest = options.page.read_text().partition("<!-- measured -->\n")
-        _, end_mark, after = rest.partition("<!-- end -->")
-        options.page.write_text(f"{before}{begin_mark}{HEAD}{''.join(lines)}{end_mark}{after}")
     return min(failed, 1)
+
+
+def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> None:
+    """Put the line of a class into the table of a page; the other lines stay."""
+    before, begin, rest = page.read_text().partition("<!-- measured -->\n")
+    table, end, after = rest.partition("<!-- end -->")
+    lines = {line.split("|")[1].strip(): f"{line}\n" for line in table.splitlines()[2:]}
+    lines[name] = f"| {name} | {' | '.join(row)} |\n"
+    kept = "".join(lines[one] for one in order if one in lines)
+    page.write_text(f"{before}{begin}{HEAD}{kept}{end}{after}")
 
 
 def file_result(name: str) -> Result:
@@ -172,9 +178,7 @@ def step(name: str, *, changed: bool) -> dict[str, Any]:
     module, loss = case.module(changed)
     begin = time.perf_counter()
     try:
-        exported = export_training_step(
-            module, loss, case.tensors(ITEMS, LENGTH), dynamic_shapes=case.dynamic_shapes()
-        )
+        exported = export_training_step(module, loss, case.tensors(ITEMS, LENGTH), dynamic_shapes=case.dynamic_shapes())
     except ExportError as error:
         return {"error": str(error)}
     seconds = time.perf_counter() - begin
@@ -195,11 +199,10 @@ def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict
     """
     import numpy as np
     import onnxruntime
+    import torch
     from training_models import autograd
 
     from gradfuse import library
-
-    import torch
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1

@@ -109,7 +109,8 @@ def timm_model(name: str, **settings: Any) -> Callable[..., nn.Module]:
         # The wheel of torchvision on PyPI is for CUDA. None of its operators is needed, but their schemas are.
         library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            library.define(schema)  # type: ignore[no-untyped-call]
         sys.path.append(str(Path(sys.prefix) / "timm"))
         import timm
 
@@ -427,12 +428,13 @@ CASES["DetrForObjectDetection"] = StepCase(
     {"pixel_values": BATCH, "labels": BATCH},
     target="labels",
 )
-for name, settings in {
+TIMM: Mapping[str, Mapping[str, Any]] = {
     "resnet18": {"channels": (8, 8, 16, 16)},
     "mobilenetv3_small_050": {},
     "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
     "convnext_atto": {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "drop_path_rate": 0.1},
-}.items():
+}
+for name, settings in TIMM.items():
     CASES[f"timm {name}"] = StepCase(
         "timm",
         timm_model(name, **settings),
@@ -463,7 +465,7 @@ def series(items: int, length: int) -> Tensors:
 add(
     "state spaces and time series",
     series,
-    {name: BATCH for name in series(1, 1)},
+    dict.fromkeys(series(1, 1), BATCH),
     {
         "TimeSeriesTransformerForPrediction": {
             "prediction_length": 4,

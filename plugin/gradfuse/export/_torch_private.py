@@ -198,7 +198,7 @@ def with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.Exp
 
 def assume(condition: Any) -> None:
     """Let what is traced take a condition on symbolic sizes to be true."""
-    torch._check(condition)
+    torch._check(condition)  # type: ignore[no-untyped-call]
 
 
 def unchecked_size(fake: Any) -> Any:

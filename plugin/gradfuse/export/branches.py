@@ -270,8 +270,9 @@ def _symbolic_len(step: TorchStep) -> Iterator[None]:
 
     Python insists on an integer of `len`, which makes a dynamic size a constant of the traced program.
     """
-    owners = [type(module) for module in step.module.modules()]
-    owners += [type(module) for module in step.loss.modules()] if isinstance(step.loss, torch.nn.Module) else [step.loss]
+    owners: list[Any] = [step.loss]
+    for owner in (step.module, step.loss):
+        owners += [type(module) for module in owner.modules()] if isinstance(owner, torch.nn.Module) else []
     packages = {str(getattr(owner, "__module__", "")).partition(".")[0] for owner in owners} - {"torch", "builtins", ""}
     namespaces = [
         vars(module)

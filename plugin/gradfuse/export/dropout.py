@@ -189,7 +189,8 @@ def _randint(draw: _Draw, *bounds_and_size: Any, dtype: Any = None, device: Any 
     *bounds, size = bounds_and_size
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
     like, _unused = _empty(size, None, device)
-    return ((draw(like).double() * (high - low)).floor() + low).to(dtype or torch.int64)
+    numbers: Tensor = (draw(like).double() * (high - low)).floor() + low
+    return numbers.to(dtype or torch.int64)
 
 
 def _randperm(draw: _Draw, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
@@ -313,12 +314,12 @@ def translations() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def draws(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the draws of a program, in the order of the forward pass."""
+def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Return the masks and other draws of a program, in the order of the forward pass."""
     return [node for node in graph.nodes if node.target in _ARGUMENTS]
 
 
-_ARGUMENTS = {torch.ops.gradfuse.dropout_mask.default: 2, torch.ops.gradfuse.uniform.default: 1}
+_ARGUMENTS: dict[Any, int] = {torch.ops.gradfuse.dropout_mask.default: 2, torch.ops.gradfuse.uniform.default: 1}
 """Operators that draw -> the number of their arguments ahead of the seed."""
 
 
@@ -329,5 +330,5 @@ def connect(program: torch.export.ExportedProgram, seed: int) -> None:
     """
     name = program.graph_signature.user_inputs[seed]
     placeholder = next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
-    for layer, node in enumerate(draws(program.graph)):
+    for layer, node in enumerate(masks(program.graph)):
         node.args = (*node.args[: _ARGUMENTS[node.target]], placeholder, layer)

@@ -1,7 +1,7 @@
 """Products of groups of rows, each with a matrix of its own, as experts compute them: an ONNX Loop over the groups.
 
-The operators are PyTorch's `torch.nn.functional.grouped_mm` and what transformers has in its place where that lacks a
-kernel. torch is imported when translations are made.
+The operators are those that transformers has where `torch.nn.functional.grouped_mm` lacks a kernel. torch is imported
+when translations are made.
 """
 
 from __future__ import annotations
@@ -83,12 +83,6 @@ def translations() -> dict[Any, Callable[..., Any]]:
     rows, inner = function_caller(ROWS), function_caller(INNER)
     op: Any = opset18
 
-    def grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-        """aten::_grouped_mm: (S, K) by (G, K, N) is (S, N), and (M, S) by (S, N) is (G, M, N), with (G) ends in S."""
-        if offs is None or bias is not None or len(self.shape) != 2:
-            raise NotImplementedError("aten::_grouped_mm is translated for 2-D inputs with ends of groups, and no bias")
-        return rows(self, mat2, offs) if len(mat2.shape) == 3 else inner(self, mat2, offs)
-
     def fallback(input: Any, weight: Any, offs: Any) -> Any:
         """transformers::grouped_mm_fallback: (S, K) by (G, K, N) is (S, N), with (G) ends in S."""
         return rows(input, weight, offs)
@@ -98,9 +92,13 @@ def translations() -> dict[Any, Callable[..., Any]]:
         of_input = rows(grad_output, op.Transpose(weight, perm=[0, 2, 1]), offs)
         return of_input, inner(op.Transpose(input, perm=[1, 0]), grad_output, offs)
 
-    table: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: grouped_mm}
+    table: dict[Any, Callable[..., Any]] = {}
     own = torch.ops.transformers
-    for name, function in {"grouped_mm_fallback": fallback, "grouped_mm_fallback_backward": fallback_backward}.items():
+    known: dict[str, Callable[..., Any]] = {
+        "grouped_mm_fallback": fallback,
+        "grouped_mm_fallback_backward": fallback_backward,
+    }
+    for name, function in known.items():
         # They are there once transformers is imported.
         if hasattr(own, name):
             table[getattr(own, name).default] = function

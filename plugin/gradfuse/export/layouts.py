@@ -85,7 +85,10 @@ def _have_same_axes(one: tuple[Sequence[Any], Sequence[Any]], other: tuple[Seque
     axes, others = (
         [axis for axis in zip(sizes, strides, strict=True) if not _same(axis[0], 1)] for sizes, strides in (one, other)
     )
-    return len(axes) == len(others) and all(_same(a, b) for x, y in zip(axes, others, strict=True) for a, b in zip(x, y))
+    if len(axes) != len(others):
+        return False
+    pairs = zip(axes, others, strict=True)
+    return all(_same(size, others_size) and _same(stride, step) for (size, stride), (others_size, step) in pairs)
 
 
 def _same(a: Any, b: Any) -> bool:

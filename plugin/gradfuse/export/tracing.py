@@ -23,9 +23,7 @@ from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
 
-def joint_program(
-    step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches
-) -> ExportedProgram:
+def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches) -> ExportedProgram:
     """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *gradients).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
@@ -106,7 +104,7 @@ def connect_dropout(program: ExportedProgram, step: TorchStep, native: Outcome) 
     Raises:
         ExportError: the program draws other random numbers than the dropouts that PyTorch has run.
     """
-    drawn = len(dropout.draws(program.graph))
+    drawn = len(dropout.masks(program.graph))
     if drawn != native.dropouts:
         raise refusal(
             f"the step draws random numbers in {drawn} operators, but {native.dropouts} when PyTorch runs it on the "

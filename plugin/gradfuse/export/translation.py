@@ -118,7 +118,7 @@ def traceable_ctc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traceable_padding() -> Iterator[None]:
-    """Keep dynamic sizes of what is padded: PyTorch's own fake kernel makes them constants when gradients are traced."""
+    """Keep dynamic sizes of what is padded: PyTorch's own fake kernel makes them constants in the backward pass."""
     import torch
 
     def constant_pad_nd(input: Any, pad: Sequence[Any], value: float = 0) -> Any:
