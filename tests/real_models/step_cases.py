@@ -483,3 +483,97 @@ add(
     },
     change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 )
+
+
+# Further classes of the same families.
+
+add(
+    "causal language models",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {
+        "Qwen2ForCausalLM": GROUPED,
+        "OPTForCausalLM": {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 16,
+            "ffn_dim": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 16,
+        },
+        "GPTNeoXForCausalLM": TINY,
+        "BloomForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+        "FalconForCausalLM": {**TINY, "new_decoder_architecture": False},
+        "OlmoForCausalLM": GROUPED,
+    },
+)
+add(
+    "mixture of experts",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {
+        "Qwen2MoeForCausalLM": {
+            **GROUPED,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+            "num_experts": 4,
+        }
+    },
+)
+add(
+    "encoders",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {"BertForMaskedLM": TINY, "XLMRobertaForMaskedLM": TINY, "AlbertForMaskedLM": {**TINY, "embedding_size": 12}},
+)
+add(
+    "encoders",
+    sentences,
+    {**TEXT, "labels": BATCH},
+    {"MPNetForSequenceClassification": {**TINY, "num_labels": CLASSES}},
+)
+add(
+    "sequence to sequence",
+    translations,
+    {**TEXT, "labels": {0: "batch", 1: "target_length"}},
+    {
+        "MarianMTModel": {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "max_position_embeddings": 64,
+            "decoder_start_token_id": 1,
+            **SPECIAL,
+        }
+    },
+)
+add(
+    "speech",
+    lambda items, length: {"input_values": torch.randn(items, 100 * length), "labels": classes(items)},
+    {"input_values": TOKENS, "labels": BATCH},
+    {"Wav2Vec2ForSequenceClassification": {**WAVES, "classifier_proj_size": 8, "num_labels": CLASSES}},
+    change={"layerdrop": 0.0, "apply_spec_augment": False},
+)
+add(
+    "vision",
+    pictures,
+    {"pixel_values": BATCH, "labels": BATCH},
+    {
+        "DeiTForImageClassification": {**IMAGE, "num_labels": CLASSES},
+        "BeitForImageClassification": {**IMAGE, "num_labels": CLASSES},
+        "Dinov2ForImageClassification": {**IMAGE, "num_labels": CLASSES},
+        "ResNetForImageClassification": {
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "layer_type": "basic",
+            "num_labels": CLASSES,
+        },
+    },
+)
