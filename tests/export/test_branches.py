@@ -204,16 +204,18 @@ def test_padding_and_shifting_keep_dynamic_sizes() -> None:
     assert dims["tokens"] == ["batch", "length"]
 
 
-class Bordered(Asking):
-    def asked(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, 1:], [1, 0])
+class Bordered(Shifting):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(F.pad(self.embed(tokens), [0, 0, 0, 1])).mean(1)  # type: ignore[no-any-return]
 
 
 def test_an_axis_that_cannot_vary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch's own fake kernel of padding makes constants of sizes.
     monkeypatch.setattr("gradfuse.export.torch_step.traceable_padding", contextlib.nullcontext)
-    with pytest.raises(ExportError, match="axis 0 of 'x' has size 4 in all of the traced step"):
-        export_training_step(Bordered(), F.cross_entropy, _batch(4), dynamic_shapes=DYNAMIC)
+    batch = (torch.randint(0, 5, (4, 6)),), (torch.arange(4),)
+    dynamic = ({0: "batch", 1: "length"},), ({0: "batch"},)
+    with pytest.raises(ExportError, match="axis 0 of 'tokens' has size 4 in all of the traced step"):
+        export_training_step(Bordered(), F.cross_entropy, batch, dynamic_shapes=dynamic)
 
 
 @pytest.mark.long

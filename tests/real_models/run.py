@@ -232,7 +232,7 @@ def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict
         loss(module(*batch[0]), *batch[1]).backward()
 
     step_ms = _milliseconds(lambda: session.run(names, feeds))
-    return {"error_of_bound": worst, "step_ms": step_ms, "torch_ms": _milliseconds(native_step)}
+    return {"error_of_bound": float(worst), "step_ms": step_ms, "torch_ms": _milliseconds(native_step)}
 
 
 def _milliseconds(function: Any) -> float:

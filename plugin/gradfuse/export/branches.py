@@ -19,6 +19,7 @@ import builtins
 import contextlib
 import dataclasses
 import dis
+import inspect
 import os
 import sys
 import warnings
@@ -223,7 +224,11 @@ def _is_check(step: TorchStep, place: Place) -> bool:
 
 def _caller() -> Place:
     """Return where the code is that called the mode whose method calls this."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
+    for _ in range(2):
+        assert frame is not None
+        frame = frame.f_back
+    assert frame is not None
     return frame.f_code, frame.f_lasti
 
 
