@@ -108,15 +108,14 @@ def refuse_open(step: TorchStep, branches: Branches) -> None:
     Raises:
         ExportError: there is a branch that chooses what is computed.
     """
+    text, open_branches, advice = "the value of a tensor", branches.open, "torch.where or the like"
     if branches.random:
+        text, open_branches = "a random number", branches.random
+        advice = f"a module that always computes the same{_settings(step)}"
+    if open_branches:
         raise refusal(
-            f"the module decides by a random number what it computes, in {branches.random[0]}, and a graph has no "
-            f"branches; expected a module that always computes the same{_settings(step)}"
-        )
-    if branches.open:
-        raise refusal(
-            f"the module decides by the value of a tensor what it computes, in {branches.open[0]}, and a graph has no "
-            "branches; expected torch.where or the like"
+            f"torch.export cannot trace the step: the module decides by {text} what it computes, in {open_branches[0]}, "
+            f"and a graph has no branches; expected {advice}"
         )
 
 

@@ -67,6 +67,10 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             noise.copy_(mask(self.seed, self.count, noise, 1 - share))
             self.count += 1
             return noise
+        if func is aten.bernoulli.p:
+            drawn = mask(self.seed, self.count, args[0], 1 - args[1]).to(args[0].dtype)
+            self.count += 1
+            return drawn
         if func in _IN_PLACE:
             result = _DISTRIBUTIONS[_IN_PLACE[func]](self._draw, *args, **kwargs)
             return args[0].copy_(result)
