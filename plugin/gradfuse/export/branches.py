@@ -114,8 +114,8 @@ def refuse_open(step: TorchStep, branches: Branches) -> None:
         advice = f"a module that always computes the same{_settings(step)}"
     if open_branches:
         raise refusal(
-            f"torch.export cannot trace the step: the module decides by {text} what it computes, in {open_branches[0]}, "
-            f"and a graph has no branches; expected {advice}"
+            f"torch.export cannot trace the step: the module decides by {text} what it computes, in "
+            f"{open_branches[0]}, and a graph has no branches; expected {advice}"
         )
 
 
