@@ -29,7 +29,7 @@ help:
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
-	@echo "make test-models   train models of transformers and scikit-learn from ONNX files, and compare (MODEL_CASES=... for some)"
+	@echo "make test-models   train models of transformers, timm and scikit-learn, and compare; writes docs/models.md (an hour; MODEL_CASES='GPT2LMHeadModel ...' for some)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
@@ -104,7 +104,8 @@ $(ORT_TRAINING)/.installed: $(INSTALLED)
 test-ort-training: $(ORT_TRAINING)/.installed
 	$(BIN)/python -m pytest -m ort_training $(PYTEST_ARGS) tests/ort_training
 
-# transformers and skl2onnx, beside the packages of the other tests.
+# transformers and skl2onnx, beside the packages of the other tests. timm is apart, for its own cases alone: PyPI has
+# torchvision for CUDA only, which neither loads beside a torch for CPUs nor lets transformers load there.
 MODELS := .venv-models
 $(MODELS)/.installed: $(INSTALLED)
 	$(BIN)/python tools/create_venv.py $(MODELS)
@@ -113,10 +114,12 @@ $(MODELS)/.installed: $(INSTALLED)
 	    $$($(MODELS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
 	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
 	    transformers==5.23.0 skl2onnx==1.20.0
+	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
+	    --no-deps --upgrade --target $(MODELS)/timm torchvision==0.28.0 timm==1.0.31
 	@touch $@
 
 test-models: $(MODELS)/.installed
-	PYTHONPATH=tests $(MODELS)/bin/python -m real_models.run $(MODEL_CASES)
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests:tests/support $(MODELS)/bin/python -m real_models.run --page docs/models.md $(MODEL_CASES)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import export_training_step
+from gradfuse import ExportError, export_training_step
 from gradfuse.export import dropout
 from gradfuse.testing import assert_gradients_close
 
@@ -131,3 +131,71 @@ def test_the_seed_is_found_beside_constants_of_the_forward_pass() -> None:
         assert_gradients_close(results["loss"], native["loss"], exact["loss"], np.float32)
         losses.add(float(results["loss"]))
     assert len(losses) == 2
+
+
+class Drawing(nn.Module):
+    """Every kind of draw that a seed determines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        keep = (0.8 + torch.rand((len(x), 1), dtype=y.dtype)).floor_()
+        y = y / 0.8 * keep + 0.1 * torch.rand_like(y) + torch.empty_like(y).uniform_(-0.5, 0.5)
+        y = y + torch.randn(y.shape, dtype=y.dtype) * torch.randn_like(y) + torch.empty_like(y).normal_(1.0, 2.0)
+        y = y + F.gumbel_softmax(y, tau=0.7) + y * torch.bernoulli(y.detach().sigmoid()) * torch.bernoulli(y, 0.5)
+        y = y * torch.randint(1, 4, (len(x), 1)) + y[torch.randperm(len(x))]
+        return F.dropout(y, 0.3, self.training)
+
+
+@pytest.mark.long
+def test_a_step_draws_pytorchs_numbers_for_every_seed() -> None:
+    torch.manual_seed(0)
+    module = Drawing()
+    dynamic = ({0: "batch"},), ({0: "batch"},)
+    batches = [((torch.randn(n, 6),), (torch.arange(n) % 5,)) for n in (4, 6)]
+    step = export_training_step(module, F.cross_entropy, batches[0], dynamic_shapes=dynamic)
+    losses = set()
+    for seed in (0, 7):
+        step.buffers["dropout_seed"][...] = seed
+        results = run(step, batches[1], kernels=False)
+        native, exact = (
+            autograd(module, F.cross_entropy, batches[1], dtype, step) for dtype in (torch.float32, torch.float64)
+        )
+        assert results.pop("dropout_seed.updated") == seed + 1
+        terms = 16 * max(np.abs(array).max() for name, array in exact.items() if name.endswith(".grad"))
+        for name, result in results.items():
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=terms)
+        losses.add(float(results["loss"]))
+    assert len(losses) == 2
+
+
+def test_uniform_numbers_are_uniform_and_normal_ones_normal() -> None:
+    """Moments are within five standard deviations of what independent draws would give."""
+    with dropout.SeededDropout(torch.tensor(3)) as drawn:
+        uniform, normal = torch.rand(ITEMS, dtype=torch.float64), torch.randn(ITEMS, dtype=torch.float64)
+        narrow = torch.rand(ITEMS, dtype=torch.bfloat16)
+    assert drawn.count == 3
+    limit = 5 / ITEMS**0.5
+    assert abs(uniform.mean() - 0.5) <= limit * 12**-0.5
+    assert abs(uniform.square().mean() - 1 / 3) <= limit * (1 / 5 - 1 / 9) ** 0.5
+    assert abs(normal.mean()) <= limit
+    assert abs(normal.square().mean() - 1.0) <= limit * 2**0.5
+    assert abs((uniform - 0.5).mul(normal).mean()) <= limit * 12**-0.5
+    assert 0.0 <= uniform.min() and uniform.max() < 1.0 and narrow.max() < 1.0
+
+
+def test_draws_without_a_seed_are_refused() -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y * torch.multinomial(y.detach().softmax(-1), 1)  # type: ignore[no-any-return]
+
+    with pytest.raises(ExportError, match=r"draws random numbers by aten.multinomial.default"):
+        export_training_step(Choice(), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)))

@@ -266,6 +266,19 @@ def test_unchecked_size(library: Any) -> None:
         assert any(node.target is torch.ops.gradfuse_test.f.default for node in program.graph.nodes)
 
 
+def test_assume() -> None:
+    with needed("torch._check", "trace what depends on how much nonzero finds"):
+
+        class Finding(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                found = x.nonzero()
+                private.assume(found.shape[0] > 0)
+                return found.sum() if found.shape[0] > 0 else x.sum()
+
+        program = torch.export.export(Finding(), (torch.ones(3),))
+        assert program.module()(torch.ones(3)) == 3
+
+
 def test_record_call() -> None:
     with needed("the evaluator of torch.onnx with its nodes and functions", "translate operators as ONNX functions"):
         double = translation.function_caller("Double (x) => (y) { y = Add(x, x) }")

@@ -1,48 +1,252 @@
 """Trains models of other people's libraries, and compares with torch: `make test-models`.
 
-Usage, in tests/: python -m real_models.run [CASE ...]
+Usage, in tests/: python -m real_models.run [--page FILE] [CASE ...]
 
-Each case runs in a process of its own. Prints a table, and ends with 1 where a case fails.
+There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` at a module, by
+`export_training_step`. Each runs in a process of its own, within limits of time and memory. Prints what came of each,
+and ends with 1 where a case does worse than it says it should. With --page, the lines of the modules that were run go
+into the table of a page of the documentation.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-SECONDS = 300
+if TYPE_CHECKING:
+    from real_models.step_cases import StepCase
+
+    from gradfuse import TrainingStep
+
+SECONDS = 400
 """How long a case may take."""
 
+MEMORY = 12 * 2**30
+"""How much address space a case may take, in bytes."""
 
-def main(names: list[str]) -> int:
+ITEMS, LENGTH = 3, 8
+"""The batch that a step is exported with."""
+OTHER_ITEMS, OTHER_LENGTH = 5, 11
+"""The batch that it is compared on, besides."""
+TIMED_STEPS = 20
+
+AS_IS, CHANGED, REFUSED = "as it is", "changed", "refused"
+
+HEAD = """\
+| class | family | exported | error | fused operators | nodes | export | a step | in PyTorch |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a case.
+
+    Attributes:
+        good: whether that is at least what the case says.
+        text: one line.
+        row: the cells of the table's line after the name, for a module.
+    """
+
+    good: bool
+    text: str
+    row: tuple[str, ...] = ()
+
+
+def main(arguments: list[str]) -> int:
     """Run the cases of these names, or all of them."""
-    from real_models.model_cases import CASES
+    parser = argparse.ArgumentParser(prog="real_models.run")
+    parser.add_argument("names", nargs="*", metavar="CASE")
+    parser.add_argument("--page", type=Path, help="put the lines of modules into the table of this page")
+    options = parser.parse_args(arguments)
+    from real_models import model_cases, step_cases
 
-    unknown = [name for name in names if name not in CASES]
+    known = [*model_cases.CASES, *step_cases.CASES]
+    unknown = [name for name in options.names if name not in known]
     if unknown:
-        print(f"no case {unknown[0]!r}; expected some of {', '.join(CASES)}", file=sys.stderr)
+        print(f"no case {unknown[0]!r}; expected some of {', '.join(known)}", file=sys.stderr)
         return 2
     failed = 0
-    for name in names or CASES:
+    for name in options.names or known:
         begin = time.perf_counter()
-        command = [sys.executable, "-m", "real_models.run", "--one", name]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
-            outcome = lines[-1] if lines else f"ended with {result.returncode}"
-            good = result.returncode == 0
-        except subprocess.TimeoutExpired:
-            good, outcome = False, f"took longer than {SECONDS} s"
-        failed += not good
-        print(f"{name:20} {'ok' if good else 'FAILED':7} {time.perf_counter() - begin:5.0f} s  {outcome}", flush=True)
+        if name in step_cases.CASES:
+            result = step_result(name, step_cases.CASES[name])
+            if options.page:
+                put_row(options.page, name, result.row, list(step_cases.CASES))
+        else:
+            result = file_result(name)
+        failed += not result.good
+        seconds = time.perf_counter() - begin
+        print(f"{name:36} {'ok' if result.good else 'FAILED':7} {seconds:5.0f} s  {result.text}", flush=True)
     return min(failed, 1)
 
 
+def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> None:
+    """Put the line of a class into the table of a page; the other lines stay."""
+    before, begin, rest = page.read_text().partition("<!-- measured -->\n")
+    table, end, after = rest.partition("<!-- end -->")
+    lines = {line.split("|")[1].strip(): f"{line}\n" for line in table.splitlines()[2:]}
+    lines[name] = f"| {name} | {' | '.join(row)} |\n"
+    kept = "".join(lines[one] for one in order if one in lines)
+    page.write_text(f"{before}{begin}{HEAD}{kept}{end}{after}")
+
+
+def file_result(name: str) -> Result:
+    """Run a case of `model_cases`."""
+    code, output, errors = _own_process("--one", name)
+    lines = (output if code == 0 else errors).strip().splitlines()
+    return Result(code == 0, lines[-1] if lines else f"ended with {code}")
+
+
+def step_result(name: str, case: StepCase) -> Result:
+    """Run a case of `step_cases`, as it is and, where that is refused, changed."""
+    found = _step_outcome(name, changed=False)
+    how, error = AS_IS, found.get("error")
+    if error is not None and case.change:
+        found = _step_outcome(name, changed=True)
+        how = CHANGED
+    if "error" in found:
+        how, error = REFUSED, found["error"]
+    wanted = REFUSED if case.refused is not None else CHANGED if case.change else AS_IS
+    order = (AS_IS, CHANGED, REFUSED)
+    good = order.index(how) <= order.index(wanted) and (how != REFUSED or str(case.refused) in str(error))
+    if how == REFUSED:
+        return Result(good, f"refused: {error}", (case.family, f"refused: {_cell(str(error))}", *[""] * 6))
+    change = ", ".join(f"{setting}={value}" for setting, value in case.change.items())
+    exported = how if how == AS_IS else f"with {change}; else: {_cell(str(error))}"
+    row = (
+        case.family,
+        exported,
+        f"{found['error_of_bound']:.2f} of its bound",
+        ", ".join(one if count == 1 else f"{count} {one}" for one, count in sorted(found["fused"].items())),
+        str(found["nodes"]),
+        f"{found['seconds']:.0f} s",
+        f"{found['step_ms']:.1f} ms",
+        f"{found['torch_ms']:.1f} ms",
+    )
+    return Result(good and found["error_of_bound"] <= 1, "; ".join(row[1:]), row)
+
+
+def _step_outcome(name: str, *, changed: bool) -> dict[str, Any]:
+    code, output, errors = _own_process("--step", name, *(["--changed"] if changed else []))
+    lines = output.strip().splitlines()
+    if code == 0 and lines:
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+    last = (errors.strip().splitlines() or [f"ended with {code}"])[-1]
+    return {"error": f"unexpected: {last}"}
+
+
+def _own_process(*arguments: str) -> tuple[int, str, str]:
+    """Run this module with these arguments, within the limits; return its status and what it wrote."""
+    command = [sys.executable, "-m", "real_models.run", *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, preexec_fn=_limited)
+    except subprocess.TimeoutExpired:
+        return 1, "", f"took longer than {SECONDS} s"
+    return result.returncode, result.stdout, result.stderr
+
+
+def _limited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * SECONDS, 2 * SECONDS))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def step(name: str, *, changed: bool) -> dict[str, Any]:
+    """Export the step of a class, and return what is measured of it, or the error."""
+    import torch
+    from real_models.step_cases import CASES
+
+    from gradfuse import ExportError, export_training_step
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    case = CASES[name]
+    module, loss = case.module(changed)
+    begin = time.perf_counter()
+    try:
+        exported = export_training_step(module, loss, case.tensors(ITEMS, LENGTH), dynamic_shapes=case.dynamic_shapes())
+    except ExportError as error:
+        return {"error": str(error)}
+    seconds = time.perf_counter() - begin
+    nodes = exported.model.graph.node
+    return {
+        "seconds": seconds,
+        "nodes": len(nodes),
+        "fused": Counter(node.op_type for node in nodes if node.domain == "aclnn"),
+        **measured(exported, module, loss, case.tensors(OTHER_ITEMS, OTHER_LENGTH)),
+    }
+
+
+def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict[str, float]:
+    """Compare a step with torch on a batch of another size, and time both.
+
+    The error of an output is given in units of 16 times torch's own error + 64 eps max|exact| + 8 eps G, where exact is
+    torch's float64 run and G the largest output; of all outputs, the largest counts.
+    """
+    import numpy as np
+    import onnxruntime
+    import torch
+    from training_models import autograd
+
+    from gradfuse import library
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    library.register(options)
+    session = onnxruntime.InferenceSession(exported.model.SerializeToString(), options)
+    tensors = dict(zip(exported.input_names + exported.target_names, batch[0] + batch[1], strict=True))
+    feeds = exported.parameters | exported.buffers | {one: tensor.numpy() for one, tensor in tensors.items()}
+    names = [output.name for output in session.get_outputs()]
+    results = dict(zip(names, session.run(names, feeds), strict=True))
+    native = autograd(module, loss, batch, torch.float32, exported)
+    try:
+        exact = autograd(module, loss, batch, torch.float64, exported)
+    except RuntimeError:
+        # PyTorch's grouped products have no float64.
+        exact = native
+    eps = float(np.finfo(np.float32).eps)
+    largest = max(float(np.abs(one).max(initial=0)) for one in exact.values())
+    worst = 0.0
+    for one, array in results.items():
+        wanted = exact.get(one, np.zeros(array.shape))
+        own = np.abs(native[one] - wanted).max(initial=0) if one in native else 0.0
+        bound = 16 * own + 64 * eps * np.abs(wanted).max(initial=0) + 8 * eps * largest
+        worst = max(worst, float(np.abs(array - wanted).max(initial=0)) / bound)
+
+    def native_step() -> None:
+        module.zero_grad()
+        loss(module(*batch[0]), *batch[1]).backward()
+
+    step_ms = _milliseconds(lambda: session.run(names, feeds))
+    return {"error_of_bound": float(worst), "step_ms": step_ms, "torch_ms": _milliseconds(native_step)}
+
+
+def _milliseconds(function: Any) -> float:
+    """Return the median time of a call."""
+    times = []
+    for _ in range(TIMED_STEPS):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2] * 1e3
+
+
 def one(name: str) -> str:
-    """Run a case, and return what was compared.
+    """Run a case of `model_cases`, and return what was compared.
 
     Raises:
         AssertionError: a gradient is not torch's, or training does not lower the loss.
@@ -91,5 +295,7 @@ def _training_step(*arguments: object) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(one(sys.argv[2]))
+    elif sys.argv[1:2] == ["--step"]:
+        print(json.dumps(step(sys.argv[2], changed="--changed" in sys.argv)))
     else:
         sys.exit(main(sys.argv[1:]))

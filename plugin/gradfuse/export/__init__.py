@@ -52,7 +52,8 @@ def export_training_step(
 
     The module is traced in the mode it is in, train or eval. Module, loss and optimizer are left as they were:
     parameters, buffers, `.grad`, mode and random state. In training mode, a hash of the buffer `dropout_seed` decides
-    what dropout drops, and each step adds 1 to it; PyTorch is compared on the same masks.
+    what dropout drops and what `torch.rand` and its kin draw, and each step adds 1 to it; PyTorch is compared on the
+    same numbers.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
@@ -79,8 +80,8 @@ def export_training_step(
             optimizer.
 
     Raises:
-        ExportError: torch is not installed, an argument is not as above, the step draws random numbers other than for
-            dropout, PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output differs
+        ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
+            determines, PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output differs
             from PyTorch's (it is named, with the largest difference). The text is one line.
     """
     try:
@@ -92,7 +93,7 @@ def export_training_step(
         ) from error
     import onnx_ir as ir
 
-    from gradfuse.export import onnx_model, tracing, verifying
+    from gradfuse.export import branches, onnx_model, tracing, verifying
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.evaluation import evaluation_model
@@ -123,7 +124,7 @@ def export_training_step(
             step = step.with_dropout_seed()
             native = step.run()
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
-        program = tracing.joint_program(step, native, shapes)
+        program = tracing.joint_program(step, native, shapes, branches.branches_of(step))
         program = tracing.decomposed(program, fuse=fuse)
         tracing.connect_dropout(program, step, native)
         order = (*native.gradients, *tracing.unused(step, native))

@@ -196,6 +196,11 @@ def with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.Exp
     return program._update(program.graph_module, signature)
 
 
+def assume(condition: Any) -> None:
+    """Let what is traced take a condition on symbolic sizes to be true."""
+    torch._check(condition)  # type: ignore[no-untyped-call]
+
+
 def unchecked_size(fake: Any) -> Any:
     """Return a new symbolic size for a fake kernel, which need not be the size of one of its outputs."""
     with fake.fake_mode.shape_env.ignore_fresh_unbacked_symbols():

@@ -1,13 +1,14 @@
-"""Dropout with the same masks in an exported step and in PyTorch: a seed determines them.
+"""Dropout and random numbers that are the same in an exported step and in PyTorch: a seed determines them.
 
-Element i of the n-th dropout of a step is kept if a hash of (seed, n, i) is at least p of its range. The seed is a
-buffer of the step, and each step adds 1 to it. ONNX's random operators would give other numbers in every runtime, and
-training could not be resumed. This module imports torch.
+Element i of the n-th draw of a step is a hash of (seed, n, i): a dropout keeps it if it is at least p of its range, and
+other distributions are functions of it. The seed is a buffer of the step, and each step adds 1 to it. ONNX's random
+operators would give other numbers in every runtime, and training could not be resumed. This module imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ _SEED_FACTOR, _LAYER_FACTOR = 0x9E3779B1, 0x85EBCA77
 _FACTORS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
 _SHIFTS = (15, 13)
 
-DROPOUTS = (torch.ops.aten.native_dropout.default, torch.ops.aten.bernoulli.p)
-"""The operators of a traced program that draw such masks."""
+aten = torch.ops.aten
 
 _library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Decompositions are made without a seed, which they cannot know; `connect` adds it.
@@ -31,16 +31,26 @@ _library.define("dropout_mask(Tensor input, float p, Tensor? seed=None, int laye
 torch.library.register_fake(
     "gradfuse::dropout_mask", lambda input, *_: torch.empty_like(input, dtype=torch.bool), lib=_library
 )
+_library.define("uniform(Tensor input, Tensor? seed=None, int layer=0) -> Tensor")
+torch.library.register_fake(
+    "gradfuse::uniform", lambda input, *_: torch.empty_like(input, dtype=torch.float32), lib=_library
+)
+
+_Draw = Callable[[Tensor], Tensor]
+"""Returns numbers of [0, 1), float32, in the shape of a tensor."""
+
+_UNIFORM_BITS = 24
+"""So many bits are exact in float32 and float64 alike: a step draws the same numbers in both."""
 
 
 class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draw the masks of every dropout that runs under it on the CPU as an exported step does.
+    """Draw the numbers of every dropout and every other draw that runs under it on the CPU as an exported step does.
 
     Args:
         seed: int64, a scalar; None is 0.
 
     Attributes:
-        count: how many dropouts there were.
+        count: how many draws there were.
     """
 
     def __init__(self, seed: Tensor | None) -> None:
@@ -49,31 +59,60 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         # All of PyTorch's dropouts draw their noise by this operator when they are not traced.
-        if func is torch.ops.aten.bernoulli_.float:
+        if func is aten.bernoulli_.float:
             # PyTorch omits an argument that is the default.
             noise, share = args if len(args) > 1 else (*args, 0.5)
             noise.copy_(mask(self.seed, self.count, noise, 1 - share))
             self.count += 1
             return noise
-        return func(*args, **(kwargs or {}))
+        if func is aten.bernoulli.p:
+            drawn = mask(self.seed, self.count, args[0], 1 - args[1]).to(args[0].dtype)
+            self.count += 1
+            return drawn
+        if func in _IN_PLACE:
+            result = _DISTRIBUTIONS[_IN_PLACE[func]](self._draw, *args, **kwargs)
+            return args[0].copy_(result)
+        if func in _DISTRIBUTIONS:
+            return _DISTRIBUTIONS[func](self._draw, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _draw(self, like: Tensor) -> Tensor:
+        self.count += 1
+        return uniform(self.seed, self.count - 1, like)
 
 
 def mask(seed: int, layer: int, input: Tensor, p: float) -> Tensor:
-    """Return which elements of `input` the `layer`-th dropout of a step keeps: booleans in its shape."""
+    """Return which elements of `input` the `layer`-th draw of a step keeps: booleans in its shape."""
+    return ((_words(seed, layer, input) >> 1) >= _threshold(p)).view(input.shape)
+
+
+def uniform(seed: int, layer: int, input: Tensor) -> Tensor:
+    """Return the numbers of [0, 1) that the `layer`-th draw of a step gives, float32 in the shape of `input`."""
+    words = _words(seed, layer, input) >> (32 - _UNIFORM_BITS)
+    return (words.float() * 2.0**-_UNIFORM_BITS).view(input.shape)
+
+
+def _words(seed: int, layer: int, input: Tensor) -> Tensor:
+    """Return hashes of 32 bits, int64, one an element of `input`."""
     key = ((seed % 2**31) * _SEED_FACTOR + layer * _LAYER_FACTOR) % _WORD
     word = torch.arange(input.numel(), device=input.device) * _FACTORS[0] % _WORD
     word = (word ^ (word >> _SHIFTS[0])) + key
     word = word * _FACTORS[1] % _WORD
-    word = (word ^ (word >> _SHIFTS[1])) * _FACTORS[2] % _WORD
-    return ((word >> 1) >= _threshold(p)).view(input.shape)
+    return (word ^ (word >> _SHIFTS[1])) * _FACTORS[2] % _WORD
 
 
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
+
+    def decomposition(distribution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: distribution(torch.ops.gradfuse.uniform, *args, **kwargs)
+
     return {
-        torch.ops.aten.native_dropout.default: native_dropout,
-        torch.ops.aten.bernoulli.p: bernoulli,
+        aten.native_dropout.default: native_dropout,
+        aten.bernoulli.p: bernoulli,
+        **{overload: decomposition(distribution) for overload, distribution in _DISTRIBUTIONS.items()},
     }
 
 
@@ -94,6 +133,100 @@ def bernoulli(self: Tensor, p: float, *, generator: Any = None) -> Tensor:
     return kept.to(self.dtype)
 
 
+def _empty(size: Sequence[Any], dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> tuple[Tensor, Any]:
+    """Return a tensor of this shape, whose values do not matter, and the type of the numbers to be drawn."""
+    return torch.zeros(size, dtype=torch.bool, device=device), dtype or torch.get_default_dtype()
+
+
+def _narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers of [0, 1) in a type; 16 bits have fewer digits, and must not round up to 1."""
+    if dtype in (torch.float16, torch.bfloat16):
+        steps = 1.0 / torch.finfo(dtype).eps
+        numbers = (numbers * steps).floor() / steps
+    return numbers.to(dtype)
+
+
+def _rand(draw: _Draw, size: Sequence[Any], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    like, dtype = _empty(size, dtype, device)
+    return _narrowed(draw(like), dtype)
+
+
+def _rand_like(draw: _Draw, self: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    return _narrowed(draw(self), dtype or self.dtype)
+
+
+def _uniform(draw: _Draw, self: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+    return _narrowed(draw(self), self.dtype) * (high - low) + low
+
+
+def _randn(draw: _Draw, size: Sequence[Any], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    like, dtype = _empty(size, dtype, device)
+    return _gaussian(draw, like, dtype)
+
+
+def _randn_like(draw: _Draw, self: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    return _gaussian(draw, self, dtype or self.dtype)
+
+
+def _normal(draw: _Draw, self: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    return _gaussian(draw, self, self.dtype) * std + mean
+
+
+def _gaussian(draw: _Draw, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers, by Box and Muller's transform of two uniform ones."""
+    radius, angle = draw(torch.stack([like, like])).to(torch.promote_types(dtype, torch.float32)).unbind()
+    return ((-2.0 * (1.0 - radius).log()).sqrt() * (2.0 * math.pi * angle).cos()).to(dtype)
+
+
+def _exponential(draw: _Draw, self: Tensor, lambd: float = 1.0, **_: Any) -> Tensor:
+    numbers = draw(self).to(torch.promote_types(self.dtype, torch.float32))
+    # From the middle of each interval, as 0 would be an infinite logarithm for who takes one.
+    return (-(numbers + 0.5 * 2.0**-_UNIFORM_BITS).log() / lambd).to(self.dtype)
+
+
+def _bernoulli_of(draw: _Draw, self: Tensor, p: Tensor | None = None, **_: Any) -> Tensor:
+    shares = self if p is None else p
+    return (draw(self) < shares).to(self.dtype)
+
+
+def _randint(draw: _Draw, *bounds_and_size: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    *bounds, size = bounds_and_size
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    like, _unused = _empty(size, None, device)
+    numbers: Tensor = (draw(like).double() * (high - low)).floor() + low
+    return numbers.to(dtype or torch.int64)
+
+
+def _randperm(draw: _Draw, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    like, _unused = _empty([n], None, device)
+    return torch.sort(draw(like))[1].to(dtype or torch.int64)
+
+
+_DISTRIBUTIONS: dict[Any, Callable[..., Tensor]] = {
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand_like,
+    aten.uniform.default: _uniform,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn_like,
+    aten.normal_functional.default: _normal,
+    aten.exponential.default: _exponential,
+    aten.bernoulli.default: _bernoulli_of,
+    aten.bernoulli.Tensor: _bernoulli_of,
+    aten.randint.default: _randint,
+    aten.randint.low: _randint,
+    aten.randperm.default: _randperm,
+}
+"""Operators of traced programs that draw numbers -> the same, given a function that draws uniform ones."""
+
+_IN_PLACE: dict[Any, Any] = {
+    aten.uniform_.default: aten.uniform.default,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.exponential_.default: aten.exponential.default,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+}
+"""Operators that write into their first argument -> what they are in traced programs."""
+
+
 def _threshold(p: float) -> int:
     return round(p * 2**31)
 
@@ -103,8 +236,7 @@ def _signed(word: int) -> int:
 
 
 # In 32 bits, as int32 where onnxruntime multiplies (products wrap around) and as uint32 where it shifts.
-MASK = f"""
-DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
+_WORDS = f"""
     seed_range = Constant<value_int={2**31}>()
     seed_factor = Constant<value_int={_SEED_FACTOR}>()
     layer_factor = Constant<value_int={_LAYER_FACTOR}>()
@@ -129,7 +261,6 @@ DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
     factor_2 = Constant<value=int32 {{{_signed(_FACTORS[2])}}}>()
     shift_0 = Constant<value=uint32 {{{_SHIFTS[0]}}}>()
     shift_1 = Constant<value=uint32 {{{_SHIFTS[1]}}}>()
-    shift_2 = Constant<value=uint32 {{1}}>()
     product_0 = Mul(place, factor_0)
     bits_0 = Cast<to=12>(product_0)
     high_0 = BitShift<direction="RIGHT">(bits_0, shift_0)
@@ -143,37 +274,65 @@ DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
     word_1 = Cast<to=6>(mixed_1)
     product_2 = Mul(word_1, factor_2)
     bits_2 = Cast<to=12>(product_2)
+    shape = Shape(input)
+"""
+
+MASK = f"""
+DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
+    {_WORDS}
+    shift_2 = Constant<value=uint32 {{1}}>()
     high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
     drawn = Cast<to=7>(high_2)
     limit = Constant<value_int: int = @threshold>()
     kept_line = GreaterOrEqual(drawn, limit)
-    shape = Shape(input)
     kept = Reshape<allowzero=1>(kept_line, shape)
+}}
+"""
+
+UNIFORM = f"""
+UniformNumbers <layer: int> (seed, input) => (numbers) {{
+    {_WORDS}
+    shift_2 = Constant<value=uint32 {{{32 - _UNIFORM_BITS}}}>()
+    high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
+    drawn = Cast<to=1>(high_2)
+    step = Constant<value=float {{{2.0**-_UNIFORM_BITS!r}}}>()
+    numbers_line = Mul(drawn, step)
+    numbers = Reshape<allowzero=1>(numbers_line, shape)
 }}
 """
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """Return the function that emits the node of `gradfuse::dropout_mask`, for `custom_translation_table`."""
-    call = function_caller(MASK)
+    """Return the functions that emit the nodes of the draws, for `custom_translation_table`."""
+    call_mask, call_uniform = function_caller(MASK), function_caller(UNIFORM)
 
     def dropout_mask(input: Any, p: float, seed: Any, layer: int = 0) -> Any:
-        return call(seed, input, layer=layer, threshold=_threshold(p))
+        return call_mask(seed, input, layer=layer, threshold=_threshold(p))
 
-    return {torch.ops.gradfuse.dropout_mask.default: dropout_mask}
+    def uniform_numbers(input: Any, seed: Any, layer: int = 0) -> Any:
+        return call_uniform(seed, input, layer=layer)
+
+    return {
+        torch.ops.gradfuse.dropout_mask.default: dropout_mask,
+        torch.ops.gradfuse.uniform.default: uniform_numbers,
+    }
 
 
 def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the masks of a program, in the order of the forward pass."""
-    return [node for node in graph.nodes if node.target is torch.ops.gradfuse.dropout_mask.default]
+    """Return the masks and other draws of a program, in the order of the forward pass."""
+    return [node for node in graph.nodes if node.target in _ARGUMENTS]
+
+
+_ARGUMENTS: dict[Any, int] = {torch.ops.gradfuse.dropout_mask.default: 2, torch.ops.gradfuse.uniform.default: 1}
+"""Operators that draw -> the number of their arguments ahead of the seed."""
 
 
 def connect(program: torch.export.ExportedProgram, seed: int) -> None:
-    """Give every mask of a program its number, and the seed: the `seed`-th tensor that the program is called with.
+    """Give every draw of a program its number, and the seed: the `seed`-th tensor that the program is called with.
 
     Constants of the traced code are placeholders as well, ahead of those.
     """
     name = program.graph_signature.user_inputs[seed]
     placeholder = next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
     for layer, node in enumerate(masks(program.graph)):
-        node.args = (*node.args[:2], placeholder, layer)
+        node.args = (*node.args[: _ARGUMENTS[node.target]], placeholder, layer)

@@ -28,11 +28,13 @@ class DynamicShapes:
         inputs: for each input what `torch.export.export` takes.
         targets: for each target likewise.
         names: the names of the dynamic dimensions in the ONNX model.
+        automatic: the tensors and axes of those that may turn out static, as Dim.AUTO says.
     """
 
     inputs: tuple[Any, ...]
     targets: tuple[Any, ...]
     names: AxisNames
+    automatic: frozenset[tuple[str, int]]
 
     @classmethod
     def of(cls, given: Any, step: TorchStep) -> DynamicShapes:
@@ -45,6 +47,7 @@ class DynamicShapes:
         if len(inputs) != len(step.inputs) or len(targets) != len(step.targets):
             raise refusal(f"dynamic_shapes is for {len(inputs)} inputs and {len(targets)} targets; {_WANTED}")
         names: AxisNames = {}
+        automatic: set[tuple[str, int]] = set()
         specifications: list[Any] = []
         for (name, tensor), given_axes in zip(step.batch.items(), (*inputs, *targets), strict=True):
             axes = dict(given_axes) if isinstance(given_axes, Mapping) else dict(enumerate(given_axes or ()))
@@ -56,11 +59,18 @@ class DynamicShapes:
                     specification[axis] = dim
                     continue
                 specification[axis] = Dim.DYNAMIC if isinstance(dim, str) else dim
+                if dim is Dim.AUTO:
+                    automatic.add((name, axis))
                 label = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
                 names.setdefault(name, {})[axis] = label or ("batch" if axis == 0 else f"{name}_{axis}")
             specifications.append(specification or None)
         split = len(step.inputs)
-        return cls(inputs=tuple(specifications[:split]), targets=tuple(specifications[split:]), names=names)
+        return cls(
+            inputs=tuple(specifications[:split]),
+            targets=tuple(specifications[split:]),
+            names=names,
+            automatic=frozenset(automatic),
+        )
 
 
 def _parts(given: Any, step: TorchStep) -> tuple[Sequence[Any], Sequence[Any]]:

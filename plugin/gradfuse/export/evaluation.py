@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import onnx_model, recurrences, tracing
+from gradfuse.export import branches, onnx_model, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -23,6 +23,9 @@ from gradfuse.models.arrays import Arrays
 
 def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str]) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
+
+    Its outputs are the tensors that the module returns, also those within tuples and dictionaries. What is of another
+    type is left out, such as a cache of keys and values.
 
     Args:
         step: the step; the loss and autocast are left out.
@@ -39,8 +42,9 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
     try:
         with quiet(), torch.no_grad():
             native = _run(step, lambda tensor: tensor)
+            taken = branches.branches_of(step)
             with recurrences.scanned():
-                program = torch.export.export(_Traced(step), arguments, dynamic_shapes=dims)
+                program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {one_line(error)}") from error
@@ -56,28 +60,29 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
 class _Traced(nn.Module):
     """The module of a step, as a function of all tensors of the step."""
 
-    def __init__(self, step: TorchStep) -> None:
+    def __init__(self, step: TorchStep, taken: branches.Branches) -> None:
         super().__init__()
         # In a tuple, as this module must not own the tensors of the other.
-        self._traced = (step,)
+        self._traced = (step, taken)
 
     def forward(self, values: Any, inputs: Any) -> Any:
-        (step,) = self._traced
+        step, taken = self._traced
         # A graph must not write into its inputs.
         copies = {
             name: value.clone() if name in step.buffers else value
             for name, value in zip(step.state, values, strict=True)
         }
-        return _outputs(step, copies, inputs)
+        with branches.answered(step, taken):
+            return _outputs(step, copies, inputs)
 
 
 def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     step.place(state)
     leaves = private.tensors_in(step.module(*(one.clone() for one in inputs)))
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"it returns {kind(leaf)}; expected tensors")
-    return tuple(leaves)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    if not tensors:
+        raise TypeError(f"it returns {kind(leaves[0]) if leaves else 'nothing'}; expected tensors")
+    return tensors
 
 
 def _run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:

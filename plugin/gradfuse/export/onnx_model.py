@@ -21,8 +21,8 @@ from gradfuse import fusion
 from gradfuse.custom_ops import functions
 from gradfuse.errors import ExportError, one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, recurrences
-from gradfuse.export.dynamic_shapes import AxisNames, DynamicShapes
+from gradfuse.export import dropout, grouped_products, recurrences
+from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import onnx_translation_table
@@ -48,7 +48,12 @@ def translate(program: ExportedProgram, step: TorchStep, order: Sequence[str], f
     Raises:
         ExportError: an operator has no ONNX translation, or torch.onnx.export fails.
     """
-    table = {**onnx_translation_table(), **recurrences.translations(), **dropout.translations()}
+    table = {
+        **onnx_translation_table(),
+        **recurrences.translations(),
+        **dropout.translations(),
+        **grouped_products.translations(),
+    }
     try:
         with quiet(), private.translations_read_once():
             exported = torch.onnx.export(
@@ -219,20 +224,29 @@ def _name(model: ir.Model, step: TorchStep, interface: Mapping[str, ir.Value], s
             value.name = f"{value.name}_inner"
     for name, value in interface.items():
         value.name = name
-    _name_dimensions(graph, interface, shapes.names)
+    _name_dimensions(graph, interface, shapes)
     _drop_notes(model)
     graph.name = type(step.module).__name__
 
 
-def _name_dimensions(graph: ir.Graph, inputs: Mapping[str, ir.Value], names: AxisNames) -> None:
-    """Replace the tracer's symbols in all shapes by the names that the user gave to the axes of the batch."""
+def _name_dimensions(graph: ir.Graph, inputs: Mapping[str, ir.Value], shapes: DynamicShapes) -> None:
+    """Replace the tracer's symbols in all shapes by the names that the user gave to the axes of the batch.
+
+    Raises:
+        ExportError: an axis that is to vary has one size only in the traced program.
+    """
     symbols: dict[str, str] = {}
-    for name, axes in names.items():
+    for name, axes in shapes.names.items():
         for axis, label in axes.items() if name in inputs else ():
             shape = inputs[name].shape
             dim = shape[axis] if shape is not None else None
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
                 symbols.setdefault(dim.value, label)
+            elif isinstance(dim, int) and (name, axis) not in shapes.automatic:
+                raise refusal(
+                    f"axis {axis} of {name!r} has size {dim} in all of the traced step, which cannot vary as "
+                    "dynamic_shapes says; expected a step for any size, or this axis static"
+                )
     if not symbols:
         return
     pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols))

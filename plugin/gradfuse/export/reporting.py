@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -25,13 +26,13 @@ def kind(value: object) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the warnings and log lines of torch and onnxscript."""
+    """Suppress the warnings and log lines of torch and onnxscript, and the graphs that torch.export prints."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -18,7 +18,7 @@ from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import kind, refusal
-from gradfuse.export.translation import traceable_ctc
+from gradfuse.export.translation import traceable_ctc, traceable_padding
 from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -243,7 +243,7 @@ class TorchStep:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
-        _refuse_foreign_leaves(value, leaves)
+        _refuse_foreign_leaves(value, leaves, (*inputs, *targets))
         for name, tensor in state.items():
             if name not in self.buffers and private.version(tensor) != versions[name]:
                 raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
@@ -268,7 +268,7 @@ class TorchStep:
 def undisturbed(step: TorchStep) -> Iterator[None]:
     """Let a step be run and traced, and leave module, loss and PyTorch's random state as they were."""
     owners = _restored(step.module), _restored(step.loss)
-    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc():
+    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc(), traceable_padding():
         yield
 
 
@@ -393,11 +393,15 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def _refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor]) -> None:
-    """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing."""
+def _refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor]) -> None:
+    """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing.
+
+    A module may make what it gets require gradients, as is done for checkpointing. Nobody reads those.
+    """
     known = {id(leaf) for leaf in leaves.values()}
+    given = {tensor.untyped_storage().data_ptr() for tensor in batch}
     for leaf in private.graph_leaves(value):
-        if id(leaf) not in known:
+        if id(leaf) not in known and leaf.untyped_storage().data_ptr() not in given:
             raise refusal(
                 f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
                 "or the loss; expected a loss that is a module with this parameter"

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import batch_norms, dropout, recurrences
+from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences
 from gradfuse.export.decompositions import backward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -23,15 +23,21 @@ from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
 
-def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> ExportedProgram:
+def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches) -> ExportedProgram:
     """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *gradients).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
     scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss; the gradients are those
     of the scaled loss.
 
+    Args:
+        step: the step.
+        native: what PyTorch's own run of it gave.
+        shapes: its dynamic dimensions.
+        taken: the branches on values that it takes.
+
     Raises:
-        ExportError: PyTorch cannot trace the step, or it draws random numbers other than for dropout.
+        ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
     """
     used = tuple(native.gradients)
     others = unused(step, native)
@@ -52,11 +58,13 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes) -> Ex
     try:
         # The other attention kernels have backward operators that no exporter knows.
         with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
-            forward = torch.export.export(_Traced(step, native), arguments, dynamic_shapes=dims)
+            forward = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
             program = private.with_backward(forward, (*batch_norms.KEPT, *backward.KEPT))
     except Exception as error:
         # torch.export has no common base class for what it refuses.
+        branches.refuse_open(step, taken)
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
+    branches.warn_of_assumptions(taken)
     _refuse_random_operators(program)
     try:
         with quiet():
@@ -82,6 +90,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
         return program
     try:
         with quiet():
+            layouts.forget_layouts(program)
             if fuse:
                 batch_norms.fuse_batch_norms(program)
             result: ExportedProgram = program.run_decompositions(table)
@@ -100,8 +109,8 @@ def connect_dropout(program: ExportedProgram, step: TorchStep, native: Outcome) 
     drawn = len(dropout.masks(program.graph))
     if drawn != native.dropouts:
         raise refusal(
-            f"the step draws random numbers in {drawn} operators, of which {native.dropouts} are dropouts on the CPU; "
-            "expected no others"
+            f"the step draws random numbers in {drawn} operators, but {native.dropouts} when PyTorch runs it on the "
+            "CPU; expected as many"
         )
     others = unused(step, native)
     if DROPOUT_SEED in others:
@@ -116,18 +125,20 @@ def unused(step: TorchStep, native: Outcome) -> tuple[str, ...]:
 class _Traced(nn.Module):
     """The forward pass of a step, as a function of all its tensors."""
 
-    def __init__(self, step: TorchStep, native: Outcome) -> None:
+    def __init__(self, step: TorchStep, native: Outcome, taken: branches.Branches) -> None:
         super().__init__()
         # In a tuple, as the module must not own the tensors of the step's module.
-        self._traced = (step, native, tuple(native.gradients), unused(step, native), _with_shared_gradients(native))
+        names = tuple(native.gradients), unused(step, native), _with_shared_gradients(native)
+        self._traced = (step, native, taken, *names)
 
     def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
-        step, native, used, others, shared = self._traced
+        step, native, taken, used, others, shared = self._traced
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
         state |= {name: state[name].unsqueeze(0).squeeze(0) for name in shared}
-        value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
+        with branches.answered(step, taken):
+            value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
         return (*losses, *(after[name] for name in native.changed))
@@ -148,11 +159,12 @@ def _with_shared_gradients(native: Outcome) -> list[str]:
 
 
 def _refuse_random_operators(program: ExportedProgram) -> None:
+    known = dropout.table()
     for node in program.graph.nodes:
-        if node.target in dropout.DROPOUTS:
+        if node.target in known:
             continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise refusal(
-                f"the step draws random numbers ({node.target}), so that it cannot be compared with PyTorch; expected "
-                "a step that draws none but for dropout"
+                f"the step draws random numbers by {node.target}, so that it cannot be compared with PyTorch; expected "
+                "dropout, torch.rand, torch.randn and their kin alone"
             )

@@ -35,6 +35,7 @@ def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
     - `aten.mse_loss_backward` becomes `MseLossBackward`.
     - `torch.ops.aclnn` operators, where they are registered, become the nodes of their operators.
     - `aten.nll_loss_forward` gives the total weight that a mean divides by, which torch.onnx leaves at 1.
+    - `aten.masked_select` becomes `Compress`.
 
     The nodes have no function bodies yet: `gradfuse.fuse` adds them to the exported program, and puts the operators in
     that no single ATen operator stands for (the gradients of cross entropy, of softmax with scale and mask, and of
@@ -52,7 +53,10 @@ def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
         ) from error
     kernels = _fake_kernels()
     aten, own = torch.ops.aten, getattr(torch.ops, DOMAIN)
-    table: dict[Any, Callable[..., Any]] = {aten.nll_loss_forward.default: nll_loss_forward}
+    table: dict[Any, Callable[..., Any]] = {
+        aten.nll_loss_forward.default: nll_loss_forward,
+        aten.masked_select.default: masked_select,
+    }
     for operator in OPS.values():
         function = _node_of(operator, kernels)
         for name in operator.aten:
@@ -114,6 +118,23 @@ def traceable_ctc() -> Iterator[None]:
     del kernels
 
 
+@contextlib.contextmanager
+def traceable_padding() -> Iterator[None]:
+    """Keep dynamic sizes of what is padded: PyTorch's own fake kernel makes them constants in the backward pass."""
+    import torch
+
+    def constant_pad_nd(input: Any, pad: Sequence[Any], value: float = 0) -> Any:
+        sizes = list(input.shape)
+        for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+            sizes[-place] = sizes[-place] + before + after
+        return input.new_empty(sizes)
+
+    kernels: torch.library.Library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("aten::constant_pad_nd", constant_pad_nd, lib=kernels)
+    yield
+    del kernels
+
+
 def _fake_kernels() -> torch.library.Library:
     """Register the fake kernels that PyTorch lacks for its CTC operators; they are there while the library lives."""
     import torch
@@ -157,6 +178,17 @@ def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore
     total = op.ReduceSum(row_weight, keepdims=0)
     loss = op.ReduceSum(losses, keepdims=0)
     return (op.Div(loss, total) if reduction == _MEAN else loss), total
+
+
+def masked_select(self: Any, mask: Any) -> Any:
+    """aten::masked_select: the elements of `self` where `mask` is true, (K), both of any shapes that broadcast."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    line = op.Constant(value_ints=[-1])
+    selected = op.Expand(self, op.Shape(mask))
+    condition = op.Expand(mask, op.Shape(selected))
+    return op.Compress(op.Reshape(selected, line), op.Reshape(condition, line))
 
 
 def function_caller(text: str) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.convolution_backward.default: convolution_backward,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         aten.empty_permuted.default: empty_permuted,
+        aten.copy.default: copy,
     }
 
 
@@ -199,3 +200,8 @@ def empty_permuted(size: Sequence[int], physical_layout: Sequence[int], **option
     Decompositions make one to take its shape and type only; an ONNX tensor has no memory layout.
     """
     return torch.zeros(size, **options)
+
+
+def copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """What `self.copy_(src)` leaves in `self`: aten::copy. torch.onnx forgets that `src` takes the shape of `self`."""
+    return src.to(self.dtype).expand(self.shape)

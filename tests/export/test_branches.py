@@ -1,0 +1,257 @@
+"""What Python code asks of tensors: checks do not stop an export, what chooses between computations is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import ExportError, export_training_step
+from gradfuse.testing import assert_gradients_close
+
+DYNAMIC = ({0: "batch"},), ({0: "batch"},)
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.encoder_layerdrop = 0.1
+        self.apply_spec_augment = True
+        self.hidden_size = 6
+
+
+class Asking(nn.Module):
+    """A linear layer ahead of which code asks something of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.config = Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.asked(x))  # type: ignore[no-any-return]
+
+    def asked(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Checking(Asking):
+    """A check of the values, one of a distribution's arguments, one for infinities, and a length from `len`."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 1000.0:
+            raise ValueError(f"too large: {x}")
+        hidden = torch.distributions.Normal(x, x.exp()).mean
+        if not torch.isfinite(hidden).all():
+            hidden = hidden.clamp(-1.0, 1.0)
+        return hidden + torch.arange(len(hidden)).unsqueeze(1)
+
+
+def _batch(items: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    return (torch.randn(items, 6),), (torch.arange(items) % 5,)
+
+
+def _compared(module: nn.Module, batch: Any, dynamic_shapes: Any = DYNAMIC, other: Any = None) -> Any:
+    """Export a step with one batch, and compare it with PyTorch on another."""
+    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=dynamic_shapes)
+    batch = other or _batch(7)
+    results = run(step, batch, kernels=False)
+    native, exact = (autograd(module, F.cross_entropy, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        terms = 8 * max(np.abs(array).max() for array in exact.values())
+        assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+    return step
+
+
+def test_checks_and_lengths_do_not_stop_an_export() -> None:
+    torch.manual_seed(0)
+    _compared(Checking(), _batch(4))
+
+
+class Choosing(Asking):
+    def asked(self, x: Tensor) -> Tensor:
+        return x.relu() if x.sum() > 0 else x.sigmoid()
+
+
+class Recovering(Asking):
+    """A raise that is caught chooses between computations."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        try:
+            if x.sum() > 0:
+                raise ValueError
+        except ValueError:
+            return x.relu()
+        return x.sigmoid()
+
+
+class Failing(Asking):
+    """The other way fails as well, but not by a check."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        if x.isnan().sum() == 0:
+            return x.relu()
+        return x @ x.new_ones(5, 5)
+
+
+@pytest.mark.parametrize("module", [Choosing(), Recovering(), Failing()])
+def test_choices_by_value_are_refused_with_their_place(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExportError, match=r"value of a tensor.*asked \(test_branches.py:\d+\)"):
+        export_training_step(module, F.cross_entropy, _batch(4))
+
+
+class Skipping(Asking):
+    def asked(self, x: Tensor) -> Tensor:
+        skip = torch.rand([]) < 0.5
+        return x if skip else x.relu()
+
+
+class Masking(Asking):
+    def asked(self, x: Tensor) -> Tensor:
+        return x * torch.from_numpy(np.random.rand(6) < 0.5)
+
+
+@pytest.mark.parametrize("module, text", [(Skipping(), "by a random number"), (Masking(), "by numpy")])
+def test_what_chance_decides_is_refused_with_the_settings_that_turn_it_off(module: nn.Module, text: str) -> None:
+    settings = r"\(make the model with encoder_layerdrop=0.0, apply_spec_augment=False\)$"
+    with pytest.raises(ExportError, match=f"{text}.*{settings}"):
+        export_training_step(module, F.cross_entropy, _batch(4))
+
+
+class Selecting(nn.Module):
+    """Cross entropy of the items that have a label."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        rows = (labels >= 0).nonzero()
+        if rows.size(0) > 0:
+            return F.cross_entropy(logits.gather(0, rows.expand(-1, logits.size(1))), labels.masked_select(labels >= 0))
+        return logits.sum() * 0.0
+
+
+def test_nonzero_is_taken_to_find_something_with_a_warning() -> None:
+    torch.manual_seed(0)
+    module, loss = Asking(), Selecting()
+    batch = (torch.randn(4, 6),), (torch.tensor([1, -1, 3, -1]),)
+    with pytest.warns(UserWarning, match=r"nonzero in Selecting.forward \(test_branches.py:\d+\) is taken to find"):
+        step = export_training_step(module, loss, batch, dynamic_shapes=DYNAMIC)
+    other = (torch.randn(7, 6),), (torch.tensor([1, -1, 3, -1, 0, 2, 2]),)
+    results = run(step, other, kernels=False)
+    native, exact = (autograd(module, loss, other, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        assert_gradients_close(result, native[name], exact[name], np.float32, terms=8.0)
+
+
+class Requiring(Asking):
+    """Inputs that are made to require gradients, as for checkpointing."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        seen = x[:, None]
+        seen.requires_grad = True
+        return seen.squeeze(1).tanh()
+
+
+class Shifting(nn.Module):
+    """Tokens moved by one, with a number in the first place; borders of dynamic sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        shifted = tokens.new_zeros(tokens.shape)
+        shifted[:, 1:] = tokens[:, :-1].clone()
+        shifted[:, 0] = 2
+        hidden = self.embed(shifted)
+        hidden = F.pad(hidden[:, 1:], [0, 0, 1, 0]) + F.pad(hidden, [0, 0, 1, -1], value=0.5)
+        return self.layer(hidden).mean(1)  # type: ignore[no-any-return]
+
+
+class Pooling(nn.Module):
+    """Global pooling of a tensor whose channels are last in memory, and views of what a convolution's gradient is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 6, 3)
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        hidden = self.layer(image)
+        hidden = self.norm(hidden.flatten(2).transpose(1, 2)).transpose(1, 2).view(hidden.shape)
+        hidden = self.norm(hidden.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.last(F.adaptive_avg_pool2d(hidden, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_inputs_may_be_made_to_require_gradients() -> None:
+    torch.manual_seed(0)
+    _compared(Requiring(), _batch(4))
+
+
+@pytest.mark.long
+def test_padding_and_shifting_keep_dynamic_sizes() -> None:
+    torch.manual_seed(0)
+    batch, other = (((torch.randint(0, 5, (n, k)),), (torch.arange(n) % 5,)) for n, k in ((4, 6), (7, 9)))
+    step = _compared(Shifting(), batch, (({0: "batch", 1: "length"},), ({0: "batch"},)), other)
+    dims = {one.name: [dim.dim_param for dim in one.type.tensor_type.shape.dim] for one in step.model.graph.input}
+    assert dims["tokens"] == ["batch", "length"]
+
+
+class Bordered(Shifting):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(F.pad(self.embed(tokens), [0, 0, 0, 1])).mean(1)  # type: ignore[no-any-return]
+
+
+def test_an_axis_that_cannot_vary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch's own fake kernel of padding makes constants of sizes.
+    monkeypatch.setattr("gradfuse.export.torch_step.traceable_padding", contextlib.nullcontext)
+    batch = (torch.randint(0, 5, (4, 6)),), (torch.arange(4),)
+    dynamic = ({0: "batch", 1: "length"},), ({0: "batch"},)
+    with pytest.raises(ExportError, match="axis 0 of 'tokens' has size 4 in all of the traced step"):
+        export_training_step(Bordered(), F.cross_entropy, batch, dynamic_shapes=dynamic)
+
+
+@pytest.mark.long
+def test_layouts_in_memory_do_not_matter() -> None:
+    torch.manual_seed(0)
+    batch, other = (((torch.randn(n, 2, 5, 5),), (torch.arange(n) % 5,)) for n in (4, 7))
+    _compared(Pooling(), batch, DYNAMIC, other)
+
+
+@pytest.mark.parametrize("ends", [[2, 2, 5, 9], [0, 4, 4, 7], [9, 9, 9, 9]])
+def test_products_of_groups_are_numpys(ends: list[int]) -> None:
+    import onnxruntime
+
+    from gradfuse.export import grouped_products
+
+    text = f"""
+    <ir_version: 10, opset_import: ["": 20, "local": 1]>
+    products (float[S, 3] x, float[4, 3, 2] w, float[S, 2] y, int32[4] ends)
+        => (float[S, 2] rows, float[4, 3, 2] inner) {{
+        rows = local.GroupedRows(x, w, ends)
+        turned = Transpose<perm=[1, 0]>(x)
+        inner = local.GroupedInner(turned, y, ends)
+    }}
+    <domain: "local", opset_import: ["": 20]>
+    {grouped_products.ROWS}
+    <domain: "local", opset_import: ["": 20]>
+    {grouped_products.INNER}
+    """
+    session = onnxruntime.InferenceSession(onnx.parser.parse_model(text).SerializeToString())
+    rng = np.random.default_rng(0)
+    # Whole numbers: products are exact.
+    x, w, y = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((9, 3), (4, 3, 2), (9, 2)))
+    rows, inner = session.run(None, {"x": x, "w": w, "y": y, "ends": np.array(ends, dtype=np.int32)})
+    expected_rows, expected_inner = np.zeros((9, 2)), np.zeros((4, 3, 2))
+    for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        expected_rows[start:end] = x[start:end] @ w[group]
+        expected_inner[group] = x[start:end].T @ y[start:end]
+    np.testing.assert_array_equal(rows, expected_rows)
+    np.testing.assert_array_equal(inner, expected_inner)
