@@ -266,6 +266,24 @@ def test_unchecked_size(library: Any) -> None:
         assert any(node.target is torch.ops.gradfuse_test.f.default for node in program.graph.nodes)
 
 
+def test_known_equal() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            nonlocal found
+            found = [private.known_equal(*pair) for pair in ((x.shape[0], x.shape[0]), (x.shape[0], 4), (3, 3))]
+            found.append(private.known_equal(x.shape[0], y.shape[0]))
+            return x.sum() + y.sum()
+
+    found: list[bool] = []
+    dims = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(
+        Sums(), (torch.ones(4, 3), torch.ones(4, 3)), dynamic_shapes=(dims, dims), strict=False
+    )
+    assert found == [True, False, True, False]
+    # Nothing was restricted by asking.
+    program.module()(torch.ones(5, 3), torch.ones(6, 3))
+
+
 def test_assume() -> None:
     with needed("torch._check", "trace what depends on how much nonzero finds"):
 

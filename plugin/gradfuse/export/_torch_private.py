@@ -196,6 +196,13 @@ def with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.Exp
     return program._update(program.graph_module, signature)
 
 
+def known_equal(a: Any, b: Any) -> bool:
+    """Tell whether two sizes are known to be equal, without restricting symbols to what makes them so."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a == b))
+
+
 def assume(condition: Any) -> None:
     """Let what is traced take a condition on symbolic sizes to be true."""
     torch._check(condition)  # type: ignore[no-untyped-call]

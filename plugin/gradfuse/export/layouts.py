@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from gradfuse.export._torch_private import known_equal
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _reshape(node: Node, source: Any, whole: Any, view: Sequence[Any]) -> None:
     sizes, strides, *offset = (_known(one) for one in view)
     value = whole.meta["val"]
     in_order = _is_dense(value.shape, value.stride()) and _is_dense(sizes, strides)
-    if (offset and offset[0]) or not _same(math.prod(value.shape), math.prod(sizes)):
+    if (offset and offset[0]) or not known_equal(math.prod(value.shape), math.prod(sizes)):
         return
     if not in_order and not _have_same_axes((value.shape, value.stride()), (sizes, strides)):
         return
@@ -74,7 +75,7 @@ def _is_dense(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
     """Whether elements lie in memory in their order, without gaps."""
     expected: Any = 1
     for size, stride in reversed(list(zip(sizes, strides, strict=True))):
-        if not _same(size, 1) and not _same(stride, expected):
+        if not known_equal(size, 1) and not known_equal(stride, expected):
             return False
         expected = expected * size
     return True
@@ -83,14 +84,12 @@ def _is_dense(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
 def _have_same_axes(one: tuple[Sequence[Any], Sequence[Any]], other: tuple[Sequence[Any], Sequence[Any]]) -> bool:
     """Whether the axes of more than one element have the same sizes and strides, in the same order."""
     axes, others = (
-        [axis for axis in zip(sizes, strides, strict=True) if not _same(axis[0], 1)] for sizes, strides in (one, other)
+        [axis for axis in zip(sizes, strides, strict=True) if not known_equal(axis[0], 1)]
+        for sizes, strides in (one, other)
     )
     if len(axes) != len(others):
         return False
     pairs = zip(axes, others, strict=True)
-    return all(_same(size, others_size) and _same(stride, step) for (size, stride), (others_size, step) in pairs)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to be equal, without restricting symbols to what makes them so."""
-    return bool(statically_known_true(a == b))
+    return all(
+        known_equal(size, others_size) and known_equal(stride, step) for (size, stride), (others_size, step) in pairs
+    )

@@ -94,7 +94,7 @@ def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
 
 
 def _sized(size: int, dtype: torch.dtype) -> Sample:
-    return arguments(size, 3, size + 1, dtype)
+    return arguments(size // 3 + 2, 3, size // 4 + 3, dtype)
 
 
 def _typical(dtype: torch.dtype) -> list[Sample]:
