@@ -267,14 +267,14 @@ def test_unchecked_size(library: Any) -> None:
 
 
 def test_known_equal() -> None:
+    found: list[bool] = []
+
     class Sums(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            nonlocal found
-            found = [private.known_equal(*pair) for pair in ((x.shape[0], x.shape[0]), (x.shape[0], 4), (3, 3))]
-            found.append(private.known_equal(x.shape[0], y.shape[0]))
+            rows = x.shape[0]
+            found.extend(private.known_equal(*pair) for pair in ((rows, rows), (rows, 4), (3, 3), (rows, y.shape[0])))
             return x.sum() + y.sum()
 
-    found: list[bool] = []
     dims = {0: torch.export.Dim.DYNAMIC}
     program = torch.export.export(
         Sums(), (torch.ones(4, 3), torch.ones(4, 3)), dynamic_shapes=(dims, dims), strict=False
