@@ -63,8 +63,10 @@ def train(path: str, batch: int) -> None:
     session = gradfuse.TrainingSession(path)
     for _ in range(STEPS):
         session.step(letters, letters.ravel())
+    growth = peak_mib() - before
+    # Reads the file once more.
     count = sum(array.size for array in session.training_step.parameters.values())
-    print(count, peak_mib() - before)
+    print(count, growth)
 
 
 def measured(kind: str, width: int, blocks: int, batch: int) -> tuple[int, float, float]:

@@ -19,7 +19,7 @@ def main() -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     step = kinds.add_parser("step", help="a saved step, by TrainingSession")
     step.add_argument("file", help="the step")
-    step.add_argument("arrays", help="the batch: inputs first, as arr_0, arr_1, ...")
+    step.add_argument("arrays", help="the batch: inputs as 0_0, 0_1, ..., targets as 1_0, ...")
     torch = kinds.add_parser("torch", help="a model of step_models.py, by PyTorch")
     torch.add_argument("model")
     torch.add_argument("batch", type=int)
@@ -35,13 +35,12 @@ def of_step(file: str, arrays: str) -> float:
     import gradfuse
 
     with np.load(arrays) as stored:
-        batch = [stored[f"arr_{index}"] for index in range(len(stored.files))]
+        inputs, targets = (tuple(stored[name] for name in stored.files if name[0] == part) for part in "01")
     make = gradfuse.TrainingSession  # Its modules are loaded here.
     start = resident("VmRSS")
     session = make(file)
-    count = len(session.training_step.input_names)
     for _ in range(STEPS):
-        session.step(tuple(batch[:count]), tuple(batch[count:]))
+        session.step(inputs, targets)
     return resident("VmHWM") - start
 
 

@@ -145,7 +145,11 @@ class Drawing(nn.Module):
         keep = (0.8 + torch.rand((len(x), 1), dtype=y.dtype)).floor_()
         y = y / 0.8 * keep + 0.1 * torch.rand_like(y) + torch.empty_like(y).uniform_(-0.5, 0.5)
         y = y + torch.randn(y.shape, dtype=y.dtype) * torch.randn_like(y) + torch.empty_like(y).normal_(1.0, 2.0)
-        y = y + F.gumbel_softmax(y, tau=0.7) + y * torch.bernoulli(y.detach().sigmoid()) * torch.bernoulli(y, 0.5)
+        y = (
+            y
+            + F.gumbel_softmax(y, tau=0.7)
+            + y * torch.bernoulli(y.detach().sigmoid()) * torch.bernoulli(y.detach(), 0.5)
+        )
         y = y * torch.randint(1, 4, (len(x), 1)) + y[torch.randperm(len(x))]
         return F.dropout(y, 0.3, self.training)
 
