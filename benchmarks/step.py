@@ -142,7 +142,7 @@ def memory_of_step(step: gradfuse.TrainingStep, arrays: tuple[Arrays, Arrays]) -
     """MiB by which a process grows that trains a step."""
     with tempfile.TemporaryDirectory() as folder:
         step.save(f"{folder}/step.onnx")
-        parts = {f"{part}_{k}": array for part, own in enumerate(arrays) for k, array in enumerate(own)}
+        parts: dict[str, Any] = {f"{part}_{k}": array for part, own in enumerate(arrays) for k, array in enumerate(own)}
         np.savez(f"{folder}/batch.npz", **parts)
         return memory_of("step", f"{folder}/step.onnx", f"{folder}/batch.npz")
 

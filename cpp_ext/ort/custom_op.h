@@ -302,6 +302,7 @@ class Kernel {
     *outputs = new int(0);
     return 1;
   }
+  // NOLINTNEXTLINE(readability-non-const-parameter): the signature is ONNX Runtime's.
   static void ORT_API_CALL ReleaseOverwritten(int* inputs, int* outputs) {
     delete inputs;
     delete outputs;

@@ -37,8 +37,9 @@ void SumRows(const T* grad, int64_t stride, const int64_t* rows, int64_t count, 
   ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR { Store(at, Load(at, d, first + c), d, sum + c); });
   for (int64_t i = 1; i < count; ++i) {
     const T* row = grad + rows[i] * stride;
-    ForEachVector(d, columns, [&](int64_t c, auto at)
-                                  HWY_ATTR { Store(at, Load(at, d, sum + c) + Load(at, d, row + c), d, sum + c); });
+    ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
+      Store(at, Load(at, d, sum + c) + Load(at, d, row + c), d, sum + c);
+    });
   }
   const auto scales = hn::Set(d, scale);
   ForEachVectorInto<Sink<kStreams, Whole>>(

@@ -18,7 +18,7 @@ namespace gradfuse::cpu::HWY_NAMESPACE {
 
 // Recurrent layers are computed in float32, in vectors of this type.
 using RowTag = hn::ScalableTag<float>;
-inline constexpr int kRowLanes = static_cast<int>(hn::MaxLanes(RowTag()));
+inline constexpr auto kRowLanes = static_cast<int64_t>(hn::MaxLanes(RowTag()));
 
 // How many rows are multiplied with vectors of a panel at once: their sums are in registers.
 template <int kVectors>

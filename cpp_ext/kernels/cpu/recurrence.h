@@ -82,9 +82,12 @@ class HandedOn {
     }
   }
   // The same without a first state.
-  HandedOn(const MutableTensor& states, int64_t size) : HandedOn(Tensor(nullptr, DType::kFloat32, {0}), states, 0) {
-    size_ = size;
-    if constexpr (!std::is_same_v<T, float>) buffers_.resize(static_cast<size_t>(2 * size));
+  HandedOn(const MutableTensor& states, int64_t size) : size_(size) {
+    if constexpr (std::is_same_v<T, float>) {
+      states_ = states.MutableData<float>();
+    } else {
+      buffers_.resize(static_cast<size_t>(2 * size));
+    }
   }
 
   // What step t finds, and where it writes; `place` and `place_before` are those of its states and of the step before.

@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(kThreads) Sum(const __grid_constant__ Params<T
     const int64_t column = (task - slice * params.panels) * kThreads + threadIdx.x;
     const bool has_column = column < params.columns;
     const int64_t begin = slice * params.slice_rows;
-    const int64_t end =
-        begin + params.slice_rows < params.num_weights ? begin + params.slice_rows : params.num_weights;
+    const int64_t end = begin + params.slice_rows < params.num_weights ? begin + params.slice_rows : params.num_weights;
     for (int64_t row = begin; has_column && row < end; ++row) params.sums[row * params.columns + column] = 0;
     for (int64_t first = 0; first < params.count; first += kThreads) {
       const int64_t mine = first + threadIdx.x;
