@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-payoff bench-export bench-scale \
+.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-convolutions bench-payoff bench-export bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-models   train models of transformers, timm and scikit-learn, and compare; writes docs/models.md (an hour; MODEL_CASES='GPT2LMHeadModel ...' for some)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
+	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its table (two minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
@@ -130,6 +131,9 @@ bench-aclnn: $(INSTALLED)
 	include=$$($(BIN)/python -c "import gradfuse; print(gradfuse.get_include())") && \
 	$(CC) -std=gnu11 -O2 benchmarks/aclnn_overhead.c -I$$include $$library -Wl,-rpath,$$(dirname $$library) -o build/aclnn_overhead
 	GRADFUSE_DEVICE=cpu build/aclnn_overhead
+
+bench-convolutions: $(INSTALLED)
+	$(BIN)/python benchmarks/convolutions.py $(BENCH_ARGS)
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)

@@ -63,6 +63,35 @@ def test_agrees_with_pytorch(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", [CPU], indirect=True)
+@given(
+    batch=st.integers(1, 5),
+    groups=st.integers(1, 2),
+    channels=st.tuples(st.integers(1, 20), st.sampled_from((64, 127, 128, 131))),
+    sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(*[st.integers(0, 5)] * 4),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+@settings(max_examples=60, deadline=None)
+def test_many_channels_and_small_planes(
+    batch: int,
+    groups: int,
+    channels: tuple[int, int],
+    sizes: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, ...],
+    dilation: tuple[int, int],
+) -> None:
+    for axis in range(2):
+        if sizes[axis] + padding[axis] + padding[axis + 2] < dilation[axis] * (kernel[axis] - 1) + 1:
+            return
+    scaled = (channels[0] * groups, channels[1] * groups)
+    check(batch, scaled, sizes, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
 LARGE: list[tuple[Any, ...]] = [
     (32, (16, 16), (32, 32), (3, 3), {"padding": (1,)}),
     (7, (40, 23), (17, 19), (3, 3), {"padding": (1,)}),
@@ -74,6 +103,11 @@ LARGE: list[tuple[Any, ...]] = [
     (4, (16, 40), (300,), (9,), {"padding": (4,)}),
     (2, (6, 8), (9, 10, 11), (3, 3, 3), {"padding": (1,)}),
     (3, (20, 9), (13, 14), (4, 4), {"padding": (1,), "stride": (2,), "transposed": 1}),
+    (8, (40, 130), (7, 7), (3, 3), {"padding": (1,)}),
+    (40, (9, 64), (8, 7), (3, 3), {"padding": (1,)}),
+    (4, (30, 260), (15, 14), (3, 3), {"padding": (1,), "stride": (2,), "groups": 2}),
+    (2, (5, 128), (3, 4, 5), (3, 3, 3), {"padding": (1,), "dilation": (1, 2, 1)}),
+    (3, (130, 9), (5, 6), (4, 4), {"padding": (1,), "stride": (2,), "transposed": 1}),
 ]
 
 
@@ -107,6 +141,8 @@ def test_large_on_cuda(described: tuple[Any, ...]) -> None:
         (2, (6, 6), (9, 9), (3, 3), {"padding": (1,), "groups": 6}),
         (2, (6, 6), (12, 11), (3, 3), {"padding": (1,), "stride": (2,), "groups": 6}),
         (2, (5, 7), (6, 7), (3, 3), {"padding": (1,), "transposed": 1}),
+        (2, (5, 130), (9, 9), (3, 3), {"padding": (1,)}),
+        (2, (5, 130), (12, 11), (3, 3), {"padding": (1,), "stride": (2,)}),
     ],
     ids=str,
 )

@@ -37,6 +37,20 @@ struct Products {
   int64_t sums_pitch;
 };
 
+// The weights of a tile of channels, and where they are packed to: plane by plane, and there by channel of the small
+// side, tap of the plane and channel of the tile.
+template <class T>
+struct FilterTile {
+  const T* weights;  // of the first channel of the small side: (channels, taps)
+  int64_t pitch;     // from one channel of the small side to the next
+  int64_t small_channels;
+  int64_t count;              // of weights that are there
+  const int64_t* order;       // the weight for each place of what is packed, or -1 for 0
+  const int64_t* plane_ends;  // in `order`
+  int64_t plane_count;
+  T* packed;
+};
+
 // Planes that are added up, each shifted for each of some taps and multiplied with a weight.
 template <class T>
 struct Filters {
@@ -284,13 +298,13 @@ T AddTaps(const T* rows, int64_t row_count, int64_t width, const T* const* plane
 }
 
 #if GRADFUSE_AVX512 || defined(__aarch64__)
-constexpr int kVectors = 4;
+constexpr int kMostVectors = 4;
 #else
-constexpr int kVectors = 2;
+constexpr int kMostVectors = 2;
 #endif
 
-// One tile of AddFilters: kVectors vectors of places.
-template <int kChannels, class T>
+// One tile of AddFilters: kVectors vectors of places, or less at the end.
+template <int kChannels, int kVectors, class T>
 GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t place) {
   const TagOf<T> d;
   using V = hn::Vec<TagOf<T>>;
@@ -328,17 +342,55 @@ GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t place) {
   }
 }
 
-// For six channels, or one: the sums over planes and taps of a weight times the plane, shifted by the tap. Up to
-// kMostPlacesOfTile - 1 more places than there are get sums that mean nothing.
+// Packs the weights of a tile. Returns 0, or NaN if one of them is not finite.
+template <class T>
+T PackFilters(const FilterTile<T>& tile) {
+  const TagOf<T> d;
+  auto check = hn::Zero(d);
+  const T* from = tile.weights;
+  for (int64_t m = 0; m < tile.small_channels; ++m, from += tile.pitch) {
+    ForEachVector(d, tile.count,
+                  [&](int64_t i, auto at) HWY_ATTR { check = hn::MulAdd(Load(at, d, from + i), hn::Zero(d), check); });
+    T* plane = tile.packed;
+    int64_t begin = 0;
+    for (int64_t p = 0; p < tile.plane_count; ++p) {
+      const int64_t count = tile.plane_ends[p] - begin;
+      T* const to = plane + m * count;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t place = tile.order[begin + i];
+        to[i] = place < 0 ? T{} : from[place];
+      }
+      begin += count;
+      plane += tile.small_channels * count;
+    }
+  }
+  return hn::ReduceSum(d, check);
+}
+
+// For six channels, or one: the sums over planes and taps of a weight times the plane, shifted by the tap. Up to a
+// vector more of places than there are get sums that mean nothing.
+template <int kChannels, class T>
+void AddFiltersOf(const Filters<T>& filters) {
+  const auto lanes = static_cast<int64_t>(hn::Lanes(TagOf<T>()));
+  int64_t place = 0;
+  for (; place + kMostVectors * lanes <= filters.place_count; place += kMostVectors * lanes) {
+    AddFiltersAt<kChannels, kMostVectors>(filters, place);
+  }
+  switch (CeilDiv(filters.place_count - place, lanes)) {
+    case 0: break;
+    case 1: AddFiltersAt<kChannels, 1>(filters, place); break;
+    case 2: AddFiltersAt<kChannels, std::min(2, kMostVectors)>(filters, place); break;
+    case 3: AddFiltersAt<kChannels, std::min(3, kMostVectors)>(filters, place); break;
+    default: AddFiltersAt<kChannels, kMostVectors>(filters, place); break;
+  }
+}
+
 template <class T>
 void AddFilters(const Filters<T>& filters, bool is_single) {
-  const int64_t step = kVectors * static_cast<int64_t>(hn::Lanes(TagOf<T>()));
-  for (int64_t place = 0; place < filters.place_count; place += step) {
-    if (is_single) {
-      AddFiltersAt<1>(filters, place);
-    } else {
-      AddFiltersAt<static_cast<int>(kChannelsAtOnce)>(filters, place);
-    }
+  if (is_single) {
+    AddFiltersOf<1>(filters);
+  } else {
+    AddFiltersOf<static_cast<int>(kChannelsAtOnce)>(filters);
   }
 }
 
@@ -511,14 +563,17 @@ class PackedPlanes {
 
 constexpr int64_t kLongestVector = 16;
 
+// An odd number of cache lines, so that rows of this length do not meet in few places of the cache.
+int64_t OddLines(int64_t elements) { return (CeilDiv(elements, kLongestVector) | 1) * kLongestVector; }
+
 constexpr std::align_val_t kCacheLine{64};
 
 struct FreeAligned {
   void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
 };
 
-// Zeros for a task, which must not throw: null where there is no memory. Threads keep up to two pieces for their next
-// tasks, as the first use of new memory costs as much as the work on it.
+// Zeros for a task, which must not throw: null where there is no memory. Threads keep up to three pieces for their
+// next tasks, as the first use of new memory costs as much as the work on it.
 template <class T>
 class Scratch {
  public:
@@ -551,8 +606,8 @@ class Scratch {
     std::unique_ptr<void, FreeAligned> memory;
     size_t bytes = 0;
   };
-  static std::array<Piece, 2>& Kept() {
-    static thread_local std::array<Piece, 2> pieces;
+  static std::array<Piece, 3>& Kept() {
+    static thread_local std::array<Piece, 3> pieces;
     return pieces;
   }
 
@@ -746,111 +801,388 @@ bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, co
   const int64_t taps = g.kernel_size;
   const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
   const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
+  const auto pack_filters = GRADFUSE_DISPATCH(PackFilters<T>);
   const bool is_single = g.large_channels == 1;
   const int64_t at_once = is_single ? 1 : kChannelsAtOnce;
   const int64_t tiles = CeilDiv(g.large_channels, at_once);
 
-  // Weights as tiles need them: by group, plane, tile, channel of the small side, tap of the plane, channel of the
-  // tile.
-  std::vector<std::vector<int64_t>> taps_of_plane(static_cast<size_t>(planes.count()));
-  for (int64_t tap = 0; tap < taps; ++tap) taps_of_plane[static_cast<size_t>(planes.plane_of_tap(tap))].push_back(tap);
-  const int64_t weights_of_group = tiles * g.small_channels * taps * at_once;
-  std::vector<T> weights(static_cast<size_t>(g.groups * weights_of_group));
-  T check = 0;
-  for (int64_t group = 0; group < g.groups; ++group) {
-    T* to = weights.data() + group * weights_of_group;
-    for (const std::vector<int64_t>& of_plane : taps_of_plane) {
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t channels = std::min(at_once, g.large_channels - tile * at_once);
-        for (int64_t m = 0; m < g.small_channels; ++m) {
-          const T* const from = weight + ((group * g.small_channels + m) * g.large_channels + tile * at_once) * taps;
-          for (const int64_t tap : of_plane) {
-            for (int64_t channel = 0; channel < channels; ++channel) {
-              to[channel] = from[channel * taps + tap];
-              check += to[channel] * 0;
-            }
-            to += at_once;
-          }
-        }
+  // What a plane needs of the weights, for a whole tile and for the last.
+  std::vector<int64_t> order;
+  std::vector<int64_t> order_of_last;
+  std::vector<int64_t> plane_ends;
+  std::vector<std::vector<int64_t>> shifts_of_plane;
+  const int64_t channels_of_last = g.large_channels - (tiles - 1) * at_once;
+  for (int64_t plane = 0; plane < planes.count(); ++plane) {
+    shifts_of_plane.emplace_back();
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      if (planes.plane_of_tap(tap) != plane) continue;
+      shifts_of_plane.back().push_back(planes.shift_of_tap(tap));
+      for (int64_t channel = 0; channel < at_once; ++channel) {
+        order.push_back(channel * taps + tap);
+        order_of_last.push_back(channel < channels_of_last ? channel * taps + tap : -1);
       }
     }
-  }
-  if (!(check == 0)) return false;
-  std::vector<std::vector<int64_t>> shifts_of_plane;
-  for (const std::vector<int64_t>& of_plane : taps_of_plane) {
-    shifts_of_plane.emplace_back();
-    for (const int64_t tap : of_plane) shifts_of_plane.back().push_back(planes.shift_of_tap(tap));
+    plane_ends.push_back(static_cast<int64_t>(order.size()));
   }
 
-  constexpr int64_t kPackedBytes = 256 << 10;
+  // As many items at once as fill some tiles of places, and fit the second-level cache.
+  constexpr int64_t kPackedBytes = 512 << 10;
+  constexpr int64_t kFewestPlaces = 256;
+  constexpr int64_t kTasks = 16;
   const int64_t item_bytes = g.small_channels * planes.size() * static_cast<int64_t>(sizeof(T));
-  const int64_t items_at_once = std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(item_bytes, 1), 1,
-                                                    std::max<int64_t>(1, CeilDiv(g.batch, 16)));
-  const int64_t blocks = CeilDiv(g.batch, items_at_once);
+  const int64_t most_items = std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(item_bytes, 1), 1, g.batch);
+  const int64_t wanted_items = std::max(CeilDiv(g.batch, kTasks), CeilDiv(kFewestPlaces, planes.size()));
+  const int64_t blocks = CeilDiv(g.batch, std::min(most_items, wanted_items));
+  const int64_t items_at_once = CeilDiv(g.batch, blocks);
+  // Each task packs for itself: it is to have enough to do with that.
+  constexpr int64_t kFewestTiles = 16;
+  const int64_t wanted_parts = std::min(CeilDiv(kTasks, blocks * g.groups), tiles / kFewestTiles);
+  const int64_t tiles_of_task = CeilDiv(tiles, std::max<int64_t>(1, wanted_parts));
+  const int64_t parts = CeilDiv(tiles, tiles_of_task);
   const int64_t places = items_at_once * planes.size();
   const int64_t front = CeilDiv(planes.largest_shift(), kLongestVector) * kLongestVector;
   const int64_t length = (CeilDiv(front + places + kMostPlacesOfTile, kLongestVector) | 1) * kLongestVector;
   const bool has_all = planes.has_all();
   Findings findings;
-  parallel(blocks * g.groups, g.batch * g.small_size * g.groups * g.small_channels * g.large_channels * taps,
+  const int64_t cost = g.batch * g.small_size * g.groups * g.small_channels * g.large_channels * taps;
+  parallel(blocks * g.groups * parts, cost, [&](int64_t task) {
+    const int64_t part = task % parts;
+    const int64_t group = task / parts % g.groups;
+    const int64_t first = task / parts / g.groups * items_at_once;
+    const int64_t items = std::min(items_at_once, g.batch - first);
+    if (items <= 0) return;
+    const Scratch<T> packed(g.small_channels * length);
+    const Scratch<T> sums(at_once * length);
+    const Scratch<T> weights(g.small_channels * taps * at_once);
+    if (packed.data() == nullptr || sums.data() == nullptr || weights.data() == nullptr) {
+      findings.no_memory = true;
+      return;
+    }
+    for (int64_t m = 0; m < g.small_channels; ++m) {
+      for (int64_t item = 0; item < items; ++item) {
+        const int64_t channel = ((first + item) * g.groups + group) * g.small_channels + m;
+        planes.PackSmall(pack, small + channel * g.small_size,
+                         packed.data() + m * length + front + item * planes.size());
+      }
+    }
+    Filters<T> filters{};
+    filters.planes = packed.data() + front;
+    filters.plane_pitch = length;
+    filters.plane_count = g.small_channels;
+    filters.place_count = items * planes.size();
+    filters.sums = sums.data();
+    filters.sums_pitch = length;
+    T check = 0;
+    for (int64_t tile = part * tiles_of_task; tile < std::min(tiles, (part + 1) * tiles_of_task); ++tile) {
+      const int64_t begin = tile * at_once;
+      const int64_t end = std::min(g.large_channels, begin + at_once);
+      const auto channel_at = [&](int64_t item, int64_t channel) {
+        return out + (((first + item) * g.groups + group) * g.large_channels + channel) * g.large_size;
+      };
+      if (!has_all) {
+        for (int64_t item = 0; item < items; ++item) {
+          std::fill_n(channel_at(item, begin), (end - begin) * g.large_size, T{});
+        }
+      }
+      FilterTile<T> own{};
+      own.weights = weight + (group * g.small_channels * g.large_channels + begin) * taps;
+      own.pitch = g.large_channels * taps;
+      own.small_channels = g.small_channels;
+      own.count = (end - begin) * taps;
+      own.order = end - begin < at_once ? order_of_last.data() : order.data();
+      own.plane_ends = plane_ends.data();
+      own.plane_count = planes.count();
+      own.packed = weights.data();
+      check += pack_filters(own);
+      filters.weights = weights.data();
+      for (int64_t plane = 0; plane < planes.count(); ++plane) {
+        const std::vector<int64_t>& shifts = shifts_of_plane[static_cast<size_t>(plane)];
+        filters.shifts = shifts.data();
+        filters.tap_count = static_cast<int64_t>(shifts.size());
+        add_filters(filters, is_single);
+        filters.weights += g.small_channels * filters.tap_count * at_once;
+        for (int64_t channel = begin; channel < end; ++channel) {
+          for (int64_t item = 0; item < items; ++item) {
+            planes.UnpackLarge(plane, sums.data() + (channel - begin) * length + item * planes.size(),
+                               channel_at(item, channel));
+          }
+        }
+      }
+    }
+    if (!(check == 0)) findings.not_finite = true;
+  });
+  if (findings.no_memory) throw std::bad_alloc();
+  return !findings.not_finite;
+}
+
+// Where planes are small, the zeros between their rows are a large share of them. There the gradients are products of
+// matrices over the windows alone.
+
+// Windows side by side that meet neighbours of the large side with a place of the kernel.
+struct Run {
+  int64_t small;
+  int64_t large;
+  int64_t count;
+};
+
+std::vector<std::vector<Run>> RunsOfTaps(const Geometry& g) {
+  std::vector<std::vector<Run>> runs;
+  direct::ForEachTap(g, [&](int64_t, int64_t tap0, int64_t tap1, int64_t tap2) {
+    runs.emplace_back();
+    direct::ForEachRow(g, tap0, tap1, tap2, [&](int64_t small, int64_t large, int64_t count) {
+      runs.back().push_back({small, large, count});
+    });
+  });
+  return runs;
+}
+
+constexpr int64_t kProductBytes = 512 << 10;  // what a task packs is to fit the second-level cache
+
+// The gradient of the large side: for each (channel, place of the kernel) a sum over channels of the small side, which
+// is then added to where the windows meet the large side.
+template <class T>
+void SumsOfWindows(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
+  const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
+  const std::vector<std::vector<Run>> runs = RunsOfTaps(g);
+  const int64_t taps = g.kernel_size;
+  const int64_t windows_bytes = g.small_channels * g.small_size * static_cast<int64_t>(sizeof(T));
+  const int64_t blocks = CeilDiv(g.batch, std::clamp<int64_t>(kProductBytes / windows_bytes, 1, g.batch));
+  const int64_t items_of_block = CeilDiv(g.batch, blocks);
+  const int64_t length = OddLines(CeilDiv(items_of_block * g.small_size, kMostPlacesOfTile) * kMostPlacesOfTile);
+
+  // By block of items, group and channel: the windows of all items of the block.
+  constexpr int64_t kChannelsOfTask = 16;
+  const int64_t channels = g.groups * g.small_channels;
+  std::vector<T> windows(static_cast<size_t>(blocks * channels * length));
+  parallel(CeilDiv(channels, kChannelsOfTask), 2 * g.batch * g.groups * windows_bytes, [&](int64_t task) {
+    const int64_t end = std::min(channels, (task + 1) * kChannelsOfTask);
+    for (int64_t n = 0; n < g.batch; ++n) {
+      for (int64_t channel = task * kChannelsOfTask; channel < end; ++channel) {
+        std::copy_n(
+            small + (n * channels + channel) * g.small_size, g.small_size,
+            windows.data() + (n / items_of_block * channels + channel) * length + n % items_of_block * g.small_size);
+      }
+    }
+  });
+
+  constexpr int64_t kTasks = 16;
+  const int64_t channel_bytes = g.small_channels * taps * static_cast<int64_t>(sizeof(T));
+  const int64_t most_channels = std::max<int64_t>(1, kProductBytes / 2 / channel_bytes);
+  const int64_t channels_of_task =
+      std::min(most_channels, CeilDiv(g.large_channels, CeilDiv(kTasks, blocks * g.groups)));
+  const int64_t parts = CeilDiv(g.large_channels, channels_of_task);
+  const int64_t tile_size = OddLines(g.small_channels * kChannelsAtOnce);
+  const int64_t no_shift = 0;
+  std::atomic<bool> no_memory{false};
+  parallel(blocks * g.groups * parts, g.batch * g.small_size * channels * g.large_channels * taps, [&](int64_t task) {
+    const int64_t first_channel = task % parts * channels_of_task;
+    const int64_t group = task / parts % g.groups;
+    const int64_t block = task / parts / g.groups;
+    const int64_t items = std::min(items_of_block, g.batch - block * items_of_block);
+    const int64_t rows = std::min(channels_of_task, g.large_channels - first_channel) * taps;
+    const int64_t tiles = CeilDiv(rows, kChannelsAtOnce);
+    if (items <= 0) return;
+    const Scratch<T> weights(tiles * tile_size);
+    const Scratch<T> sums(kChannelsAtOnce * length);
+    if (weights.data() == nullptr || sums.data() == nullptr) {
+      no_memory = true;
+      return;
+    }
+    for (int64_t m = 0; m < g.small_channels; ++m) {
+      const T* const from = weight + ((group * g.small_channels + m) * g.large_channels + first_channel) * taps;
+      // Rows lie in pages of their own, which the processor does not look ahead to.
+      constexpr int64_t kAhead = 8;
+      for (int64_t row = 0; row < rows && m + kAhead < g.small_channels; row += kLongestVector) {
+        __builtin_prefetch(from + kAhead * g.large_channels * taps + row);
+      }
+      T* to = weights.data() + m * kChannelsAtOnce;
+      int64_t row = 0;
+      for (; row + kChannelsAtOnce <= rows; row += kChannelsAtOnce, to += tile_size) {
+        std::copy_n(from + row, kChannelsAtOnce, to);
+      }
+      std::copy(from + row, from + rows, to);
+    }
+    const auto channel_at = [&](int64_t item, int64_t channel) {
+      const int64_t n = block * items_of_block + item;
+      return out + ((n * g.groups + group) * g.large_channels + first_channel + channel) * g.large_size;
+    };
+    for (int64_t item = 0; item < items; ++item) std::fill_n(channel_at(item, 0), rows / taps * g.large_size, T{});
+    Filters<T> filters{};
+    filters.planes = windows.data() + (block * g.groups + group) * g.small_channels * length;
+    filters.plane_pitch = length;
+    filters.plane_count = g.small_channels;
+    filters.shifts = &no_shift;
+    filters.tap_count = 1;
+    filters.place_count = items * g.small_size;
+    filters.sums = sums.data();
+    filters.sums_pitch = length;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      filters.weights = weights.data() + tile * tile_size;
+      add_filters(filters, /*is_single=*/false);
+      const int64_t first = tile * kChannelsAtOnce;
+      for (int64_t row = first; row < std::min(rows, first + kChannelsAtOnce); ++row) {
+        for (int64_t item = 0; item < items; ++item) {
+          const T* const from = sums.data() + (row - first) * length + item * g.small_size;
+          T* const to = channel_at(item, row / taps);
+          for (const Run& run : runs[static_cast<size_t>(row % taps)]) {
+            for (int64_t i = 0; i < run.count; ++i) to[run.large + i * g.stride[2]] += from[run.small + i];
+          }
+        }
+      }
+    }
+  });
+  if (no_memory) throw std::bad_alloc();
+}
+
+// A channel of the large side with the padding that windows meet, and without what none meets.
+class PaddedPlane {
+ public:
+  explicit PaddedPlane(const Geometry& g) : g_(g) {
+    for (int axis = 0; axis < Geometry::kSpatial; ++axis) {
+      extent_[axis] = (g.small[axis] - 1) * g.stride[axis] + (g.kernel[axis] - 1) * g.dilation[axis] + 1;
+      begin_[axis] = std::min(g.padding[axis], extent_[axis]);
+      end_[axis] = std::clamp(g.large[axis] + g.padding[axis], begin_[axis], extent_[axis]);
+    }
+    direct::ForEachTap(g, [&](int64_t, int64_t tap0, int64_t tap1, int64_t tap2) {
+      shifts_.push_back(At(tap0 * g.dilation[0], tap1 * g.dilation[1], tap2 * g.dilation[2]));
+    });
+  }
+
+  int64_t size() const { return extent_[0] * extent_[1] * extent_[2]; }
+  const std::vector<int64_t>& shifts() const { return shifts_; }  // of the places of the kernel
+  int64_t At(int64_t z, int64_t y, int64_t x) const { return (z * extent_[1] + y) * extent_[2] + x; }
+
+  template <class T>
+  void Copy(const T* from, T* to) const {
+    for (int64_t z = begin_[0]; z < end_[0]; ++z) {
+      for (int64_t y = begin_[1]; y < end_[1]; ++y) {
+        const int64_t row = (z - g_.padding[0]) * g_.large[1] + y - g_.padding[1];
+        std::copy_n(from + row * g_.large[2] + begin_[2] - g_.padding[2], end_[2] - begin_[2],
+                    to + At(z, y, begin_[2]));
+      }
+    }
+  }
+
+ private:
+  const Geometry& g_;
+  std::array<int64_t, Geometry::kSpatial> extent_;
+  std::array<int64_t, Geometry::kSpatial> begin_;
+  std::array<int64_t, Geometry::kSpatial> end_;
+  std::vector<int64_t> shifts_;
+};
+
+// The weight gradient: the small side by windows, times windows by (channel of the large side, place of the kernel).
+// Returns false if the small side, which meets the padding, is not finite.
+template <class T>
+bool ProductsOfWindows(const Geometry& g, const T* small, const T* large, T* out, const ParallelFor& parallel) {
+  const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
+  const PaddedPlane plane(g);
+  const int64_t taps = g.kernel_size;
+  const int64_t windows = g.batch * g.small_size;
+  const int64_t tiles = CeilDiv(g.small_channels, kChannelsAtOnce);
+  std::vector<T> factors(static_cast<size_t>(g.groups * tiles * windows * kChannelsAtOnce));
+  Findings findings;
+  parallel(g.groups * tiles, 2 * g.groups * g.small_channels * windows * static_cast<int64_t>(sizeof(T)),
            [&](int64_t task) {
-             const int64_t group = task % g.groups;
-             const int64_t first = task / g.groups * items_at_once;
-             const int64_t items = std::min(items_at_once, g.batch - first);
-             const Scratch<T> packed(g.small_channels * length);
-             const Scratch<T> sums(at_once * length);
-             if (packed.data() == nullptr || sums.data() == nullptr) {
-               findings.no_memory = true;
-               return;
-             }
-             for (int64_t m = 0; m < g.small_channels; ++m) {
-               for (int64_t item = 0; item < items; ++item) {
-                 const int64_t channel = ((first + item) * g.groups + group) * g.small_channels + m;
-                 planes.PackSmall(pack, small + channel * g.small_size,
-                                  packed.data() + m * length + front + item * planes.size());
-               }
-             }
-             Filters<T> filters{};
-             filters.planes = packed.data() + front;
-             filters.plane_pitch = length;
-             filters.plane_count = g.small_channels;
-             filters.place_count = items * planes.size();
-             filters.sums = sums.data();
-             filters.sums_pitch = length;
-             filters.weights = weights.data() + group * weights_of_group;
-             const auto channel_at = [&](int64_t item, int64_t channel) {
-               return out + (((first + item) * g.groups + group) * g.large_channels + channel) * g.large_size;
-             };
-             if (!has_all) {
-               for (int64_t item = 0; item < items; ++item) {
-                 std::fill_n(channel_at(item, 0), g.large_channels * g.large_size, T{});
-               }
-             }
-             for (int64_t plane = 0; plane < planes.count(); ++plane) {
-               const std::vector<int64_t>& shifts = shifts_of_plane[static_cast<size_t>(plane)];
-               filters.shifts = shifts.data();
-               filters.tap_count = static_cast<int64_t>(shifts.size());
-               for (int64_t tile = 0; tile < tiles; ++tile) {
-                 add_filters(filters, is_single);
-                 filters.weights += g.small_channels * filters.tap_count * at_once;
-                 const int64_t end = std::min(g.large_channels, (tile + 1) * at_once);
-                 for (int64_t channel = tile * at_once; channel < end; ++channel) {
-                   for (int64_t item = 0; item < items; ++item) {
-                     planes.UnpackLarge(plane, sums.data() + (channel - tile * at_once) * length + item * planes.size(),
-                                        channel_at(item, channel));
-                   }
+             const int64_t group = task / tiles;
+             const int64_t first = task % tiles * kChannelsAtOnce;
+             const int64_t channels = std::min(kChannelsAtOnce, g.small_channels - first);
+             T* to = factors.data() + task * windows * kChannelsAtOnce;
+             T check = 0;
+             for (int64_t n = 0; n < g.batch; ++n) {
+               const T* const from = small + ((n * g.groups + group) * g.small_channels + first) * g.small_size;
+               for (int64_t i = 0; i < g.small_size; ++i, to += kChannelsAtOnce) {
+                 for (int64_t m = 0; m < channels; ++m) {
+                   to[m] = from[m * g.small_size + i];
+                   check += to[m] * 0;
                  }
                }
              }
+             if (!(check == 0)) findings.not_finite = true;
            });
+  if (findings.not_finite) return false;
+
+  // As many channels as fill whole tiles.
+  const int64_t tile_bytes = windows * kMostPlacesOfTile * static_cast<int64_t>(sizeof(T));
+  const int64_t tiles_at_once = std::clamp<int64_t>(kProductBytes / tile_bytes, 1, 4);
+  const int64_t channels_of_task = std::clamp<int64_t>(tiles_at_once * kMostPlacesOfTile / taps, 1, g.large_channels);
+  const int64_t parts = CeilDiv(g.large_channels, channels_of_task);
+  const int64_t pitch = OddLines(CeilDiv(channels_of_task * taps, kMostPlacesOfTile) * kMostPlacesOfTile);
+  const int64_t no_shift = 0;
+  parallel(g.groups * parts, windows * g.groups * g.small_channels * g.large_channels * taps, [&](int64_t task) {
+    const int64_t group = task / parts;
+    const int64_t first_channel = task % parts * channels_of_task;
+    const int64_t channels = std::min(channels_of_task, g.large_channels - first_channel);
+    const Scratch<T> packed(windows * pitch);
+    const Scratch<T> padded(channels * plane.size());
+    const Scratch<T> sums(kChannelsAtOnce * pitch);
+    if (packed.data() == nullptr || padded.data() == nullptr || sums.data() == nullptr) {
+      findings.no_memory = true;
+      return;
+    }
+    T* to = packed.data();
+    for (int64_t n = 0; n < g.batch; ++n) {
+      const T* const from = large + ((n * g.groups + group) * g.large_channels + first_channel) * g.large_size;
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        plane.Copy(from + channel * g.large_size, padded.data() + channel * plane.size());
+      }
+      for (int64_t z = 0; z < g.small[0]; ++z) {
+        for (int64_t y = 0; y < g.small[1]; ++y) {
+          for (int64_t x = 0; x < g.small[2]; ++x, to += pitch) {
+            const T* window = padded.data() + plane.At(z * g.stride[0], y * g.stride[1], x * g.stride[2]);
+            T* into = to;
+            for (int64_t channel = 0; channel < channels; ++channel, window += plane.size()) {
+              for (const int64_t shift : plane.shifts()) *into++ = window[shift];
+            }
+          }
+        }
+      }
+    }
+    Filters<T> filters{};
+    filters.planes = packed.data();
+    filters.plane_pitch = pitch;
+    filters.plane_count = windows;
+    filters.shifts = &no_shift;
+    filters.tap_count = 1;
+    filters.place_count = channels * taps;
+    filters.sums = sums.data();
+    filters.sums_pitch = pitch;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      filters.weights = factors.data() + (group * tiles + tile) * windows * kChannelsAtOnce;
+      add_filters(filters, /*is_single=*/false);
+      const int64_t first = tile * kChannelsAtOnce;
+      for (int64_t m = first; m < std::min(g.small_channels, first + kChannelsAtOnce); ++m) {
+        std::copy_n(sums.data() + (m - first) * pitch, channels * taps,
+                    out + ((group * g.small_channels + m) * g.large_channels + first_channel) * taps);
+      }
+    }
+  });
   if (findings.no_memory) throw std::bad_alloc();
   return true;
 }
 
+// Measured: with enough channels to sum over, what is saved of zeros is worth the sums that are added to the large
+// side.
+bool PaysByWindows(const Geometry& g) {
+  constexpr int64_t kFewestChannels = 64;
+  if (g.small_channels < kFewestChannels) return false;
+  return g.stride[2] > 1 || PackedPlanes(g).size() * 5 >= g.small_size * 6;
+}
+
+// Measured: with few windows and many channels, windows take less to pack than zeros take to multiply.
+bool HasFewWindows(const Geometry& g) {
+  constexpr int64_t kFewestChannels = 128;
+  constexpr int64_t kMostWindows = 512;
+  return g.small_channels >= kFewestChannels && g.batch * g.small_size <= kMostWindows;
+}
+
 template <class T>
 void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
-  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0 ||
-      !SumsOfPlanes(g, small, weight, out, parallel)) {
+  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0) {
+    direct::GradLarge(g, small, weight, out, parallel);
+  } else if (PaysByWindows(g)) {
+    SumsOfWindows(g, small, weight, out, parallel);
+  } else if (!SumsOfPlanes(g, small, weight, out, parallel)) {
     direct::GradLarge(g, small, weight, out, parallel);
   }
 }
@@ -862,8 +1194,9 @@ void GradWeight(const Geometry& g, const T* small, const T* large, T* out, const
     return;
   }
   const bool by_channel = g.small_channels == 1 && g.large_channels == 1;
-  const bool is_done = by_channel ? ProductsOfChannels(g, small, large, out, parallel)
-                                  : ProductsOfPlanes(g, small, large, out, parallel);
+  const bool is_done = by_channel         ? ProductsOfChannels(g, small, large, out, parallel)
+                       : HasFewWindows(g) ? ProductsOfWindows(g, small, large, out, parallel)
+                                          : ProductsOfPlanes(g, small, large, out, parallel);
   if (!is_done) direct::GradWeight(g, small, large, out, parallel);
 }
 
