@@ -4,6 +4,8 @@ A family is an operator in the graphs of one producer. Of each family, a static,
 where there are such; the subgraph that the fusion replaces is cut out and enlarged (`regions.py`), fused with policy
 "all", and both sides are compared with each other and timed in stock onnxruntime, in turns.
 
+Operators of whole training steps are measured in steps of one layer (`layers.py`), in several sizes.
+
     python benchmarks/payoff.py [--quick] [--only PATTERN] [--out FOLDER]
 
 Writes FOLDER/payoff.json, payoff.md and payoff.svg.
@@ -20,7 +22,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from gradfuse.testing import assert_gradients_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+from layers import LayerStep, layer_steps, values
 from producers import Case, cases
 from regions import Array, NotCovered, Region, between, enlarge, extract, in_float64, run, session
 
@@ -205,8 +208,9 @@ class Timed:
         self.session.run_with_iobinding(self.binding)
         return (time.perf_counter() - start) * 1e3
 
-    def outputs(self) -> list[Array]:
-        return [np.asarray(v) for v in self.binding.copy_outputs_to_cpu()]
+    def outputs(self) -> dict[str, Array]:
+        names = (value.name for value in self.session.get_outputs())
+        return dict(zip(names, map(np.asarray, self.binding.copy_outputs_to_cpu()), strict=True))
 
 
 def measure(region: Region, match: Sides, row: Row) -> None:
@@ -231,12 +235,24 @@ def measure(region: Region, match: Sides, row: Row) -> None:
     ]
     values = {name: np.array(v, order="C") for name, v in (empty | values).items()}
     expected = values[match.root]
+
+    def check(got: Mapping[str, Array]) -> None:
+        if row.size != "L":
+            compare(got[match.root], expected, models[0], values, match.root)
+
+    time_both(row, models, values, check)
+
+
+def time_both(
+    row: Row, models: list[onnx.ModelProto], values: Mapping[str, Array], check: Callable[[Mapping[str, Array]], None]
+) -> None:
+    """Fill in the times of a row by running the plain and the fused model in turns, after a check of the second."""
     for threads in (1, 2):
         both = [Timed(m, values, threads) for m in models]
         for timed in both:
             timed()
-        if threads == 1 and row.size != "L":
-            compare(both[1].outputs()[0], expected, models[0], values, match.root)
+        if threads == 1:
+            check(both[1].outputs())
         pairs = [tuple(timed() for timed in both) for _ in range(REPEATS[row.size])]
         key = str(threads)
         row.plain_ms[key], row.fused_ms[key] = (statistics.median(p[k] for p in pairs) for k in (0, 1))
@@ -306,6 +322,44 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row | dict[str, str]]:
                         break
                 for name, reason in refused.items():
                     yield {"operator": operator, "case": name, "kind": kind, "reason": reason}
+    for step in layer_steps():
+        if fnmatch.fnmatch(f"step/{step.name}", arguments.only):
+            yield of_step(step)
+
+
+def of_step(step: LayerStep) -> Row:
+    """The whole step with and without its fusion. Both compute the rest alike, so that gains are a little too small."""
+    model = step.model()
+    result, report = fused(model, step.operator)
+    (fusion,) = report.fusions
+    before = {node.name for node in model.graph.node}
+    given = values(model)
+    elements = max(array.size for array in given.values())
+    row = Row(
+        step.operator,
+        "step",
+        step.name,
+        next((size for size in SIZES if elements <= SIZES[size]), "L"),
+        elements,
+        (len(fusion.replaced), sum(node.name not in before for node in result.graph.node)),
+        fusion.bytes_before,
+        fusion.bytes_after,
+        fusion.speedup,
+        bool(fused(model, step.operator, "profitable")[1].fusions),
+        None,
+    )
+    plain = run(model, given, [output.name for output in model.graph.output])
+
+    def check(got: Mapping[str, Array]) -> None:
+        # onnxruntime has no convolutions in float64 to compare with: rounding alone may differ. What goes through a
+        # batch norm sums up to 0.
+        most = max(float(np.abs(array).max(initial=0)) for array in plain.values())
+        for name, value in got.items():
+            far = float(np.abs(value.astype(np.float64) - plain[name]).max(initial=0))
+            assert far <= 64 * np.finfo(np.float32).eps * most, f"{name} is {far:g} off"
+
+    time_both(row, [model, result], given | plain, check)
+    return row
 
 
 def of_case(case: Case, operator: str, sizes: list[str]) -> Iterator[Row]:
@@ -420,12 +474,19 @@ def plot(found: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5.5), layout="constrained")
-    for operator, colour in zip(OPERATORS, ("tab:blue", "tab:green", "tab:red", "tab:orange"), strict=True):
+    for operator, colour in zip(
+        sorted({row.operator for row in found}), matplotlib.color_sequences["tab10"], strict=False
+    ):
         for size, marker in zip(SIZES, ("o", "s", "^"), strict=True):
             chosen = [r for r in found if (r.operator, r.size) == (operator, size)]
             label = f"{operator}, {size}"
             axes.scatter(
-                [r.predicted for r in chosen], [r.measured for r in chosen], c=colour, marker=marker, s=24, label=label
+                [r.predicted for r in chosen],
+                [r.measured for r in chosen],
+                color=colour,
+                marker=marker,
+                s=24,
+                label=label,
             )
     ends = [0.25, 32.0]
     axes.plot(ends, ends, color="grey", linewidth=0.8)

@@ -110,7 +110,7 @@ def _rescaled(number: float, table: Table) -> float:
 
     large = sorted(table, reverse=True)[:6]
     for count in (1, 2, 3):
-        for chosen in itertools.combinations(large, count):
+        for chosen in itertools.combinations_with_replacement(large, count):
             for power in (1, -1):
                 if is_round(number * math.prod(n**power for n in chosen)) and not is_round(number):
                     return number * math.prod((n / table[n]) ** power for n in chosen)

@@ -127,6 +127,15 @@ def test_torchs_decomposition(rank: int, weighted: bool, gated: bool, of_mean: b
     require_backward(model, shape, weighted=weighted, gated=gated)
 
 
+def test_sizes_that_are_too_large_to_be_run() -> None:
+    """The share 1 / (16 * 48 * 48) goes with the sizes in the smaller ones that prove the match."""
+    share = f"share = Constant<value = float {{{1 / (16 * 48 * 48)!r}}}>()"
+    text = decomposition(4, "[0,2,3]", share, weighted=True, gated=False, of_mean=True)
+    assert operators(fused(onnx_model(text, (16, 64, 48, 48)))[1]) == ["BatchNormBackward"]
+    wrong = text.replace(repr(1 / (16 * 48 * 48)), repr(1 / (16 * 48 * 47)))
+    assert not operators(fused(onnx_model(wrong, (16, 64, 48, 48)))[1])
+
+
 ORT = """
     y, new_mean, new_var, saved_mean, saved_invstd = com.microsoft.BatchNormInternal<epsilon = 0.00001, momentum = 0.9>(
         x, weight, mean, mean, invstd)

@@ -1169,11 +1169,10 @@ bool PaysByWindows(const Geometry& g) {
   return g.stride[2] > 1 || PackedPlanes(g).size() * 5 >= g.small_size * 6;
 }
 
-// Measured: with few windows and many channels, windows take less to pack than zeros take to multiply.
+// Measured: with few windows and many channels, windows take less to pack than zeros take to multiply, and few products
+// less than the sums of their lanes.
 bool HasFewWindows(const Geometry& g) {
-  constexpr int64_t kFewestChannels = 128;
-  constexpr int64_t kMostWindows = 512;
-  return g.small_channels >= kFewestChannels && g.batch * g.small_size <= kMostWindows;
+  return g.batch * g.small_size <= std::clamp<int64_t>(4 * g.small_channels, 64, 512);
 }
 
 template <class T>
