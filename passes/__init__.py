@@ -1,6 +1,7 @@
 """Graph-rewrite passes: decomposed backward subgraphs become fused operators of the domain `aclnn`."""
 
 from gradfuse.passes.apply_adam_w import FuseApplyAdamWPass
+from gradfuse.passes.apply_sgd import FuseApplySgdPass
 from gradfuse.passes.batch_norm_backward import FuseBatchNormBackwardPass
 from gradfuse.passes.convolution_backward import FuseConvolutionBackwardPass
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
@@ -14,6 +15,7 @@ from gradfuse.passes.scaled_masked_softmax_backward import FuseScaledMaskedSoftm
 __all__ = [
     "ExporterBug",
     "FuseApplyAdamWPass",
+    "FuseApplySgdPass",
     "FuseBatchNormBackwardPass",
     "FuseConvolutionBackwardPass",
     "FuseCrossEntropyLossGradPass",

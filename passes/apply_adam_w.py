@@ -25,9 +25,21 @@ from gradfuse.passes.matching.terms import (
     product,
     terms_of,
 )
+from gradfuse.passes.matching.updates import (
+    ARITHMETIC,
+    Rate,
+    behind,
+    regularized,
+    require_types,
+    results_of,
+    single_number,
+    type_name,
+    uncast,
+    unscaled,
+    without_numbers,
+)
 from gradfuse.passes.reading import is_float
 
-_ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum", "Reciprocal", "Sqrt", "Pow", "Where", "Cast", "Identity"}
 _NEAR_ROOT = 40  # nodes behind a root among which the root of the second moment and the first moment are looked for
 _NEAR_SQUARE = 10  # nodes behind the second moment among which the gradient is looked for
 _DECIMALS = 7
@@ -90,17 +102,17 @@ class _Moments:
 
 def _moments(site: Site, root: ir.Value) -> _Moments | None:
     """The moving averages that a value has in a quotient; None where it has none."""
-    node = _uncast(root).producer()
+    node = uncast(root).producer()
     if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum"):
         return None
-    if root not in site.reached("roots", partial(_is_root, site), _ARITHMETIC | {"CastLike"}):
+    if root not in site.reached("roots", partial(_is_root, site), ARITHMETIC | {"CastLike"}):
         return None
-    near = list(_behind(site, root, _NEAR_ROOT))
+    near = list(behind(site, root, _NEAR_ROOT))
     for value in near:
         node = value.producer()
         if node is None or not _is_root(site, node) or node.inputs[0] is None:
             continue
-        squared = _without_numbers(site, node.inputs[0])
+        squared = without_numbers(site, node.inputs[0])
         above = squared.producer()
         if above is not None and above.op_type == "Max" and not above.domain:
             if any(v is not None and _square(site, plain(site, v)) is not None for v in above.inputs):
@@ -117,52 +129,15 @@ def _moments(site: Site, root: ir.Value) -> _Moments | None:
     return None
 
 
-def _uncast(root: ir.Value) -> ir.Value:
-    """What a result is before it is cast to the type of the parameter."""
-    node = root.producer()
-    if node is not None and node.op_type in ("Cast", "CastLike") and not node.domain and node.inputs[0] is not None:
-        return node.inputs[0]
-    return root
-
-
 def _is_root(site: Site, node: ir.Node) -> bool:
     if node.op_type == "Pow" and not node.domain and node.inputs[1] is not None:
         return constant(site, node.inputs[1]) in (0.5, -0.5)
     return node.op_type == "Sqrt" and not node.domain
 
 
-def _behind(site: Site, root: ir.Value, limit: int) -> Iterator[ir.Value]:
-    """The values of the root's shape that it is computed from by arithmetic, the nearest first."""
-    todo, seen = [root], {root}
-    for value in todo:
-        yield value
-        node = value.producer()
-        if node is None or node.domain or node.graph is not site.graph or node.op_type not in _ARITHMETIC:
-            continue
-        for other in node.inputs:
-            if other is None or other in seen or len(todo) >= limit or not site.knows(other):
-                continue
-            if site.extents(other) == site.extents(root) and constant(site, other) is None:
-                seen.add(other)
-                todo.append(other)
-
-
-def _without_numbers(site: Site, value: ir.Value) -> ir.Value:
-    """A value without the single numbers that it is multiplied or divided by."""
-    while True:
-        value = plain(site, value)
-        node = value.producer()
-        if node is None or node.domain or node.op_type not in ("Mul", "Div") or is_single(site, value):
-            return value
-        factors = [v for v in node.inputs if v is not None and not is_single(site, v) and constant(site, v) is None]
-        if len(factors) != 1 or (node.op_type == "Div" and factors[0] is not node.inputs[0]):
-            return value
-        value = factors[0]
-
-
 def _square(site: Site, value: ir.Value) -> tuple[ir.Value, _Average] | None:
     """A gradient of whose squares a value is a moving average."""
-    for candidate in _behind(site, value, _NEAR_SQUARE):
+    for candidate in behind(site, value, _NEAR_SQUARE):
         gradient = plain(site, candidate)
         average = _average(site, value, gradient, 2.0)
         if average is not None:
@@ -188,24 +163,11 @@ def _average(site: Site, value: ir.Value, gradient: ir.Value, power: float) -> _
 
 
 @dataclass(frozen=True)
-class _Rate:
-    """The learning rate: a number times values that are single numbers."""
-
-    factors: Factors
-    number: float
-
-    @property
-    def values(self) -> list[tuple[ir.Value, int]]:
-        """The values, each with its exponent, 1."""
-        return [(key, 1) for key, _ in self.factors if isinstance(key, ir.Value)]
-
-
-@dataclass(frozen=True)
 class _Update:
     """A value as the update of a parameter, in the terms of the operator."""
 
     parameter: ir.Value
-    rate: _Rate
+    rate: Rate
     epsilon: float
     decay: float
     count: Count
@@ -218,7 +180,7 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
         Mismatch: it is another one.
     """
     mean, square = found.mean.value, found.square.value
-    terms = terms_of(site, _uncast(root), [mean, square])
+    terms = terms_of(site, uncast(root), [mean, square])
     steps = [(f, n) for f, n in terms.items() if any(key is mean for key, _ in f)]
     rest = {f: n for f, n in terms.items() if (f, n) not in steps}
     if len(steps) != 1 or (mean, 1.0) not in steps[0][0]:
@@ -246,7 +208,7 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
         raise Mismatch("its step is not the learning rate with both bias corrections")
     if added[1] < 0 or (added[1] and added[0] != frozenset([(second, 0.5)])):
         raise Mismatch("epsilon is not added to the corrected root")
-    chosen = _Rate(rate, -number)
+    chosen = Rate(rate, -number)
     parameter, decay = _decayed(rest, chosen)
     return _Update(parameter, chosen, added[1], decay, count)
 
@@ -281,7 +243,7 @@ def _bases(factors: Factors, betas: tuple[float, float]) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _decayed(terms: Terms, rate: _Rate) -> tuple[ir.Value, float]:
+def _decayed(terms: Terms, rate: Rate) -> tuple[ir.Value, float]:
     """The parameter, and its decoupled weight decay: what terms say that are p, or (1 - rate decay) p."""
     pairs = [(key, f, n) for f, n in terms.items() if len(f) == 1 for key, e in f if e == 1.0]
     alone = [(key, f, n) for key, f, n in pairs if isinstance(key, ir.Value)]
@@ -310,17 +272,18 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
     mean, square = found.mean, found.square
     betas = mean.beta(), square.beta()
     update = _update(site, root, found, betas)
-    gradient, penalty = _regularized(site, found.gradient, update.parameter)
+    gradient, penalty = regularized(site, found.gradient, update.parameter)
     if penalty and update.decay:
         raise Mismatch("it has weight decay in the gradient and apart from it")
-    gradient, scale = _unscaled(site, gradient)
+    gradient, scale = unscaled(site, gradient)
     tensors = [update.parameter, gradient, mean.before, square.before]
-    _require_types(site, root, tensors, [_uncast(root), mean.value, square.value])
+    names = ("parameter", "gradient", "mean of the gradients", "mean of their squares")
+    require_types(site, root, dict(zip(names, tensors, strict=True)), [uncast(root), mean.value, square.value])
 
     step = _step(site, builder, update.count)
-    inputs = [*tensors, _single(builder, update.rate.values, update.rate.number), step]
+    inputs = [*tensors, single_number(builder, update.rate.values, update.rate.number), step]
     if scale.values or scale.number != 1:
-        inputs.append(_single(builder, scale.values, scale.number))
+        inputs.append(single_number(builder, scale.values, scale.number))
     new = builder.fused_whole(
         FuseApplyAdamWPass.operator,
         inputs,
@@ -334,7 +297,7 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
     others = [
         (value, output)
         for average, output in zip((mean, square), new[1:], strict=True)
-        for value in _results(average.value, root.dtype)
+        for value in results_of(average.value, root.dtype)
     ]
     rates = [value for value, _ in update.rate.values]
     # Where the rate is 0, some ways to write the update divide 0 by 0.
@@ -347,95 +310,6 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
         positive=frozenset(rates),
         elementwise=True,
     )
-
-
-def _results(average: ir.Value, dtype: ir.DataType | None) -> list[ir.Value]:
-    """What stands for a new moving average in the type of the parameter."""
-    if average.dtype == dtype:
-        return [average]
-    casts = [use.node for use in average.uses() if use.node.op_type in ("Cast", "CastLike") and not use.node.domain]
-    return [node.outputs[0] for node in casts if node.graph is average.graph and node.outputs[0].dtype == dtype]
-
-
-def _require_types(site: Site, root: ir.Value, tensors: Sequence[ir.Value], computed: Sequence[ir.Value]) -> None:
-    names = ("parameter", "gradient", "mean of the gradients", "mean of their squares")
-    for value in computed:
-        if value.dtype == ir.DataType.DOUBLE:
-            raise Mismatch("its type is float64; the operator takes float32, float16 and bfloat16")
-        if value.dtype != ir.DataType.FLOAT:
-            raise Mismatch(f"it is computed in {_type(value)}; the operator computes in float32")
-    for name, value in zip(names, tensors, strict=True):
-        if not site.knows(value) or site.extents(value) != site.extents(root):
-            raise Mismatch(f"its {name} has another shape")
-        if value.dtype != root.dtype:
-            raise Mismatch(f"its {name} is {_type(value)}, and the result {_type(root)}")
-
-
-def _type(value: ir.Value) -> str:
-    return "of no known type" if value.dtype is None else value.dtype.name.lower()
-
-
-def _regularized(site: Site, gradient: ir.Value, parameter: ir.Value) -> tuple[ir.Value, float]:
-    """The gradient without the multiple of the parameter that was added to it, and what that was multiplied by."""
-    node = gradient.producer()
-    if node is None or node.domain or node.op_type != "Add" or len(node.inputs) != 2:
-        return gradient, 0.0
-    for other, own in (node.inputs, node.inputs[::-1]):
-        if own is None or other is None:
-            continue
-        terms = terms_of(site, own, [parameter])
-        decay = terms.get(frozenset([(parameter, 1.0)]), 0.0)
-        if len(terms) == 1 and decay > 0:
-            return plain(site, other), decay
-    return gradient, 0.0
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """What a gradient is multiplied by first: a number, and powers of single numbers of the graph."""
-
-    values: tuple[tuple[ir.Value, int], ...]
-    number: float
-
-
-def _unscaled(site: Site, gradient: ir.Value) -> tuple[ir.Value, _Scale]:
-    """A gradient before it was multiplied or divided by single numbers, or negated.
-
-    Constants stay in it: they belong to what computes the gradient.
-    """
-    values: list[tuple[ir.Value, int]] = []
-    number, scaled = 1.0, gradient
-    while (node := scaled.producer()) is not None and not node.domain and node.graph is site.graph:
-        if node.op_type == "Neg" and node.inputs[0] is not None:
-            number, scaled = -number, plain(site, node.inputs[0])
-            continue
-        if node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
-            break
-        factors = [v for v in node.inputs if v is not None and is_single(site, v) and constant(site, v) is None]
-        others = [v for v in node.inputs if v is not None and v not in factors]
-        if len(factors) != 1 or len(others) != 1 or constant(site, others[0]) is not None:
-            break
-        if node.op_type == "Div" and factors[0] is node.inputs[0]:
-            break
-        values.append((plain(site, factors[0]), -1 if node.op_type == "Div" else 1))
-        scaled = plain(site, others[0])
-    return scaled, _Scale(tuple(values), number)
-
-
-def _single(builder: Builder, values: Sequence[tuple[ir.Value, int]], number: float) -> ir.Value:
-    """The product of single numbers, each to the power of 1 or -1, in float32 and without dimensions."""
-    float32 = ir.DataType.FLOAT
-    result: ir.Value | None = None
-    if number != 1 or not values or values[0][1] < 0:
-        result = builder.constant(np.asarray(number), float32)
-    for value, exponent in values:
-        own = builder.reshape(builder.cast(value, float32), [])
-        if result is None:
-            result = own
-        else:
-            result = builder.op("Mul" if exponent > 0 else "Div", [result, own], float32, [])
-    assert result is not None
-    return result
 
 
 def _step(site: Site, builder: Builder, count: Count) -> ir.Value:
@@ -452,5 +326,5 @@ def _step(site: Site, builder: Builder, count: Count) -> ir.Value:
         if value.producer() is not None or not counted:
             raise Mismatch("what it counts steps by is not known to be a whole number")
     elif value.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
-        raise Mismatch(f"what it counts steps by is {_type(value)}")
+        raise Mismatch(f"what it counts steps by is {type_name(value)}")
     return builder.reshape(builder.cast(value, ir.DataType.INT64), [])

@@ -1,0 +1,206 @@
+"""ApplySgd: the update of a parameter and its momentum by SGD."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import ZERO
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching.terms import Factors, TooLong, constant, is_single, plain, product, terms_of
+from gradfuse.passes.matching.updates import (
+    Rate,
+    behind,
+    regularized,
+    require_types,
+    results_of,
+    single_number,
+    uncast,
+    unscaled,
+    without_numbers,
+)
+
+_NEAR_BUFFER = 12  # nodes behind a root among which the momentum is looked for
+_ROUNDING = 2.0**-22
+
+
+class FuseApplySgdPass(FusePass):
+    """Finds P = p - lr d for a p that is given to the graph, where d is
+
+    1. a momentum B = mu b + g, for a b that is given to the graph and a constant mu;
+    2. with the same B, g + mu B: Nesterov's;
+    3. g, where P is a result of the graph.
+
+    lr is a product of single numbers. p, b, g are of P's shape and type, and what is in between of float32. g may be
+    another gradient plus a multiple of p, and that be multiplied by single numbers. P and B are replaced together.
+    """
+
+    operator = "ApplySgd"
+    linear = False
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        with contextlib.suppress(TooLong):
+            for parameter in _parameters(site, root):
+                found = _with_momentum(site, root, parameter) or _without_momentum(site, root, parameter)
+                if found is not None:
+                    return _bound(site, builder, root, found)
+        return None
+
+
+@dataclass(frozen=True)
+class _Momentum:
+    """The new momentum: the factor times what it was, plus the gradient."""
+
+    value: ir.Value
+    before: ir.Value
+    factor: float
+    gradient: ir.Value
+
+
+@dataclass(frozen=True)
+class _Update:
+    parameter: ir.Value
+    gradient: ir.Value
+    rate: Rate
+    momentum: _Momentum | None
+    nesterov: bool
+
+
+def _is_given(value: ir.Value) -> bool:
+    return value.is_graph_input() or value.is_initializer()
+
+
+def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
+    """What a sum may be the update of: its terms that are given to the graph."""
+    node = uncast(root).producer()
+    if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum") or not site.knows(root):
+        return []
+    terms = [plain(site, value) for value in node.inputs if value is not None]
+    return [v for v in terms if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
+
+
+def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
+    for candidate in behind(site, root, _NEAR_BUFFER):
+        value = plain(site, candidate)
+        for momentum in _momenta(site, value):
+            if momentum.before is parameter or value is uncast(root):
+                continue
+            gradient = momentum.gradient
+            steps = dict(terms_of(site, uncast(root), [parameter, value, gradient]))
+            if steps.pop(frozenset([(parameter, 1.0)]), 0.0) != 1.0:
+                continue
+            rates = {
+                key: _rate(site, factors, number, key)
+                for factors, number in steps.items()
+                for key in (value, gradient)
+                if (key, 1.0) in factors
+            }
+            if len(rates) != len(steps) or value not in rates:
+                continue
+            along = rates[value]
+            if len(rates) == 1:
+                return _Update(parameter, gradient, along, momentum, nesterov=False)
+            ahead = rates[gradient]
+            off = abs(along.number - ahead.number * momentum.factor)
+            if along.factors != ahead.factors or off > _ROUNDING * along.number:
+                raise Mismatch("its step along the momentum is not that of Nesterov's")
+            return _Update(parameter, gradient, ahead, momentum, nesterov=True)
+    return None
+
+
+def _momenta(site: Site, value: ir.Value) -> list[_Momentum]:
+    """A value as a momentum, in each way to read it as one."""
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in ("Add", "Sum") or len(node.inputs) != 2:
+        return []
+    found = []
+    for kept, other in (node.inputs, node.inputs[::-1]):
+        if kept is None or other is None:
+            continue
+        terms = terms_of(site, kept, [])
+        if len(terms) != 1:
+            continue
+        ((factors, number),) = terms.items()
+        if len(factors) == 1 and 0 < number < 1:
+            ((before, exponent),) = factors
+            if isinstance(before, ir.Value) and exponent == 1.0 and _is_given(before):
+                found.append(_Momentum(value, before, number, plain(site, other)))
+    return found
+
+
+def _without_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
+    if not any(value.is_graph_output() for value in _results(root)):
+        return None
+    node = uncast(root).producer()
+    assert node is not None
+    others = [value for value in node.inputs if value is not None and plain(site, value) is not parameter]
+    if len(others) != 1 or len(node.inputs) != 2:
+        return None
+    # What the gradient is divided by is its scale; a learning rate is a factor.
+    gradient = without_numbers(site, others[0], ["Mul"])
+    steps = dict(terms_of(site, uncast(root), [parameter, gradient]))
+    if gradient is parameter or steps.pop(frozenset([(parameter, 1.0)]), 0.0) != 1.0 or len(steps) != 1:
+        return None
+    ((factors, number),) = steps.items()
+    if (gradient, 1.0) not in factors or constant(site, gradient) is not None:
+        return None
+    rate = _rate(site, factors, number, gradient)
+    return _Update(parameter, gradient, rate, None, nesterov=False) if rate.factors or rate.number != 1 else None
+
+
+def _results(root: ir.Value) -> list[ir.Value]:
+    """The root, and what chooses between it and something else."""
+    nodes = [use.node for use in root.uses()]
+    return [root, *(n.outputs[0] for n in nodes if n.op_type in ("Where", "Identity", "Cast") and not n.domain)]
+
+
+def _rate(site: Site, factors: Factors, number: float, direction: ir.Value) -> Rate:
+    """What a step goes along a direction.
+
+    Raises:
+        Mismatch: it is no product of single numbers, or leads up.
+    """
+    rate = product(factors, frozenset([(direction, -1.0)]))
+    if number >= 0 or not all(isinstance(key, ir.Value) and e == 1.0 and is_single(site, key) for key, e in rate):
+        raise Mismatch("its step is not the gradient or momentum times a learning rate")
+    return Rate(rate, -number)
+
+
+def _bound(site: Site, builder: Builder, root: ir.Value, found: _Update) -> Rewrite:
+    gradient, penalty = regularized(site, found.gradient, found.parameter)
+    gradient, scale = unscaled(site, gradient)
+    tensors = {"parameter": found.parameter, "gradient": gradient}
+    computed = [uncast(root)]
+    if found.momentum is not None:
+        tensors["momentum"] = found.momentum.before
+        computed.append(found.momentum.value)
+    require_types(site, root, tensors, computed)
+    inputs: list[ir.Value | None] = [
+        found.parameter,
+        gradient,
+        single_number(builder, found.rate.values, found.rate.number),
+    ]
+    is_scaled = bool(scale.values) or scale.number != 1
+    if found.momentum is not None or is_scaled:
+        inputs.append(tensors.get("momentum"))
+    if is_scaled:
+        inputs.append(single_number(builder, scale.values, scale.number))
+    sizes = site.extents(root)
+    new = builder.fused_whole(
+        FuseApplySgdPass.operator,
+        inputs,
+        [sizes, [ZERO] if found.momentum is None else sizes],
+        momentum=0.0 if found.momentum is None else found.momentum.factor,
+        weight_decay=penalty,
+        nesterov=int(found.nesterov),
+    )
+    singles = [value for value, _ in (*found.rate.values, *scale.values)]
+    others = () if found.momentum is None else results_of(found.momentum.value, root.dtype)
+    return replace(
+        builder.rewrite("sgd-update", [new[0]], new[0]),
+        frontier=(*tensors.values(), *singles),
+        others=tuple((value, new[1]) for value in others),
+        elementwise=True,
+    )
