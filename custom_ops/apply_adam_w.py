@@ -11,45 +11,26 @@ from gradfuse.custom_ops.operator import (
     FLOAT_TYPES,
     Attribute,
     Call,
-    Dim,
     Input,
     Operator,
     Output,
-    Shape,
     Tensor,
     TorchOp,
     Variant,
-    show,
 )
+from gradfuse.custom_ops.updates import common_shape
 
 if TYPE_CHECKING:
     import torch
 
 _TENSORS = ("parameter", "gradient", "exp_avg", "exp_avg_sq")
 _SCALARS = ("learning_rate", "step", "gradient_scale")
-_MAX_RANK = 8
 _DECIMALS = 7
 
 
 def exact_beta(beta: float) -> bool:
     """Whether a beta keeps its value as an attribute of the operator, which has seven decimals."""
     return 0 <= beta < 1 and round(beta * 10**_DECIMALS) / 10**_DECIMALS == beta
-
-
-def _shape(call: Call) -> Shape:
-    shapes = {name: call.inputs[name].shape for name in _TENSORS}
-    known = {name: shape for name, shape in shapes.items() if shape is not None}
-    if not known:
-        return None
-    first, whole = next(iter(known.items()))
-    if len(whole) > _MAX_RANK:
-        raise call.error(first, f"of rank {len(whole)}", f"at most rank {_MAX_RANK}")
-    dims: list[Dim] = list(whole)
-    for name, shape in known.items():
-        if len(shape) != len(dims):
-            raise call.error(name, f"of shape {show(shape)}", f"shape {show(dims)}, as {first}")
-        dims = [call.same(name, f"dimension {axis}", *pair) for axis, pair in enumerate(zip(dims, shape, strict=True))]
-    return tuple(dims)
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -62,7 +43,7 @@ def _infer(call: Call) -> list[Tensor]:
             raise call.error(name, call.attributes[name], "0 or more")
     for name in _SCALARS:
         call.shape(name)
-    return [Tensor(OPERATOR.dtype(call), _shape(call))] * 3
+    return [Tensor(OPERATOR.dtype(call), common_shape(call, _TENSORS))] * 3
 
 
 def _choices(call: Call) -> Iterable[str]:

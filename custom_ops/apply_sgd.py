@@ -9,39 +9,20 @@ from gradfuse.custom_ops.operator import (
     FLOAT_TYPES,
     Attribute,
     Call,
-    Dim,
     Input,
     Operator,
     Output,
-    Shape,
     Tensor,
     TorchOp,
     Variant,
-    show,
 )
+from gradfuse.custom_ops.updates import common_shape
 
 if TYPE_CHECKING:
     import torch
 
 _TENSORS = ("parameter", "gradient", "momentum_buffer")
 _SCALARS = ("learning_rate", "gradient_scale")
-_MAX_RANK = 8
-
-
-def _shape(call: Call) -> Shape:
-    shapes = {name: call.inputs[name].shape for name in _TENSORS if name in call.inputs}
-    known = {name: shape for name, shape in shapes.items() if shape is not None}
-    if not known:
-        return None
-    first, whole = next(iter(known.items()))
-    if len(whole) > _MAX_RANK:
-        raise call.error(first, f"of rank {len(whole)}", f"at most rank {_MAX_RANK}")
-    dims: list[Dim] = list(whole)
-    for name, shape in known.items():
-        if len(shape) != len(dims):
-            raise call.error(name, f"of shape {show(shape)}", f"shape {show(dims)}, as {first}")
-        dims = [call.same(name, f"dimension {axis}", *pair) for axis, pair in enumerate(zip(dims, shape, strict=True))]
-    return tuple(dims)
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -57,7 +38,7 @@ def _infer(call: Call) -> list[Tensor]:
                 raise call.error(name, call.attributes[name], "0, as momentum_buffer is absent")
     for name in _SCALARS:
         call.shape(name)
-    dtype, shape = OPERATOR.dtype(call), _shape(call)
+    dtype, shape = OPERATOR.dtype(call), common_shape(call, _TENSORS)
     return [Tensor(dtype, shape), Tensor(dtype, shape if "momentum_buffer" in call.inputs else (0,))]
 
 

@@ -1,17 +1,9 @@
 #include "gradfuse/ops/apply_adam_w.h"
 
+#include "kernels/update_checks.h"
+
 namespace gradfuse {
 namespace {
-
-Status CheckTensor(const char* name, const Tensor& tensor, const Tensor& parameter) {
-  GRADFUSE_EXPECT(tensor.shape == parameter.shape, name, Describe(tensor), Describe(parameter) + ", as parameter");
-  return {};
-}
-
-Status CheckScalar(const char* name, const Tensor& tensor) {
-  GRADFUSE_EXPECT(tensor.shape.rank() == 0, name, Describe(tensor), Describe(tensor.dtype, {}));
-  return {};
-}
 
 Status CheckBeta(const char* name, float beta) {
   GRADFUSE_EXPECT(beta >= 0 && beta < 1, name, Describe(beta), "a number in [0, 1)");

@@ -1,19 +1,8 @@
 #include "gradfuse/ops/apply_sgd.h"
 
+#include "kernels/update_checks.h"
+
 namespace gradfuse {
-namespace {
-
-Status CheckTensor(const char* name, const Tensor& tensor, const Tensor& parameter) {
-  GRADFUSE_EXPECT(tensor.shape == parameter.shape, name, Describe(tensor), Describe(parameter) + ", as parameter");
-  return {};
-}
-
-Status CheckScalar(const char* name, const Tensor& tensor) {
-  GRADFUSE_EXPECT(tensor.shape.rank() == 0, name, Describe(tensor), Describe(tensor.dtype, {}));
-  return {};
-}
-
-}  // namespace
 
 Status Check(const ApplySgdArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
