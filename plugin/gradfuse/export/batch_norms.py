@@ -1,4 +1,4 @@
-"""Puts `aclnn::batch_norm` and `aclnn::batch_norm_backward` into traced programs, with a ReLU that follows in them.
+"""Puts `aclnn::batch_norm` into traced programs, with a ReLU that follows in it.
 
 This module imports torch.
 """
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 register_ops()
 
-KEPT = (aten.native_batch_norm_backward.default, aten.threshold_backward.default)
+KEPT = (aten._native_batch_norm_legit_functional.default,)
 """The operators that a program must still have."""
 
 _MAX_RANK = 8
@@ -26,18 +26,14 @@ _FORWARD_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_batch_norms(program: ExportedProgram) -> None:
-    """Replace batch normalization in training mode in a program, and its gradients, where all tensors have one type.
+    """Replace batch normalization in training mode in a program, where all tensors have one type.
 
-    A ReLU that is all that reads a result becomes part of the operator. So does the gradient of a ReLU that nothing
-    else reads than the gradient of a normalization. That is exact whatever lies between the two, as the operator gates
-    what it reads by the ReLU's output.
+    A ReLU that is all that reads a result becomes part of the operator.
     """
     graph = program.graph
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
             _fuse_forward(node)
-        elif node.target is aten.native_batch_norm_backward.default:
-            _fuse_backward(node)
     graph.lint()
     program.graph_module.recompile()
 
@@ -59,36 +55,12 @@ def _fuse_forward(node: Node) -> None:
         node.graph.erase_node(relu)
 
 
-def _fuse_backward(node: Node) -> None:
-    grad, x, weight, _, _, mean, invstd, training, _, mask = node.args
-    if not training or not _fit(x, [grad, x, weight, mean, invstd]):
-        return
-    assert isinstance(grad, Node)
-    gate = grad if _is_gate(grad, x) else None
-    source, output = (grad, None) if gate is None else gate.args[:2]
-    with node.graph.inserting_before(node):
-        arguments = (source, x, weight, mean, invstd, output, mask)
-        fused = node.graph.call_function(torch.ops.aclnn.batch_norm_backward.default, arguments)
-    _replace(node, fused)
-    if gate is not None:
-        node.graph.erase_node(gate)
-
-
 def _fit(x: Any, given: Sequence[Any]) -> bool:
     """Whether tensors, of which some may be None, are all of the type of `x`, which has a rank that operators take."""
     nodes = [one for one in given if one is not None]
     if not all(isinstance(one, Node) for one in nodes):
         return False
     return len({_value(one).dtype for one in nodes}) == 1 and 2 <= _value(x).dim() <= _MAX_RANK
-
-
-def _is_gate(node: Node, x: Any) -> bool:
-    """Whether a node is the gradient of a ReLU, of the type and shape of `x`, that only one node reads."""
-    if node.target is not aten.threshold_backward.default or len(node.users) != 1:
-        return False
-    output, threshold = node.args[1:]
-    value, wanted = _value(output), _value(x)
-    return bool(threshold == 0) and value.dtype == wanted.dtype and value.shape == wanted.shape
 
 
 def _replace(node: Node, fused: Node) -> None:

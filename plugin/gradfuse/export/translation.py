@@ -97,8 +97,8 @@ def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[...
 
 
 @contextlib.contextmanager
-def traceable_ctc() -> Iterator[None]:
-    """Let torch.export trace CTC losses, with lengths in tensors or in lists."""
+def lengths_as_tensors() -> Iterator[None]:
+    """Let CTC losses that are called under it have their lengths in tensors, as they can be traced."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -112,9 +112,15 @@ def traceable_ctc() -> Iterator[None]:
                 kwargs = {k: torch.tensor(one) if isinstance(one, (list, tuple)) else one for k, one in kwargs.items()}
             return func(*args, **kwargs)
 
-    kernels = _fake_kernels()
     with LengthsAsTensors():
         yield
+
+
+@contextlib.contextmanager
+def traceable_ctc() -> Iterator[None]:
+    """Let torch.export trace CTC losses, with lengths in tensors."""
+    kernels = _fake_kernels()
+    yield
     del kernels
 
 
