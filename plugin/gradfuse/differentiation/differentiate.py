@@ -118,9 +118,7 @@ def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
         infer(model)
 
 
-def append_gradients(
-    model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, fuse: bool
-) -> dict[ir.Value, Tensor]:
+def append_gradients(model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, fuse: bool) -> dict[ir.Value, Tensor]:
     """Append the gradients of a scalar to a graph in which all operators on the way have rules; return them.
 
     Args:

@@ -11,6 +11,7 @@ from gradfuse.differentiation.recurrences import FUSES
 from gradfuse.export.reporting import refusal
 from gradfuse.models import reading
 
+
 def append(model: ir.Model, names: Sequence[str], *, fuse: bool) -> ir.Model:
     """Return a model with the gradients of its first output, with respect to its first inputs, as further outputs.
 

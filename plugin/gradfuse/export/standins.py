@@ -1,6 +1,6 @@
 """Operators that stand in a translated forward program until its gradients are written.
 
-Their gradients are not what rules would make of ONNX's own operators: `tensor.detach()` ends a gradient, `padding_idx` of
+Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, `padding_idx` of
 an embedding has none, and a masked softmax gives 0 instead of NaN. Each has a gradient rule, and a function that takes
 its place afterwards. This module imports torch.
 """

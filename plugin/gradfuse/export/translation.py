@@ -124,23 +124,6 @@ def traceable_ctc() -> Iterator[None]:
     del kernels
 
 
-@contextlib.contextmanager
-def traceable_padding() -> Iterator[None]:
-    """Keep dynamic sizes of what is padded: PyTorch's own fake kernel makes them constants in the backward pass."""
-    import torch
-
-    def constant_pad_nd(input: Any, pad: Sequence[Any], value: float = 0) -> Any:
-        sizes = list(input.shape)
-        for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
-            sizes[-place] = sizes[-place] + before + after
-        return input.new_empty(sizes)
-
-    kernels: torch.library.Library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("aten::constant_pad_nd", constant_pad_nd, lib=kernels)
-    yield
-    del kernels
-
-
 def _fake_kernels() -> torch.library.Library:
     """Register the fake kernels that PyTorch lacks for its CTC operators; they are there while the library lives."""
     import torch
