@@ -129,7 +129,8 @@ def append_gradients(model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, 
     """
     graph = model.graph
     tape = Tape(free_prefix(graph), model.opset_imports[""])
-    found = gradients(graph, tape, {of: tape.constant(np.ones([1] * len(of.shape or ())), of.dtype)}, wrt)
+    seed = tape.constant(np.ones([1] * len(of.shape or ())), of.dtype or ir.DataType.FLOAT)
+    found = gradients(graph, tape, {of: seed}, wrt)
     graph.extend(tape.nodes)
     if fuse:
         fold_relus(graph)

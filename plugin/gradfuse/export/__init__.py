@@ -127,8 +127,8 @@ def export_training_step(
         program = tracing.forward_program(step, native, shapes, branches.branches_of(step), fuse=fuse)
         tracing.connect_dropout(program, step, native)
         order = (*native.gradients, *tracing.unused(step, native))
-        trained, free = tuple(native.gradients), {*step.trainable, *native.changed}
-        translated = onnx_model.translate(program, step, order, free, trained, fuse=fuse)
+        free = {*step.trainable, *native.changed}
+        translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
         onnx_model.arrange_step(translated, step, native, shapes)
         truth = verifying.truth_of(step, native)
         wants_evaluation = optimizer is not None if evaluation is None else evaluation

@@ -149,7 +149,7 @@ def decomposed_once() -> Iterator[None]:
             return original(program, registry)
         return program
 
-    _fx_passes.decompose_with_registry = decompose_with_registry
+    _fx_passes.decompose_with_registry = decompose_with_registry  # type: ignore[assignment]
     try:
         yield
     finally:

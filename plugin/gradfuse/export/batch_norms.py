@@ -51,7 +51,7 @@ def _fuse_forward(node: Node) -> None:
     readers = [reader for result in results for reader in result.users]
     relu = readers[0] if len(readers) == 1 and readers[0].target is aten.relu.default else None
     with node.graph.inserting_before(node):
-        if widened:
+        if widened and isinstance(x, Node):
             inputs[0] = _cast(x, torch.float32)
         arguments = (*inputs, momentum, eps, relu is not None)
         fused = node.graph.call_function(torch.ops.aclnn.batch_norm.default, arguments)

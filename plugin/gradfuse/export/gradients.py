@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 
-from gradfuse.differentiation.differentiate import append_gradients, expand_on_the_way, prepared
+from gradfuse.differentiation.differentiate import append_gradients, expand_on_the_way, free_prefix, prepared
 from gradfuse.differentiation.recurrences import FUSES
-from gradfuse.export.reporting import refusal
+from gradfuse.differentiation.tensors import Tape
 from gradfuse.models import reading
 
 
-def append(model: ir.Model, names: Sequence[str], *, fuse: bool) -> ir.Model:
+def append(model: ir.Model, count: int, *, fuse: bool) -> ir.Model:
     """Return a model with the gradients of its first output, with respect to its first inputs, as further outputs.
 
     Args:
         model: the translation of a forward program.
-        names: the parameters that these inputs are, for messages.
+        count: how many inputs these are.
         fuse: whether operators of gradfuse may stand in the gradients.
 
     Raises:
         ModelError: an operator has no gradient rule.
-        ExportError: the loss does not depend on a parameter.
     """
     work = prepared(reading.load(model))
     graph = work.graph
-    chosen = list(graph.inputs[: len(names)])
+    chosen = list(graph.inputs[:count])
     for node in graph:
         node.meta[FUSES] = fuse
     expand_on_the_way(work, chosen)
     found = append_gradients(work, graph.outputs[0], chosen, fuse=fuse)
-    for name, value in zip(names, chosen, strict=True):
-        if value not in found:
-            raise refusal(f"the exported loss does not depend on {name!r}; expected what PyTorch has a gradient of")
-        output = found[value].value
+    tape = Tape(free_prefix(graph), work.opset_imports[""])
+    # PyTorch has gradients of 0 where no rule has any, as behind a rounding.
+    gradients = [found[value] if value in found else tape.of(value).zeros() for value in chosen]
+    graph.extend(tape.nodes)
+    for value, gradient in zip(chosen, gradients, strict=True):
+        output = gradient.value
         if output.producer() is None or output.is_graph_output():
             copy = ir.node("Identity", [output])
             graph.append(copy)

@@ -72,7 +72,7 @@ def translate(
     step: TorchStep,
     order: Sequence[str],
     free: Collection[str],
-    trained: Sequence[str] = (),
+    trained: int = 0,
     *,
     fuse: bool = False,
 ) -> ir.Model:
@@ -83,7 +83,7 @@ def translate(
         step: the step.
         order: the names of the tensors.
         free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
-        trained: the first of them, by which gradients of the program's first result become further outputs.
+        trained: by how many of the first inputs gradients of the first result are taken, as further outputs.
         fuse: whether operators of gradfuse may stand in the gradients.
 
     Raises:

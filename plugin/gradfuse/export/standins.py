@@ -104,7 +104,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def safe_softmax(self: Any, dim: int, dtype: int | None = None) -> Any:
         return _node("SafeSoftmax", self if dtype is None else op.Cast(self, to=dtype), axis=dim)
 
-    table = {
+    table: dict[Any, Callable[..., Any]] = {
         torch.ops.gradfuse.stop_gradient.default: stop_gradient,
         aten.embedding.default: embedding,
         aten._safe_softmax.default: safe_softmax,
