@@ -152,8 +152,7 @@ def test_normalizations_of_all_kinds(module: nn.Module, sizes: tuple[int, ...], 
     layers = [nn.Flatten(), nn.Linear(width, width), nn.Unflatten(1, sizes), module, *([nn.ReLU()] if relu else [])]
     step = exported(nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3)), *sizes)
     assert gated(step) == [relu]
-    # Without running statistics PyTorch traces another operator.
-    assert rectified(step) == ([relu] if module.running_mean is not None else [])
+    assert rectified(step) == [relu]
 
 
 @pytest.mark.long

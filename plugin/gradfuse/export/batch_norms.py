@@ -18,7 +18,9 @@ aten = torch.ops.aten
 
 register_ops()
 
-KEPT = (aten._native_batch_norm_legit_functional.default,)
+_NO_STATISTICS = aten._native_batch_norm_legit.no_stats
+
+KEPT = (aten._native_batch_norm_legit_functional.default, _NO_STATISTICS)
 """The operators that a program must still have."""
 
 _MAX_RANK = 8
@@ -33,7 +35,7 @@ def fuse_batch_norms(program: ExportedProgram) -> None:
     """
     graph = program.graph
     for node in list(graph.nodes):
-        if node.target is aten._native_batch_norm_legit_functional.default:
+        if node.target in KEPT:
             _fuse_forward(node)
     graph.lint()
     program.graph_module.recompile()
@@ -41,6 +43,8 @@ def fuse_batch_norms(program: ExportedProgram) -> None:
 
 def _fuse_forward(node: Node) -> None:
     *inputs, training, momentum, eps = node.args
+    if node.target is _NO_STATISTICS:
+        inputs += [None, None]
     x = inputs[0]
     narrow = _value(x).dtype
     # Under autocast the input alone is narrow, and PyTorch computes in the type of the others.

@@ -17,7 +17,9 @@ aten = torch.ops.aten
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     # torch.onnx translates batch normalisation in training mode as if it were in evaluation mode.
-    known = private.known_decompositions([aten._native_batch_norm_legit_functional.default])
+    known = private.known_decompositions(
+        [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats]
+    )
     return {
         **known,
         **index.table(),
