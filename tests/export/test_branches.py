@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training_models import autograd, run
 
 from gradfuse import ExportError, export_training_step
+from gradfuse.export import onnx_model
 from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -209,9 +210,24 @@ class Bordered(Shifting):
         return self.layer(F.pad(self.embed(tokens), [0, 0, 0, 1])).mean(1)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
+def test_padded_axes_vary() -> None:
+    torch.manual_seed(0)
+    batch, other = (((torch.randint(0, 5, (n, k)),), (torch.arange(n) % 5,)) for n, k in ((4, 6), (7, 9)))
+    _compared(Bordered(), batch, (({0: "batch", 1: "length"},), ({0: "batch"},)), other)
+
+
 def test_an_axis_that_cannot_vary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # PyTorch's own fake kernel of padding makes constants of sizes.
-    monkeypatch.setattr("gradfuse.export.torch_step.traceable_padding", contextlib.nullcontext)
+    translate = onnx_model.translate
+
+    def with_a_fixed_batch(*arguments: Any, **options: Any) -> ir.Model:
+        model = translate(*arguments, **options)
+        tokens = next(value for value in model.graph.inputs if value.dtype == ir.DataType.INT64)
+        assert tokens.shape is not None
+        tokens.shape = ir.Shape([4, *tokens.shape.dims[1:]])
+        return model
+
+    monkeypatch.setattr(onnx_model, "translate", with_a_fixed_batch)
     batch = (torch.randint(0, 5, (4, 6)),), (torch.arange(4),)
     dynamic = ({0: "batch", 1: "length"},), ({0: "batch"},)
     with pytest.raises(ExportError, match="axis 0 of 'tokens' has size 4 in all of the traced step"):

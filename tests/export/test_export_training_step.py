@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfuse import ExportError, ModelError, TrainingStep, export_training_step, fuse, library
-from gradfuse.export.decompositions import backward
+from gradfuse.differentiation import rules
 from gradfuse.models.arrays import to_numpy
 from gradfuse.testing import assert_gradients_close
 
@@ -674,13 +674,16 @@ def test_gradients_of_embeddings_are_an_operator(fuse: bool) -> None:
 
 def test_a_wrong_export_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a translation were wrong: the gradient of every convolution's weight comes out doubled."""
-    right = backward.fused_convolution_backward
+    right = rules.table()["", "Conv"]
+    assert right.rule is not None
 
-    def wrong(*arguments: Any) -> tuple[Tensor | None, ...]:
-        grad_input, grad_weight, grad_bias = right(*arguments)
-        return grad_input, None if grad_weight is None else 2 * grad_weight, grad_bias
+    def wrong(call: rules.Call) -> Iterator[rules.Gradient]:
+        assert right.rule is not None
+        for index, gradient in enumerate(right.rule(call)):
+            written = gradient() if callable(gradient) else gradient
+            yield written * 2.0 if index == 1 and written is not None else written
 
-    monkeypatch.setattr(backward, "fused_table", lambda: {torch.ops.aten.convolution_backward.default: wrong})
+    monkeypatch.setitem(vars(rules)["_TABLE"], ("", "Conv"), dataclasses.replace(right, rule=wrong))
     with pytest.raises(
         ExportError, match=r"output 'body\.3\.weight\.grad' of the exported model differs .* by \d"
     ) as error:

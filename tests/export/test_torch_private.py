@@ -197,32 +197,6 @@ def test_torch_dispatch_mode() -> None:
         assert seen == ["aten::softplus"]
 
 
-def test_with_backward() -> None:
-    with needed("torch.export.experimental._export_forward_backward", "derive the backward pass of a step"):
-        program = private.with_backward(torch.export.export(Loss(), (torch.ones(2, 3),)))
-        loss, *gradients = program.graph_module.graph.output_node().args[0]
-        assert [tuple(one.meta["val"].shape) for one in (loss, *gradients)] == [(), (1, 3), (1,)]
-
-
-def test_with_backward_keeps_operators() -> None:
-    with needed("torch._decomp.core_aten_decompositions", "see the gradients of batch normalization as one operator"):
-        kept = torch.ops.aten.threshold_backward.default
-        forward = torch.export.export(Rectified(), (torch.ones(2, 3),))
-        for wanted in ((), (kept,)):
-            program = private.with_backward(forward, wanted)
-            assert (kept in {node.target for node in program.graph.nodes}) == bool(wanted)
-
-
-def test_with_user_outputs() -> None:
-    with needed("ExportedProgram._update and _module_call_graph", "keep the gradients, which torch.onnx would drop"):
-        joint = private.with_backward(torch.export.export(Loss(), (torch.ones(2, 3),)))
-        program = private.with_user_outputs(joint)
-        assert {spec.kind.name for spec in program.graph_signature.output_specs} == {"USER_OUTPUT"}
-        exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
-        assert exported is not None
-        assert [tuple(value.shape or ()) for value in exported.model.graph.outputs] == [(), (1, 3), (1,)]
-
-
 def test_translations_read_once() -> None:
     with needed("ONNXRegistry.from_torchlib", "export several models without reading all translations again"):
         from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -235,6 +209,46 @@ def test_translations_read_once() -> None:
         assert vars(ONNXRegistry)["from_torchlib"] is method
         assert [node.op_type for node in changed.graph] == ["Neg"]
         assert [node.op_type for node in plain.graph] == ["Relu"]
+
+
+def test_decomposed_once() -> None:
+    with needed("_fx_passes.decompose_with_registry", "export without decomposing a decomposed program again"):
+        from torch.onnx._internal.exporter import _fx_passes
+
+        original, calls = _fx_passes.decompose_with_registry, []
+
+        def counted(program: Any, registry: Any) -> Any:
+            calls.append(program)
+            return original(program, registry)
+
+        _fx_passes.decompose_with_registry = counted  # type: ignore[assignment]
+        try:
+            with private.decomposed_once():
+                plain, composed = to_onnx(nn.ReLU()), to_onnx(Composed())
+            assert len(calls) == 1 and _fx_passes.decompose_with_registry is counted
+        finally:
+            _fx_passes.decompose_with_registry = original
+        assert [node.op_type for node in plain.graph] == ["Relu"]
+        assert all(not node.domain for node in composed.graph)
+
+
+class Composed(nn.Module):
+    """Has an operator that torch.onnx decomposes, as it has no translation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.hardshrink(x)
+
+
+def test_record_node() -> None:
+    with needed("onnxscript.evaluator.default and its nodes", "write nodes of its own while torch.onnx translates"):
+
+        def translated(x: Any) -> Any:
+            node = ir.node("Own", [x], domain="gradfuse.test")
+            private.record_node(node)
+            return node.outputs[0]
+
+        model = to_onnx(nn.ReLU(), {torch.ops.aten.relu.default: translated})
+        assert [(node.domain, node.op_type) for node in model.graph] == [("gradfuse.test", "Own")]
 
 
 def test_known_decompositions() -> None:

@@ -26,6 +26,18 @@ def ctc_loss(call: Call) -> Iterator[Gradient]:
     yield call.tape.op("CtcLossBackward", dy, *call.x[:4], *call.y[:2], domain="aclnn", **options)
 
 
+@gradient("BatchNorm", domain="aclnn", limits="its first output")
+def batch_norm(call: Call) -> Iterator[Gradient]:
+    dy, x, weight = call.dy[0], call.x[0], call.x[1]
+    if dy is None or any(other is not None for other in call.dy[1:]):
+        raise call.error("the result depends on its statistics; expected on its first output only")
+    relu = call.y[0] if call.attribute("relu", 0) else None
+    wanted = [int(index in call.needed) for index in range(3)]
+    yield from call.tape.parts(
+        "BatchNormBackward", 3, dy, x, weight, call.y[1], call.y[2], relu, domain="aclnn", output_mask=wanted
+    )
+
+
 @gradient("LstmRecurrence", domain="aclnn")
 def lstm_recurrence(call: Call) -> Iterator[Gradient]:
     x, h, c, weight, bias = [*call.x, None][:5]

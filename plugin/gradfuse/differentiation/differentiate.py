@@ -12,6 +12,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation.dependence import captured_by, repeated
 from gradfuse.differentiation.expansion import expand
+from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of, error_of
 from gradfuse.differentiation.sequences import without_sequences
@@ -115,6 +116,25 @@ def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
         if any(node.domain == DOMAIN for node in model.graph):
             model.opset_imports[DOMAIN] = VERSION
         infer(model)
+
+
+def append_gradients(model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, fuse: bool) -> dict[ir.Value, Tensor]:
+    """Append the gradients of a scalar to a graph in which all operators on the way have rules; return them.
+
+    Args:
+        model: the model.
+        of: the scalar.
+        wrt: what its gradients are taken by.
+        fuse: whether operators of the domain `aclnn` may stand in them.
+    """
+    graph = model.graph
+    tape = Tape(free_prefix(graph), model.opset_imports[""])
+    seed = tape.constant(np.ones([1] * len(of.shape or ())), of.dtype or ir.DataType.FLOAT)
+    found = gradients(graph, tape, {of: seed}, wrt)
+    graph.extend(tape.nodes)
+    if fuse:
+        fold_relus(graph)
+    return found
 
 
 def _put_constants_in(graph: ir.Graph) -> None:

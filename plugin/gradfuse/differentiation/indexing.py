@@ -45,7 +45,12 @@ def gather(call: Call) -> Iterator[Gradient]:
         places = (places < 0).where(places + number, places)
         yield dy.op("EmbeddingDenseBackward", places, domain="aclnn", num_weights=number)
         return
-    tape, shape = call.tape, call.shape(x)
+    yield _added(call, x, dy, indices, axis)
+
+
+def _added(call: Call, x: Tensor, dy: Tensor, indices: Tensor, axis: int) -> Tensor:
+    """Zeros in the shape of `x`, with parts of the gradient added up along an axis where indices say."""
+    tape, shape, rank = call.tape, call.shape(x), call.rank(x)
     count = indices.op("Size").reshape([1])
     parts = [shape.slice(tape.ints(0), tape.ints(axis), tape.ints(0))] if axis else []
     parts.append(count)
@@ -54,7 +59,8 @@ def gather(call: Call) -> Iterator[Gradient]:
     rows = dy.reshape(tape.concat(parts))
     column = indices.cast(ir.DataType.INT64).reshape(tape.concat([count, tape.ints(*[1] * (rank - axis - 1))]))
     spread = column.expand(rows.shape()) if rank > 1 else column
-    yield x.zeros().op("ScatterElements", spread, rows, axis=axis, reduction="add")
+    added: Tensor = x.zeros().op("ScatterElements", spread, rows, axis=axis, reduction="add")
+    return added
 
 
 @gradient("GatherElements")
@@ -66,6 +72,11 @@ def gather_elements(call: Call) -> Iterator[Gradient]:
 @gradient("GatherND")
 def gather_nd(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)
+    indices, last = call.x[1], call.node.inputs[1]
+    assert indices is not None and last is not None
+    if not call.attribute("batch_dims", 0) and last.shape is not None and last.shape[-1] == 1:
+        yield _added(call, x, dy, indices, 0)
+        return
     positions = positions_of(call, x).op("GatherND", call.x[1], batch_dims=call.attribute("batch_dims", 0))
     yield scattered(call, positions, dy, x)
 

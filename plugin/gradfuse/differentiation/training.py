@@ -16,6 +16,7 @@ from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
 from gradfuse.differentiation.differentiate import (
+    append_gradients,
     expand_on_the_way,
     free_prefix,
     infer,
@@ -24,9 +25,7 @@ from gradfuse.differentiation.differentiate import (
     values_of,
 )
 from gradfuse.differentiation.indexing import mark_embeddings
-from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.recurrences import FUSES
-from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
@@ -141,15 +140,9 @@ def _built(
     result, targets = _loss(graph, tape, criterion)
     graph.extend(tape.nodes)
     infer(work)
-    tape = Tape(f"{free_prefix(graph)}", work.opset_imports[""])
-    chosen = [initializers[name] for name in asked]
     if fuse:
         mark_embeddings(graph)
-    seed = tape.constant(np.ones([1] * len(result.shape or ())), result.dtype or ir.DataType.FLOAT)
-    found = gradients(graph, tape, {result: seed}, chosen)
-    graph.extend(tape.nodes)
-    if fuse:
-        fold_relus(graph)
+    found = append_gradients(work, result, [initializers[name] for name in asked], fuse=fuse)
     parameters = _with_gradients(asked, initializers, found, trainable is not None)
     _warn_of_shared([name for name in parameters if name in shared])
     description = None

@@ -40,9 +40,9 @@ def export_training_step(
 
     The way of a step:
 
-    1. Trace module and loss, and extend the program by its backward pass.
-    2. Decompose the operators that have no ONNX translation.
-    3. Translate the program, with parameters and changed buffers as inputs.
+    1. Trace module and loss, and decompose the operators that have no ONNX translation, or a wrong one.
+    2. Translate the program, with parameters and changed buffers as inputs.
+    3. Append the gradients, by the rules of `gradfuse.differentiate`.
     4. Verify the model on the batch, fuse it, and verify it again.
     5. Add the optimizer's update, and verify that as well.
 
@@ -124,11 +124,11 @@ def export_training_step(
             step = step.with_dropout_seed()
             native = step.run()
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
-        program = tracing.joint_program(step, native, shapes, branches.branches_of(step))
-        program = tracing.decomposed(program, fuse=fuse)
+        program = tracing.forward_program(step, native, shapes, branches.branches_of(step), fuse=fuse)
         tracing.connect_dropout(program, step, native)
         order = (*native.gradients, *tracing.unused(step, native))
-        translated = onnx_model.translate(program, step, order, {*step.trainable, *native.changed})
+        free = {*step.trainable, *native.changed}
+        translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
         onnx_model.arrange_step(translated, step, native, shapes)
         truth = verifying.truth_of(step, native)
         wants_evaluation = optimizer is not None if evaluation is None else evaluation

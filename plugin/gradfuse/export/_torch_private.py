@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -113,32 +112,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 # Traced programs.
 
 
-def with_backward(program: torch.export.ExportedProgram, kept: Iterable[Any] = ()) -> torch.export.ExportedProgram:
-    """Extend a program that returns a loss by the gradients of its trainable inputs, as further outputs.
-
-    Args:
-        program: the program.
-        kept: operators that are not decomposed, as others are that are not in ATen's core.
-    """
-    import torch._decomp as decompositions
-    from torch.export.experimental import _export_forward_backward
-
-    original = decompositions.core_aten_decompositions
-
-    def without_kept() -> Any:
-        table: Any = original()
-        for overload in kept:
-            table.pop(overload, None)
-        return table
-
-    # It takes the table from there in each call.
-    decompositions.core_aten_decompositions = without_kept
-    try:
-        return _export_forward_backward(program)
-    finally:
-        decompositions.core_aten_decompositions = original
-
-
 @contextlib.contextmanager
 def translations_read_once() -> Iterator[None]:
     """Let torch.onnx.export read the sources of its translations once in a process, not in each call."""
@@ -162,6 +135,27 @@ def translations_read_once() -> Iterator[None]:
         ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def decomposed_once() -> Iterator[None]:
+    """Let torch.onnx.export decompose programs only where they hold something that it decomposes."""
+    from torch.onnx._internal.exporter import _decomp, _fx_passes
+
+    original = _fx_passes.decompose_with_registry
+
+    def decompose_with_registry(program: Any, registry: Any) -> Any:
+        table = _decomp.create_onnx_friendly_decomposition_table(set(_decomp.get_onnx_implemented_overloads(registry)))
+        graphs = [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
+        if any(node.target in table for graph in graphs for node in graph.nodes):
+            return original(program, registry)
+        return program
+
+    _fx_passes.decompose_with_registry = decompose_with_registry  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = original
+
+
 _REGISTRIES: dict[tuple[tuple[str, int], ...], Any] = {}
 
 
@@ -170,30 +164,6 @@ def known_decompositions(overloads: Iterable[Any]) -> Mapping[Any, Callable[...,
     from torch._decomp import get_decompositions
 
     return get_decompositions(list(overloads))
-
-
-def with_user_outputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Mark all outputs as outputs for the user: torch.onnx.export silently drops losses and gradients.
-
-    Raises:
-        ValueError: the program has no signature.
-    """
-    from torch.export.graph_signature import ConstantArgument, OutputKind, OutputSpec
-
-    signature = program.graph_signature
-    specs = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
-    signature = dataclasses.replace(signature, output_specs=specs)
-    calls = list(program.module_call_graph)
-    if calls[0].signature is None:
-        raise ValueError("the program has no signature")
-    _, out_spec = _pytree.tree_flatten(tuple(range(len(specs))))
-    # They have no names, as decompositions rename nodes without renaming the gradients here.
-    outputs: Any = [ConstantArgument(name="", value=None) for _ in specs]
-    calls[0] = dataclasses.replace(
-        calls[0], signature=dataclasses.replace(calls[0].signature, outputs=outputs, out_spec=out_spec)
-    )
-    program._module_call_graph = calls
-    return program._update(program.graph_module, signature)
 
 
 def known_equal(a: Any, b: Any) -> bool:
@@ -225,6 +195,15 @@ def record_call(function: ir.Function, call: ir.Node) -> None:
     recorder: Any = evaluator.default()
     recorder.functions[function.identifier()] = function
     recorder.nodes.append(call)
+
+
+def record_node(node: ir.Node) -> None:
+    """Add a node to the model that torch.onnx.export is making."""
+    from onnxscript import evaluator
+
+    # In a translation, the evaluator is the one of torch.onnx.
+    recorder: Any = evaluator.default()
+    recorder.nodes.append(node)
 
 
 def untranslated_operator(error: BaseException) -> str | None:

@@ -1,4 +1,4 @@
-"""Puts `aclnn::batch_norm` and `aclnn::batch_norm_backward` into traced programs, with a ReLU that follows in them.
+"""Puts `aclnn::batch_norm` into traced programs, with a ReLU that follows in it.
 
 This module imports torch.
 """
@@ -18,77 +18,75 @@ aten = torch.ops.aten
 
 register_ops()
 
-KEPT = (aten.native_batch_norm_backward.default, aten.threshold_backward.default)
+_NO_STATISTICS = aten._native_batch_norm_legit.no_stats
+
+KEPT = (aten._native_batch_norm_legit_functional.default, _NO_STATISTICS)
 """The operators that a program must still have."""
 
 _MAX_RANK = 8
-_FORWARD_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NARROW = (torch.float16, torch.bfloat16)
+_FORWARD_TYPES = (torch.float32, *_NARROW)
 
 
 def fuse_batch_norms(program: ExportedProgram) -> None:
-    """Replace batch normalization in training mode in a program, and its gradients, where all tensors have one type.
+    """Replace batch normalization in training mode in a program, where all tensors have one type but for the input.
 
-    A ReLU that is all that reads a result becomes part of the operator. So does the gradient of a ReLU that nothing
-    else reads than the gradient of a normalization. That is exact whatever lies between the two, as the operator gates
-    what it reads by the ReLU's output.
+    A ReLU that is all that reads a result becomes part of the operator.
     """
     graph = program.graph
     for node in list(graph.nodes):
-        if node.target is aten._native_batch_norm_legit_functional.default:
+        if node.target in KEPT:
             _fuse_forward(node)
-        elif node.target is aten.native_batch_norm_backward.default:
-            _fuse_backward(node)
     graph.lint()
     program.graph_module.recompile()
 
 
 def _fuse_forward(node: Node) -> None:
     *inputs, training, momentum, eps = node.args
+    if node.target is _NO_STATISTICS:
+        inputs += [None, None]
     x = inputs[0]
-    if not training or not _fit(x, inputs) or _value(x).dtype not in _FORWARD_TYPES:
+    narrow = _value(x).dtype
+    # Under autocast the input alone is narrow, and PyTorch computes in the type of the others.
+    widened = narrow in _NARROW and all(_value(one).dtype == torch.float32 for one in inputs[1:] if one is not None)
+    if not training or narrow not in _FORWARD_TYPES or not (widened or _fit(x, inputs)) or not _has_rank(x):
         return
     results = [user for user in node.users if user.args[1] == 0]
     readers = [reader for result in results for reader in result.users]
     relu = readers[0] if len(readers) == 1 and readers[0].target is aten.relu.default else None
     with node.graph.inserting_before(node):
+        if widened and isinstance(x, Node):
+            inputs[0] = _cast(x, torch.float32)
         arguments = (*inputs, momentum, eps, relu is not None)
         fused = node.graph.call_function(torch.ops.aclnn.batch_norm.default, arguments)
     _replace(node, fused)
     if relu is not None:
         relu.replace_all_uses_with(results[0])
         node.graph.erase_node(relu)
+    for result in results if widened else ():
+        users = list(result.users)
+        with node.graph.inserting_after(result):
+            cast = _cast(result, narrow)
+        for user in users:
+            user.replace_input_with(result, cast)
 
 
-def _fuse_backward(node: Node) -> None:
-    grad, x, weight, _, _, mean, invstd, training, _, mask = node.args
-    if not training or not _fit(x, [grad, x, weight, mean, invstd]):
-        return
-    assert isinstance(grad, Node)
-    gate = grad if _is_gate(grad, x) else None
-    source, output = (grad, None) if gate is None else gate.args[:2]
-    with node.graph.inserting_before(node):
-        arguments = (source, x, weight, mean, invstd, output, mask)
-        fused = node.graph.call_function(torch.ops.aclnn.batch_norm_backward.default, arguments)
-    _replace(node, fused)
-    if gate is not None:
-        node.graph.erase_node(gate)
+def _cast(node: Node, dtype: torch.dtype) -> Node:
+    cast = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    cast.meta = {"val": _value(node).to(dtype)}
+    return cast
 
 
 def _fit(x: Any, given: Sequence[Any]) -> bool:
-    """Whether tensors, of which some may be None, are all of the type of `x`, which has a rank that operators take."""
+    """Whether tensors, of which some may be None, are all of the type of `x`."""
     nodes = [one for one in given if one is not None]
     if not all(isinstance(one, Node) for one in nodes):
         return False
-    return len({_value(one).dtype for one in nodes}) == 1 and 2 <= _value(x).dim() <= _MAX_RANK
+    return len({_value(one).dtype for one in nodes}) == 1
 
 
-def _is_gate(node: Node, x: Any) -> bool:
-    """Whether a node is the gradient of a ReLU, of the type and shape of `x`, that only one node reads."""
-    if node.target is not aten.threshold_backward.default or len(node.users) != 1:
-        return False
-    output, threshold = node.args[1:]
-    value, wanted = _value(output), _value(x)
-    return bool(threshold == 0) and value.dtype == wanted.dtype and value.shape == wanted.shape
+def _has_rank(x: Any) -> bool:
+    return 2 <= _value(x).dim() <= _MAX_RANK
 
 
 def _replace(node: Node, fused: Node) -> None:

@@ -36,6 +36,7 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
 _FINITE = ("isfinite", "isnan", "isinf")
@@ -204,7 +205,7 @@ def _run(step: TorchStep, observed: _Observed) -> None:
     state = dict(zip(step.state, copies(step.state.values()), strict=True))
     for name in step.trainable:
         state[name].requires_grad_()
-    with SeededDropout(state.get(DROPOUT_SEED)), observed:
+    with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)), observed:
         step.apply(state, copies(step.inputs), copies(step.targets))
 
 

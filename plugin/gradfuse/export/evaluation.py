@@ -17,6 +17,7 @@ from gradfuse.export import branches, onnx_model, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Truth
 from gradfuse.models.arrays import Arrays
 
@@ -43,8 +44,7 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
         with quiet(), torch.no_grad():
             native = _run(step, lambda tensor: tensor)
             taken = branches.branches_of(step)
-            with recurrences.scanned():
-                program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
+            program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {one_line(error)}") from error
@@ -72,7 +72,7 @@ class _Traced(nn.Module):
             name: value.clone() if name in step.buffers else value
             for name, value in zip(step.state, values, strict=True)
         }
-        with branches.answered(step, taken):
+        with lengths_as_tensors(), recurrences.scanned(), branches.answered(step, taken):
             return _outputs(step, copies, inputs)
 
 
@@ -87,7 +87,7 @@ def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tens
 
 def _run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
     """Return what the module gives, by the names of the model's outputs, as float64."""
-    with torch.no_grad():
+    with torch.no_grad(), lengths_as_tensors():
         state = {name: cast(tensor.detach().clone()) for name, tensor in step.state.items()}
         leaves = _outputs(step, state, [cast(tensor.detach()) for tensor in step.inputs])
     results = [f"output_{index}" for index in range(len(leaves))] if len(leaves) > 1 else ["output"]

@@ -1,15 +1,9 @@
 """Products of groups of rows, each with a matrix of its own, as experts compute them: an ONNX Loop over the groups.
 
-The operators are those that transformers has where `torch.nn.functional.grouped_mm` lacks a kernel. torch is imported
-when translations are made.
+They are the bodies of what transformers computes where `torch.nn.functional.grouped_mm` lacks a kernel.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from gradfuse.export.translation import function_caller
 
 # A Loop needs no number of rows that is known ahead. Rows behind the last group are zeros.
 ROWS = """
@@ -73,33 +67,3 @@ GroupedInner (left, right, ends) => (output) {
     }>(trips, always, none)
 }
 """
-
-
-def translations() -> dict[Any, Callable[..., Any]]:
-    """Return the functions that emit the nodes of the operators, for `custom_translation_table`."""
-    import torch
-    from onnxscript import opset18
-
-    rows, inner = function_caller(ROWS), function_caller(INNER)
-    op: Any = opset18
-
-    def fallback(input: Any, weight: Any, offs: Any) -> Any:
-        """transformers::grouped_mm_fallback: (S, K) by (G, K, N) is (S, N), with (G) ends in S."""
-        return rows(input, weight, offs)
-
-    def fallback_backward(input: Any, weight: Any, offs: Any, grad_output: Any) -> Any:
-        """transformers::grouped_mm_fallback_backward: the gradients of input, (S, K), and weight, (G, K, N)."""
-        of_input = rows(grad_output, op.Transpose(weight, perm=[0, 2, 1]), offs)
-        return of_input, inner(op.Transpose(input, perm=[1, 0]), grad_output, offs)
-
-    table: dict[Any, Callable[..., Any]] = {}
-    own = torch.ops.transformers
-    known: dict[str, Callable[..., Any]] = {
-        "grouped_mm_fallback": fallback,
-        "grouped_mm_fallback_backward": fallback_backward,
-    }
-    for name, function in known.items():
-        # They are there once transformers is imported.
-        if hasattr(own, name):
-            table[getattr(own, name).default] = function
-    return table

@@ -13,20 +13,23 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import optimizer
+from onnx_ir.passes import common as passes
+from onnxscript import rewriter
+from onnxscript.optimizer import fold_constants
+from onnxscript.rewriter.rules import common as rules
 from torch.export import ExportedProgram
 
 from gradfuse import fusion
 from gradfuse.custom_ops import functions
-from gradfuse.errors import ExportError, one_line
+from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, grouped_products, recurrences
+from gradfuse.export import dropout, gradients, recurrences, standins
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import onnx_translation_table
 from gradfuse.models.arrays import to_numpy
+from gradfuse.models.inlining import inline
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.passes.report import Report
 from gradfuse.training import optimizers
@@ -35,27 +38,65 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 OPSET = 20
 """Default-domain opset of exported steps: the newest that onnxruntime 1.18 runs in full."""
 
+_RULES = [
+    *rules.mul_by_1_rule.commute(),
+    *rules.add_0_rule.commute(),
+    rules.sub_0_rule,
+    rules.div_by_1_rule,
+    rules.two_reshapes_matmul_reshape_rule,
+    rules.one_reshape_matmul_reshape_rule,
+    rules.cast_constant_of_shape_rule,
+    rules.cast_constant_of_shape_without_value_rule,
+    rules.collapse_slice_rule,
+    rules.collapse_slice2_rule,
+    rules.materialize_reshape_shape_rule,
+    rules.min_min_rule,
+    rules.max_max_rule,
+    rules.cast_cast_rule,
+    rules.no_op_cast_rule,
+    rules.no_op_expand_rule,
+    rules.flatten_to_reshape_rule,
+    rules.reshape_reshape_rule,
+    rules.no_op_transpose_rule,
+    rules.transpose_transpose_rule,
+    rules.unsqueeze_unsqueeze_rule,
+    rules.squeeze_reshape_1d_rule,
+    rules.no_op_dynamic_scatter_nd_rule,
+    rules.no_op_static_scatter_nd_rule,
+]
+"""Each looks at single nodes and what feeds them."""
 
-def translate(program: ExportedProgram, step: TorchStep, order: Sequence[str], free: Collection[str]) -> ir.Model:
-    """Translate a program and optimize the model.
+
+def translate(
+    program: ExportedProgram,
+    step: TorchStep,
+    order: Sequence[str],
+    free: Collection[str],
+    trained: int = 0,
+    *,
+    fuse: bool = False,
+) -> ir.Model:
+    """Translate a program and simplify the model.
 
     Args:
         program: takes the tensors `order` of the step first.
         step: the step.
         order: the names of the tensors.
         free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
+        trained: by how many of the first inputs gradients of the first result are taken, as further outputs.
+        fuse: whether operators of gradfuse may stand in the gradients.
 
     Raises:
-        ExportError: an operator has no ONNX translation, or torch.onnx.export fails.
+        ExportError: an operator has no ONNX translation or no gradient rule, or torch.onnx.export fails.
     """
     table = {
         **onnx_translation_table(),
         **recurrences.translations(),
         **dropout.translations(),
-        **grouped_products.translations(),
+        **standins.translations(),
     }
     try:
-        with quiet(), private.translations_read_once():
+        with quiet(), private.translations_read_once(), private.decomposed_once():
             exported = torch.onnx.export(
                 program,
                 (),
@@ -78,11 +119,39 @@ def translate(program: ExportedProgram, step: TorchStep, order: Sequence[str], f
             value.name = name
             value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)
             model.graph.register_initializer(value)
-    # Only now: before, the optimizer would have taken the parameters for constants.
-    with quiet():
-        optimizer.optimize(model)
+    # Only now: before, the parameters would have been taken for constants.
+    if trained:
+        _simplify(model)
+        try:
+            model = gradients.append(model, trained, fuse=fuse)
+        except ModelError as error:
+            raise refusal(one_line(error)) from error
+    standins.put_bodies_in(model)
+    _simplify(model)
     functions.attach(model)
     return model
+
+
+def _simplify(model: ir.Model) -> None:
+    """Inline functions, fold constants, and drop nodes that change nothing or compute what another one does.
+
+    onnxscript's own optimizer has one rule more, which takes time by the square of the number of nodes, and folds
+    batch normalisation into convolutions.
+    """
+    with quiet():
+        inline(model, lambda function: True)
+        for _ in range(2):
+            fold_constants(model)
+            rewriter.rewrite(model, _RULES)
+        for step in (
+            passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            passes.LiftSubgraphInitializersToMainGraphPass(),
+            passes.DeduplicateInitializersPass(),
+            passes.CommonSubexpressionEliminationPass(),
+            passes.OutputFixPass(),
+            passes.NameFixPass(),
+        ):
+            step(model)
 
 
 def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: DynamicShapes) -> None:
@@ -91,7 +160,7 @@ def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: Dyna
     Parameters that the loss does not depend on get gradients of zeros.
 
     Args:
-        model: the translation of `tracing.joint_program`.
+        model: the translation of `tracing.forward_program`, with gradients.
         step: the step.
         native: what PyTorch's own run of it gave.
         shapes: its dynamic dimensions.
@@ -168,7 +237,7 @@ def with_optimizer(
     """Return the model of a step with the optimizer's update in the place of the gradients."""
     model = ir.from_proto(proto)
     optimizers.append(model, described, step.batch, fuse=fuse)
-    RemoveUnusedNodesPass()(model)
+    passes.RemoveUnusedNodesPass()(model)
     return ir.to_proto(model)
 
 

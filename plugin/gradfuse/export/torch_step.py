@@ -18,7 +18,7 @@ from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import kind, refusal
-from gradfuse.export.translation import traceable_ctc, traceable_padding
+from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -234,7 +234,7 @@ class TorchStep:
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         try:
-            with SeededDropout(state.get(DROPOUT_SEED)) as drawn:
+            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn:
                 value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
@@ -268,7 +268,7 @@ class TorchStep:
 def undisturbed(step: TorchStep) -> Iterator[None]:
     """Let a step be run and traced, and leave module, loss and PyTorch's random state as they were."""
     owners = _restored(step.module), _restored(step.loss)
-    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc(), traceable_padding():
+    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Traces a step as one program of its forward and backward pass, in operators that torch.onnx can translate.
+"""Traces the forward pass of a step, in operators that torch.onnx can translate and that rules can differentiate.
 
 This module imports torch.
 """
@@ -14,27 +14,29 @@ from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse.errors import one_line
-from gradfuse.export import _torch_private as private
-from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences
-from gradfuse.export.decompositions import backward
+from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences, standins
+from gradfuse.export.decompositions import forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
+from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
 
-def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches) -> ExportedProgram:
-    """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *gradients).
+def forward_program(
+    step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches, *, fuse: bool
+) -> ExportedProgram:
+    """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
-    scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss; the gradients are those
-    of the scaled loss.
+    scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss.
 
     Args:
         step: the step.
         native: what PyTorch's own run of it gave.
         shapes: its dynamic dimensions.
         taken: the branches on values that it takes.
+        fuse: whether operators of gradfuse may stand in it.
 
     Raises:
         ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
@@ -56,48 +58,49 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes, taken
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
     try:
-        # The other attention kernels have backward operators that no exporter knows.
-        with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
-            forward = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
-            program = private.with_backward(forward, (*batch_norms.KEPT, *backward.KEPT))
+        with quiet():
+            program = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # torch.export has no common base class for what it refuses.
         branches.refuse_open(step, taken)
         raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
     branches.warn_of_assumptions(taken)
+    standins.keep_stops(program)
+    program = decomposed(program, fuse=fuse)
     _refuse_random_operators(program)
-    try:
-        with quiet():
-            return private.with_user_outputs(program)
-    except ValueError as error:
-        raise refusal("torch.export gives a program without a signature") from error
+    return program
 
 
 def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
-    """Return a program without the operators that torch.onnx.export does not know.
+    """Return a program without the operators that torch.onnx.export does not know, or translates wrongly.
 
     Args:
-        program: a program.
+        program: a traced program.
         fuse: whether operators of gradfuse may stand in it.
 
     Raises:
         ExportError: PyTorch fails to decompose it.
     """
-    if fuse:
-        recurrences.fuse_recurrences(program)
-    table = {**backward.table(), **(backward.fused_table() if fuse else {}), **dropout.table()}
-    if not any(node.target in table for node in program.graph.nodes):
-        return program
+    table: dict[Any, Any] = torch.export.default_decompositions()
+    table.update(forward.table())
+    for operator in (*standins.KEPT, *(batch_norms.KEPT if fuse else ())):
+        table.pop(operator, None)
     try:
-        with quiet():
-            layouts.forget_layouts(program)
+        # Attention kernels are left for products and softmax, whose gradients fuse.
+        with quiet(), sdpa_kernel(SDPBackend.MATH):
+            program = program.run_decompositions(table)
             if fuse:
+                recurrences.fuse_recurrences(program)
                 batch_norms.fuse_batch_norms(program)
-            result: ExportedProgram = program.run_decompositions(table)
-            return result
+                # What does not fit the operator.
+                rest = {key: one for key, one in forward.table().items() if key in batch_norms.KEPT}
+                if any(node.target in rest for node in program.graph.nodes):
+                    program = program.run_decompositions(rest)
+            layouts.forget_layouts(program)
     except Exception as error:
         # A decomposition may raise anything.
         raise refusal(f"torch cannot decompose the step: {one_line(error)}") from error
+    return program
 
 
 def connect_dropout(program: ExportedProgram, step: TorchStep, native: Outcome) -> None:
@@ -128,41 +131,23 @@ class _Traced(nn.Module):
     def __init__(self, step: TorchStep, native: Outcome, taken: branches.Branches) -> None:
         super().__init__()
         # In a tuple, as the module must not own the tensors of the step's module.
-        names = tuple(native.gradients), unused(step, native), _with_shared_gradients(native)
+        names = tuple(native.gradients), unused(step, native)
         self._traced = (step, native, taken, *names)
 
     def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
-        step, native, taken, used, others, shared = self._traced
+        step, native, taken, used, others = self._traced
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
-        state |= {name: state[name].unsqueeze(0).squeeze(0) for name in shared}
-        with branches.answered(step, taken):
+        with lengths_as_tensors(), recurrences.scanned(), branches.answered(step, taken):
             value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
         return (*losses, *(after[name] for name in native.changed))
 
 
-def _with_shared_gradients(native: Outcome) -> list[str]:
-    """Return the parameters whose gradient is the very tensor of an earlier one's, as those of a and b in a + b.
-
-    torch.export miscounts gradients that are one node; a view of the parameter makes them two.
-    """
-    seen: set[int] = set()
-    shared = []
-    for name, gradient in native.gradients.items():
-        if gradient.data_ptr() in seen:
-            shared.append(name)
-        seen.add(gradient.data_ptr())
-    return shared
-
-
 def _refuse_random_operators(program: ExportedProgram) -> None:
-    known = dropout.table()
     for node in program.graph.nodes:
-        if node.target in known:
-            continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise refusal(
                 f"the step draws random numbers by {node.target}, so that it cannot be compared with PyTorch; expected "

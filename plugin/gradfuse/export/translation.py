@@ -97,8 +97,8 @@ def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[...
 
 
 @contextlib.contextmanager
-def traceable_ctc() -> Iterator[None]:
-    """Let torch.export trace CTC losses, with lengths in tensors or in lists."""
+def lengths_as_tensors() -> Iterator[None]:
+    """Let CTC losses that are called under it have their lengths in tensors, as they can be traced."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -112,25 +112,14 @@ def traceable_ctc() -> Iterator[None]:
                 kwargs = {k: torch.tensor(one) if isinstance(one, (list, tuple)) else one for k, one in kwargs.items()}
             return func(*args, **kwargs)
 
-    kernels = _fake_kernels()
     with LengthsAsTensors():
         yield
-    del kernels
 
 
 @contextlib.contextmanager
-def traceable_padding() -> Iterator[None]:
-    """Keep dynamic sizes of what is padded: PyTorch's own fake kernel makes them constants in the backward pass."""
-    import torch
-
-    def constant_pad_nd(input: Any, pad: Sequence[Any], value: float = 0) -> Any:
-        sizes = list(input.shape)
-        for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
-            sizes[-place] = sizes[-place] + before + after
-        return input.new_empty(sizes)
-
-    kernels: torch.library.Library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("aten::constant_pad_nd", constant_pad_nd, lib=kernels)
+def traceable_ctc() -> Iterator[None]:
+    """Let torch.export trace CTC losses, with lengths in tensors."""
+    kernels = _fake_kernels()
     yield
     del kernels
 

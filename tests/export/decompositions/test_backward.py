@@ -44,19 +44,17 @@ def test_convolution_backward(
     settings = ([stride] * axes, [padding] * axes, [dilation] * axes, transposed, more, groups)
     grad_output = torch.randn_like(aten.convolution(images, weight, None, *settings))
     arguments = (grad_output, images, weight, [out_channels], *settings, [True, True, True])
-    for function in (backward.convolution_backward, backward.fused_convolution_backward):
-        actual = function(*arguments)
-        for one, other in zip(actual, aten.convolution_backward(*arguments), strict=True):
-            _assert_equal(one, other)
+    actual = backward.convolution_backward(*arguments)
+    for one, other in zip(actual, aten.convolution_backward(*arguments), strict=True):
+        _assert_equal(one, other)
 
 
 @pytest.mark.parametrize("mask", list(itertools.product((False, True), repeat=3)))
 def test_convolution_backward_gives_what_is_asked_for(mask: tuple[bool, bool, bool]) -> None:
     images, weight = torch.ones(2, 1, 5, dtype=torch.float64), torch.ones(2, 1, 3, dtype=torch.float64)
     grad_output = torch.ones(2, 2, 3, dtype=torch.float64)
-    for function in (backward.convolution_backward, backward.fused_convolution_backward):
-        result = function(grad_output, images, weight, [2], [1], [0], [1], False, [0], 1, mask)
-        assert tuple(gradient is not None for gradient in result) == mask
+    result = backward.convolution_backward(grad_output, images, weight, [2], [1], [0], [1], False, [0], 1, mask)
+    assert tuple(gradient is not None for gradient in result) == mask
 
 
 @pytest.mark.parametrize("dim", [0, 2])

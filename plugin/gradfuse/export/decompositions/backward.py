@@ -15,11 +15,8 @@ from torch import Tensor
 from gradfuse.export import _torch_private as private
 from gradfuse.export.decompositions import attention, index, pooling
 from gradfuse.export.decompositions.pooling import per_axis
-from gradfuse.torch.ops import register_ops
 
 aten = torch.ops.aten
-
-register_ops()
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -43,51 +40,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.empty_permuted.default: empty_permuted,
         aten.copy.default: copy,
     }
-
-
-KEPT = (aten.embedding_dense_backward.default,)
-"""The operators of `fused_table()` that a program must still have, though they are not in ATen's core."""
-
-
-def fused_table() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions into operators of gradfuse, which take the place of those in `table()`."""
-    return {
-        aten.convolution_backward.default: fused_convolution_backward,
-        aten.embedding_dense_backward.default: fused_embedding_dense_backward,
-    }
-
-
-def fused_convolution_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`convolution_backward` with the gradients of input and weight by `aclnn::convolution_backward`.
-
-    As a convolution, the gradient of the weight has the batch as channels, and is several times slower than other
-    convolutions. The input's gradient of a transposed convolution is an ordinary one, and stays.
-    """
-    *attributes, mask = rest
-    of_input, of_weight, of_bias = mask
-    transposed = attributes[3]
-    if not (of_weight or (of_input and not transposed)) or not 3 <= weight.dim() <= 5:
-        return convolution_backward(grad_output, input, weight, bias_sizes, *rest)
-    others = [*attributes, [of_input and transposed, False, of_bias]]
-    grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, bias_sizes, *others)
-    wanted = [of_input and not transposed, of_weight, False]
-    own_input, grad_weight, _ = torch.ops.aclnn.convolution_backward(grad_output, input, weight, *attributes, wanted)
-    return own_input if wanted[0] else grad_input, grad_weight if of_weight else None, grad_bias
-
-
-def fused_embedding_dense_backward(
-    grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
-) -> Tensor:
-    """`aclnn::embedding_dense_backward`: as a ScatterElements, each row's elements have indices of their own."""
-    arguments = grad_output, indices, num_weights, padding_idx, scale_grad_by_freq
-    if grad_output.dtype not in (torch.float32, torch.float16, torch.bfloat16) or grad_output.dim() > 8:
-        overload = aten.embedding_dense_backward.default
-        plain: Tensor = private.known_decompositions([overload])[overload](*arguments)
-        return plain
-    fused: Tensor = torch.ops.aclnn.embedding_dense_backward(*arguments)
-    return fused
 
 
 def convolution_backward(

@@ -20,19 +20,26 @@ aten = torch.ops.aten
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     return {
+        **forward_table(),
         aten.avg_pool2d_backward.default: avg_pool2d_backward,
         aten.avg_pool3d_backward.default: avg_pool3d_backward,
         aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
-        aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
         aten._adaptive_avg_pool3d_backward.default: adaptive_avg_pool3d_backward,
         aten.max_pool3d_with_indices_backward.default: max_pool3d_with_indices_backward,
-        aten.adaptive_max_pool2d.default: adaptive_max_pool,
         aten.adaptive_max_pool2d_backward.default: adaptive_max_pool2d_backward,
-        aten.adaptive_max_pool3d.default: adaptive_max_pool,
         aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
         aten.replication_pad1d_backward.default: replication_pad_backward,
         aten.replication_pad2d_backward.default: replication_pad_backward,
         aten.replication_pad3d_backward.default: replication_pad_backward,
+    }
+
+
+def forward_table() -> dict[Any, Callable[..., Any]]:
+    """Return those that forward programs hold."""
+    return {
+        aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
+        aten.adaptive_max_pool2d.default: adaptive_max_pool,
+        aten.adaptive_max_pool3d.default: adaptive_max_pool,
     }
 
 

@@ -1,0 +1,30 @@
+"""The decompositions of what forward programs hold. This module imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradfuse.export import _torch_private as private
+from gradfuse.export import dropout
+from gradfuse.export.decompositions import backward, index, pooling
+
+aten = torch.ops.aten
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by overload, as `run_decompositions` takes them."""
+    # torch.onnx translates batch normalisation in training mode as if it were in evaluation mode.
+    known = private.known_decompositions(
+        [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats]
+    )
+    return {
+        **known,
+        **index.table(),
+        **pooling.forward_table(),
+        **dropout.table(),
+        aten.empty_permuted.default: backward.empty_permuted,
+        aten.copy.default: backward.copy,
+    }

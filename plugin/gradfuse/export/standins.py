@@ -1,0 +1,185 @@
+"""Operators that stand in a translated forward program until its gradients are written.
+
+Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, `padding_idx` of
+an embedding has none, and a masked softmax gives 0 instead of NaN. Each has a gradient rule, and a function that takes
+its place afterwards. This module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch.export import ExportedProgram
+
+from gradfuse.custom_ops.embedding_dense_backward import MAX_RANK
+from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
+from gradfuse.export import _torch_private as private
+from gradfuse.export.grouped_products import INNER, ROWS
+from gradfuse.export.translation import LOCAL_DOMAIN, OPSET_OF_FUNCTIONS
+
+aten = torch.ops.aten
+
+BODIES = {
+    "StopGradient": "StopGradient (x) => (y) { y = Identity(x) }",
+    "Embedding": """
+        Embedding <padding_idx: int, scale_grad_by_freq: int> (weight, indices) => (rows) {
+            rows = Gather<axis=0>(weight, indices)
+        }
+    """,
+    "SafeSoftmax": """
+        SafeSoftmax <axis: int> (scores) => (y) {
+            number = Constant<value_float=-inf>()
+            nothing = CastLike(number, scores)
+            first = Constant<value_ints=[0]>()
+            place = Constant<value_int: int = @axis>()
+            axes = Unsqueeze(place, first)
+            largest = ReduceMax<keepdims=1>(scores, axes)
+            masked = Equal(largest, nothing)
+            share = Softmax<axis: int = @axis>(scores)
+            zero_number = Constant<value_float=0.0>()
+            zero = CastLike(zero_number, scores)
+            y = Where(masked, zero, share)
+        }
+    """,
+    "GroupedRows": ROWS,
+    "GroupedInner": INNER,
+}
+"""The function that takes the place of each."""
+
+KEPT = (aten._safe_softmax.default,)
+"""What decompositions must leave."""
+
+_SUMMED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+_library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("stop_gradient(Tensor input) -> Tensor")
+torch.library.register_fake("gradfuse::stop_gradient", lambda input: torch.empty_like(input), lib=_library)
+
+
+def keep_stops(program: ExportedProgram) -> None:
+    """Mark where gradients end in a traced program, by `detach` or `no_grad`: decompositions forget it."""
+    stop = torch.ops.gradfuse.stop_gradient.default
+    for module in program.graph_module.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            if node.target is aten.detach.default:
+                node.target = stop
+            elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+                for result in list(node.users):
+                    if isinstance(result.meta.get("val"), torch.Tensor):
+                        _stop_behind(result, stop)
+        module.recompile()
+
+
+def _stop_behind(node: torch.fx.Node, stop: Any) -> None:
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        stopped = node.graph.call_function(stop, (node,))
+    stopped.meta = dict(node.meta)
+    for user in users:
+        user.replace_input_with(node, stopped)
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Return the functions that emit the nodes, by overload, for `custom_translation_table`."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+
+    def stop_gradient(input: Any) -> Any:
+        return _node("StopGradient", input)
+
+    def embedding(
+        weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    ) -> Any:
+        return _node(
+            "Embedding", weight, indices, padding_idx=int(padding_idx), scale_grad_by_freq=int(scale_grad_by_freq)
+        )
+
+    def safe_softmax(self: Any, dim: int, dtype: int | None = None) -> Any:
+        return _node("SafeSoftmax", self if dtype is None else op.Cast(self, to=dtype), axis=dim)
+
+    table: dict[Any, Callable[..., Any]] = {
+        torch.ops.gradfuse.stop_gradient.default: stop_gradient,
+        aten.embedding.default: embedding,
+        aten._safe_softmax.default: safe_softmax,
+    }
+    own = torch.ops.transformers
+    # It is there once transformers is imported.
+    if hasattr(own, "grouped_mm_fallback"):
+        table[own.grouped_mm_fallback.default] = grouped_rows
+    return table
+
+
+def grouped_rows(input: Any, weight: Any, offs: Any) -> Any:
+    """transformers::grouped_mm_fallback: (S, K) by (G, K, N) is (S, N), with (G) ends in S."""
+    return _node("GroupedRows", input, weight, offs)
+
+
+def _node(name: str, *inputs: Any, **attributes: int) -> Any:
+    node = ir.node(name, list(inputs), attributes=attributes, domain=LOCAL_DOMAIN)
+    private.record_node(node)
+    return node.outputs[0]
+
+
+def put_bodies_in(model: ir.Model) -> None:
+    """Give a model the functions of the operators that stand in it."""
+    used = {node.op_type for node in model.graph.all_nodes() if node.domain == LOCAL_DOMAIN}
+    for name in sorted(used):
+        text = f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {OPSET_OF_FUNCTIONS}]>{BODIES[name]}'
+        function = ir.serde.deserialize_function(onnx.parser.parse_function(text))
+        function.opset_imports[""] = model.opset_imports[""]
+        model.functions[function.identifier()] = function
+        model.opset_imports[LOCAL_DOMAIN] = 1
+
+
+no_gradient("StopGradient", domain=LOCAL_DOMAIN)
+
+
+@gradient("SafeSoftmax", domain=LOCAL_DOMAIN)
+def safe_softmax(call: Call) -> Iterator[Gradient]:
+    dy, y = call.dy[0], call.y[0]
+    assert dy is not None
+    yield y * (dy - (dy * y).sum([call.attribute("axis", -1) % call.rank(y)]))
+
+
+@gradient("Embedding", domain=LOCAL_DOMAIN)
+def embedding(call: Call) -> Iterator[Gradient]:
+    """The sum of the gradients of each row's look-ups; none for the row `padding_idx`."""
+    weight, indices, dy = call.x[0], call.x[1], call.dy[0]
+    assert weight is not None and indices is not None and dy is not None
+    padding, by_frequency = call.attribute("padding_idx", -1), call.attribute("scale_grad_by_freq", 0)
+    places = indices.cast(ir.DataType.INT64)
+    number = weight.value.shape[0] if weight.value.shape is not None else None
+    if weight.dtype in _SUMMED and isinstance(number, int) and call.rank(indices) < MAX_RANK:
+        yield dy.op(
+            "EmbeddingDenseBackward", places, domain="aclnn",
+            num_weights=number, padding_idx=padding, scale_grad_by_freq=by_frequency,
+        )  # fmt: skip
+        return
+    tape = call.tape
+    places = places.reshape([-1])
+    rows = dy.reshape(tape.concat([tape.ints(-1), weight.size(1)]))
+    counted = places.equals(tape.constant(padding)).op("Not").unsqueeze(1)
+    rows = rows.masked(counted)
+    columns = places.unsqueeze(1).expand(rows.shape())
+    sums = weight.zeros().op("ScatterElements", columns, rows, axis=0, reduction="add")
+    if by_frequency:
+        ones = counted.cast(dy.dtype).expand(rows.shape())
+        counts = weight.zeros().op("ScatterElements", columns, ones, axis=0, reduction="add")
+        sums = sums / counts.op("Max", 1.0)
+    yield sums
+
+
+@gradient("GroupedRows", domain=LOCAL_DOMAIN)
+def of_grouped_rows(call: Call) -> Iterator[Gradient]:
+    x, weight, ends = call.x
+    dy = call.dy[0]
+    assert x is not None and weight is not None and dy is not None
+    yield lambda: dy.op("GroupedRows", weight.op("Transpose", perm=[0, 2, 1]), ends, domain=LOCAL_DOMAIN)
+    yield lambda: x.op("Transpose", perm=[1, 0]).op("GroupedInner", dy, ends, domain=LOCAL_DOMAIN)
