@@ -70,15 +70,25 @@ class WithLoss(torch.nn.Module):
 
 def of_case(case: node_tests.Case, seeds: Mapping[str, Array], by_onnx: bool) -> tuple[dict[str, Array], list[str]]:
     """As `node_tests.by_gradfuse`; its seeds and gradients have one axis more."""
-    known = {value.name for value in case.model.graph.input}
     wrt = [name for name in case.wrt if name not in case.fixed]
-    derived = onnx_ad.reverse(case.model, inputs=wrt, outputs=list(seeds), layout="onnx")
-    names = {value.name for value in derived.graph.input}
+    model = with_constants(case)
+    derived = onnx_ad.reverse(model, inputs=wrt, outputs=list(seeds), layout="onnx")
     feeds = dict(case.feeds) | {f"adj_{name}": seed[..., None] for name, seed in seeds.items()}
-    unknown = names - known - set(feeds)
-    assert not unknown, unknown
-    found = node_tests.run(derived, {name: feeds[name] for name in names}, by_onnx=by_onnx)
+    found = node_tests.run(derived, {value.name: feeds[value.name] for value in derived.graph.input}, by_onnx=by_onnx)
     return {name: found[f"adj_{name}"][..., 0] for name in wrt}, list(case.fixed)
+
+
+def with_constants(case: node_tests.Case) -> onnx.ModelProto:
+    """Return the model of a case with its integers as constants: axes, pads and shapes, as models have them."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    given = [value for value in case.model.graph.input if case.feeds[value.name].dtype.kind in "iu"]
+    kept = [value for value in case.model.graph.input if value not in given]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    arrays = [onnx.numpy_helper.from_array(case.feeds[value.name], value.name) for value in given]
+    model.graph.initializer.extend(arrays)
+    return onnx.shape_inference.infer_shapes(model)
 
 
 def node_test_counts(derived: node_tests.Derived) -> Counter[str]:

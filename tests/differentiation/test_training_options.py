@@ -312,6 +312,20 @@ def test_a_batch_is_given_where_random_ones_do_not_fit() -> None:
         build_training_step(model, "mse", frozen=["mixing"], check={"x": X.numpy()})
 
 
+def test_masks_of_the_least_number_are_no_error() -> None:
+    """Rows that are masked throughout: their probabilities are equal, and gradients go through the sums."""
+    least = float(np.finfo(np.float32).min)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 18]>
+        m (float[N, 3] x, bool[N, 1] hidden) => (float[N, 4] y)
+            <float[3, 4] w = {{1, 2, 3, -4, 5, 6, 1, 2, -3, 4, 5, 6}}, float zero = {{0}}, float least = {{{least}}}> {{
+            scores = MatMul(x, w)  mask = Where(hidden, least, zero)  sum = Add(scores, mask)  y = Softmax(sum)
+        }}"""
+    )
+    batch = {"x": X.numpy(), "hidden": np.arange(7)[:, None] % 2 == 0, "target": np.zeros((7, 4), np.float32)}
+    build_training_step(model, "mse", check=batch)
+
+
 def test_what_draws_numbers_is_not_checked() -> None:
     model = net()
     model.graph.node.insert(0, onnx.helper.make_node("RandomNormalLike", ["x"], ["noise"]))
