@@ -106,6 +106,8 @@ def build_training_step(
             "an onnxscript function or None"
         )
     _require_options(optimizer, max_grad_norm, accumulate, grad_scaler)
+    if not isinstance(check, (bool, Mapping)):
+        raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
     options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler))
     with fusion.collection_paused():
         work = prepared(reading.load(model))
@@ -232,7 +234,7 @@ def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: in
         raise ArgumentError(
             f"{_WHO}: optimizer is {type(optimizer).__name__}; expected gradfuse.optimizers.SGD, Adam or AdamW"
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ArgumentError(f"{_WHO}: accumulate is {accumulate!r}; expected a positive integer")
@@ -285,6 +287,8 @@ def _matching(
         patterns = [patterns]
     found: dict[str, None] = {}
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}; expected names or patterns")
         matched = [name for name in initializers if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             other = [value for name, value in graph.initializers.items() if fnmatch.fnmatchcase(name, pattern)]
