@@ -33,6 +33,7 @@ class Trained:
         gradients: the loss and the gradients, by the name of the initializer, in a floating-point type.
         frozen: initializers that are no parameters, such as float buffers.
         checked: whether some gradients have nothing to be compared with but differences of the loss.
+        rate: the learning rate of Adam at which training lowers the loss.
     """
 
     batch: Mapping[str, Array]
@@ -41,6 +42,7 @@ class Trained:
     gradients: Callable[[torch.dtype], tuple[float, Mapping[str, Array]]]
     frozen: tuple[str, ...] = ()
     checked: bool = False
+    rate: str = "1e-2"
 
 
 Case: TypeAlias = "Callable[[Path], Trained]"
@@ -154,9 +156,7 @@ def timm_resnet(path: Path) -> Trained:
     """With bottlenecks, groups and squeeze-and-excitation; its batch norms stay as they are."""
     from real_models.step_cases import timm_model
 
-    model = timm_model(
-        "seresnext26d_32x4d", num_classes=5, layers=[1, 1, 1, 1], channels=(16, 16, 32, 32), stem_width=8
-    )
+    model = timm_model("seresnext26d_32x4d", layers=[1, 1, 1, 1], channels=(16, 16, 32, 32), stem_width=8)
     return _exported(path, model(), torch.randn(3, 3, 32, 32), torch.tensor([0, 4, 2]))
 
 
@@ -224,7 +224,7 @@ def _by_keras(name: str, path: Path) -> Trained:
 
     (x,) = (value.name for value in onnx.load(path).graph.input)
     # What tf2onnx has packed or folded has no counterpart: `check` compares its gradients with differences.
-    return Trained({x: arrays["x"]}, arrays["targets"], "cross_entropy", gradients, checked=True)
+    return Trained({x: arrays["x"]}, arrays["targets"], "cross_entropy", gradients, checked=True, rate="5e-2")
 
 
 for _name in ("images", "lstm", "gru", "attention"):

@@ -282,7 +282,7 @@ def one(name: str) -> str:
             assert_gradients_close(
                 gradient, native[parameter].astype(np.float32), exact[parameter], np.dtype(np.float32), terms=terms
             )
-        _training_step(source, target, "--loss", case.loss, *frozen, "--optimizer", "adam", "--lr", "1e-2")
+        _training_step(source, target, "--loss", case.loss, *frozen, "--optimizer", "adam", "--lr", case.rate)
         session = TrainingSession(target)
         losses = [session.step(dict(case.batch), case.targets) for _ in range(20)]
         assert losses[-1] < 0.9 * losses[0], losses
