@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-convolutions bench-payoff bench-export bench-scale \
+.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"
+	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its table (two minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
@@ -106,7 +107,8 @@ test-ort-training: $(ORT_TRAINING)/.installed
 	$(BIN)/python -m pytest -m ort_training $(PYTEST_ARGS) tests/ort_training
 
 # transformers and skl2onnx, beside the packages of the other tests. timm is apart, for its own cases alone: PyPI has
-# torchvision for CUDA only, which neither loads beside a torch for CPUs nor lets transformers load there.
+# torchvision for CUDA only, which neither loads beside a torch for CPUs nor lets transformers load there. TensorFlow has
+# an environment of its own.
 MODELS := .venv-models
 $(MODELS)/.installed: $(INSTALLED)
 	$(BIN)/python tools/create_venv.py $(MODELS)
@@ -117,6 +119,9 @@ $(MODELS)/.installed: $(INSTALLED)
 	    transformers==5.23.0 skl2onnx==1.20.0
 	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
 	    --no-deps --upgrade --target $(MODELS)/timm torchvision==0.28.0 timm==1.0.31
+	$(PYTHON) -m venv $(MODELS)/tensorflow
+	$(MODELS)/tensorflow/bin/python -m pip --disable-pip-version-check --quiet install \
+	    tensorflow-cpu==2.21.0 tf2onnx==1.17.0
 	@touch $@
 
 test-models: $(MODELS)/.installed
@@ -124,6 +129,19 @@ test-models: $(MODELS)/.installed
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)
+
+# onnx-ad needs nothing that the environment of the tests does not have.
+ONNX_AD := .venv-onnx-ad
+$(ONNX_AD)/.installed: $(INSTALLED)
+	$(BIN)/python tools/create_venv.py $(ONNX_AD)
+	$(ONNX_AD)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps onnx-ad==0.3.0
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	echo "import site; site.addsitedir('$$site')" > \
+	    $$($(ONNX_AD)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+	@touch $@
+
+bench-onnx-ad: $(ONNX_AD)/.installed
+	$(ONNX_AD)/bin/python benchmarks/onnx_ad_side_by_side.py --page docs/onnx-training.md
 
 bench-aclnn: $(INSTALLED)
 	@mkdir -p build
@@ -195,5 +213,5 @@ wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV) .venv-ort-* .venv-models .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-models .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -276,7 +276,11 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
 @commands.command("training-step")
 @click.argument("source", metavar="IN.onnx")
 @click.argument("target", metavar="STEP.onnx")
-@click.option("--loss", metavar="NAME", help="cross_entropy, mse, ...; without one, the model's own scalar output.")
+@click.option(
+    "--loss",
+    metavar="NAME|LOSS.onnx",
+    help="cross_entropy, mse, ..., or a model (output, targets) -> scalar; else the model's own scalar output.",
+)
 @click.option("--optimizer", type=click.Choice(["sgd", "adam", "adamw"]), help="Without one, STEP gives gradients.")
 @click.option("--lr", type=float, help="The learning rate.")
 @click.option("--momentum", type=float, help="The momentum of sgd.")
@@ -289,6 +293,8 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
 @click.option("--train-batch-norm", is_flag=True, help="Take the batch's statistics and update the running ones.")
 @click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average the gradients of so many calls.")
+@click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
+@click.option("--check", is_flag=True, help="Compare derivatives of the loss with its differences.")
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
 @_force
 @_verbose
@@ -305,6 +311,8 @@ def training_step(
     train_batch_norm: bool,
     max_grad_norm: float | None,
     accumulate: int,
+    grad_scaler: float | None,
+    check: bool,
     no_fuse: bool,
     force: bool,
     **options: float | None,
@@ -314,6 +322,7 @@ def training_step(
     chosen = _optimizer(optimizer, options)
     if not lora and (lora_rank is not None or lora_alpha is not None):
         raise click.UsageError(f"--lora-{'alpha' if lora_rank is None else 'rank'} is given without --lora")
+    from gradfuse import optimizers
     from gradfuse.differentiation.training import build_training_step
     from gradfuse.lora.adding import with_adapters
     from gradfuse.models import reading
@@ -321,7 +330,7 @@ def training_step(
 
     with _busy("reading"):
         loaded = reading.load(source)
-        inputs = [*data_files(loaded.ir), source]
+        inputs = [*data_files(loaded.ir), source, *([loss] if loss is not None and loss.endswith(".onnx") else [])]
         files.require_other(target, inputs, "the training step")
     if lora:
         rank = 8 if lora_rank is None else lora_rank
@@ -338,7 +347,9 @@ def training_step(
             train_batch_norm=train_batch_norm,
             max_grad_norm=max_grad_norm,
             accumulate=accumulate,
+            grad_scaler=None if grad_scaler is None else optimizers.GradScaler(init_scale=grad_scaler),
             fuse=not no_fuse,
+            check=check,
         )
     with _busy("writing"):
         step.save(target, inputs=inputs, force=force)

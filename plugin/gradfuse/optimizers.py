@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from gradfuse.errors import ArgumentError
-from gradfuse.training.optimizers import Optimizer, ParameterGroup
+from gradfuse.training.optimizers import LossScaling, Optimizer, ParameterGroup
 
-__all__ = ["SGD", "Adam", "AdamW", "OptimizerOptions"]
+__all__ = ["SGD", "Adam", "AdamW", "GradScaler", "OptimizerOptions"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,3 +91,32 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
     decoupled_weight_decay: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradScaler:
+    """torch.amp.GradScaler: the loss is scaled, and an update whose gradients are not finite is skipped.
+
+    Raises:
+        ArgumentError: an option is out of range.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, holds, wanted in (
+            ("init_scale", self.init_scale > 0, "a positive number"),
+            ("growth_factor", self.growth_factor > 1, "a number above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "a positive integer"),
+        ):
+            value = getattr(self, name)
+            if not holds or not math.isfinite(value):
+                raise ArgumentError(f"GradScaler: {name} is {value!r}; expected {wanted}")
+
+    def described(self) -> LossScaling:
+        """Return the scaling at the beginning of training."""
+        return LossScaling(self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval)

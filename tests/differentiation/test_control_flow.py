@@ -263,3 +263,31 @@ def test_a_model_with_a_loop_is_valid() -> None:
         output="float[2] y",
     )
     onnx.checker.check_model(differentiate(model, ["a"], seeds={"y": "v"}), full_check=True)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_operators_within_a_body_are_replaced_only_on_the_way(trained: bool) -> None:
+    """An RNN with a clip, which no gradient goes through, is no error in a loop, and stays what it is."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[T, N, 2] x, int64 n, float[T, N, 3] state) => (float[T, N, 3] y)
+            <float[1, 3, 2] w = {1, 2, 3, 4, 5, 6}, float[1, 3, 3] r = {1, 0, 0, 0, 1, 0, 0, 0, 1},
+             float[3] k = {1, 2, 3}> {
+            last = Loop <body = body (int64 turn, bool more, float[T, N, 3] s) => (bool on, float[T, N, 3] t) {
+                on = Identity(more)
+                all = RNN <hidden_size = 3, clip = 2.0> (x, w, r)
+                axis = Constant <value_ints = [1]> ()
+                flat = Squeeze(all, axis)
+                scaled = Mul(s, k)
+                t = Add(scaled, flat)
+            }> (n, , state)
+            y = Tanh(last)
+        }"""
+    )
+    if trained:
+        with pytest.raises(ModelError, match=r"RNN .*it has a clip; expected none"):
+            differentiate(model, ["w"], seeds={"y": "v"})
+        return
+    found = differentiate(model, ["k"], seeds={"y": "v"})
+    loops = [node for node in found.graph.node if node.op_type == "Loop"]
+    assert [node.op_type for node in loops[0].attribute[0].g.node].count("RNN") == 1

@@ -162,6 +162,9 @@ g (float[N, 3] x) => (float[N, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}, int64[
         ({"op": "ArgMax"}, {}, "the model has no float output"),
         ({"op": "Floor"}, {}, "the loss depends on no float initializer"),
         ({}, {"accumulate": 2}, "accumulate is given without an optimizer"),
+        ({}, {"max_grad_norm": "1"}, "max_grad_norm is '1'; expected a positive number or None"),
+        ({}, {"check": 3}, "check is 3; expected True, False or a batch"),
+        ({}, {"trainable": [3]}, "trainable has 3; expected names or patterns"),
         ({"loss": "ctc"}, {}, "CTCLoss expected at least 3 dimensions"),
     ],
 )

@@ -6,6 +6,9 @@ To add one, write a function and decorate it with `case`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +32,8 @@ class Trained:
         loss: the name of the loss, for the command line.
         gradients: the loss and the gradients, by the name of the initializer, in a floating-point type.
         frozen: initializers that are no parameters, such as float buffers.
+        checked: whether some gradients have nothing to be compared with but differences of the loss.
+        rate: the learning rate of Adam at which training lowers the loss.
     """
 
     batch: Mapping[str, Array]
@@ -36,11 +41,16 @@ class Trained:
     loss: str
     gradients: Callable[[torch.dtype], tuple[float, Mapping[str, Array]]]
     frozen: tuple[str, ...] = ()
+    checked: bool = False
+    rate: str = "1e-2"
 
 
 Case: TypeAlias = "Callable[[Path], Trained]"
 
 CASES: dict[str, Case] = {}
+
+TENSORFLOW = os.environ.get("GRADFUSE_TENSORFLOW", ".venv-models/tensorflow/bin/python")
+"""The interpreter of an environment with TensorFlow and tf2onnx, which want other versions than all else."""
 
 
 def case(function: Case) -> Case:
@@ -50,14 +60,15 @@ def case(function: Case) -> Case:
 
 
 class _Logits(nn.Module):
-    """A model of transformers as a function from tensors to its logits, classes second."""
+    """A model of transformers or timm as a function from tensors to its logits, classes second."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(x).logits
+        result = self.model(x)
+        logits: Tensor = result if isinstance(result, Tensor) else result.logits
         return logits.movedim(-1, 1)
 
 
@@ -141,6 +152,15 @@ def resnet(path: Path) -> Trained:
 
 
 @case
+def timm_resnet(path: Path) -> Trained:
+    """With bottlenecks, groups and squeeze-and-excitation; its batch norms stay as they are."""
+    from real_models.step_cases import timm_model
+
+    model = timm_model("seresnext26d_32x4d", layers=[1, 1, 1, 1], channels=(16, 16, 32, 32), stem_width=8)
+    return _exported(path, model(), torch.randn(3, 3, 32, 32), torch.tensor([0, 4, 2]))
+
+
+@case
 def vit(path: Path) -> Trained:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -188,3 +208,24 @@ def scikit_learn_mlp(path: Path) -> Trained:
 
     (name,) = [value.name for value in model.graph.input]
     return Trained({name: x}, y, "mse", gradients)
+
+
+def _by_keras(name: str, path: Path) -> Trained:
+    """A network of Keras, which tf2onnx writes where TensorFlow is; the gradients are TensorFlow's."""
+    found = path.with_suffix(".npz")
+    script = Path(__file__).with_name("keras_models.py")
+    subprocess.run([TENSORFLOW, script, name, path, found], check=True, capture_output=True)
+    arrays = dict(np.load(found))
+
+    def gradients(dtype: torch.dtype) -> tuple[float, Mapping[str, Array]]:
+        prefix = f"{str(dtype).removeprefix('torch.')}/"
+        named = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        return float(named.pop("loss")), named
+
+    (x,) = (value.name for value in onnx.load(path).graph.input)
+    # What tf2onnx has packed or folded has no counterpart: `check` compares its gradients with differences.
+    return Trained({x: arrays["x"]}, arrays["targets"], "cross_entropy", gradients, checked=True, rate="5e-2")
+
+
+for _name in ("images", "lstm", "gru", "attention"):
+    CASES[f"keras-{_name}"] = functools.partial(_by_keras, _name)

@@ -78,9 +78,10 @@ def _of_recurrent_weights(
     tape = grad.tape
 
     def of_weight() -> Tensor:
+        parts = [first.unsqueeze(0), hidden]
+        states = tape.concat(parts[::-1] if reverse else parts)
         begin, end = (1, 2**63 - 1) if reverse else (0, -1)
-        parts = [first.unsqueeze(0), hidden.slice(tape.ints(begin), tape.ints(end), tape.ints(0))]
-        before = tape.concat(parts[::-1] if reverse else parts)
+        before = states.slice(tape.ints(begin), tape.ints(end), tape.ints(0))
         # All rows are of one product.
         rows, states = (one.op("Flatten", axis=2) for one in (grad, before))
         return rows.transpose([1, 0]).matmul(states)

@@ -114,7 +114,8 @@ class Window:
         return found.transpose(swapped)
 
 
-def _kernel(call: Call, weight: Tensor) -> list[int]:
+def kernel_of(call: Call, weight: Tensor) -> list[int]:
+    """Return the sizes of a convolution's window."""
     found = call.attribute("kernel_shape") or call.dims(weight)[2:]
     sizes = [size for size in found if isinstance(size, int)]
     if len(sizes) < len(found):
@@ -125,7 +126,7 @@ def _kernel(call: Call, weight: Tensor) -> list[int]:
 @gradient("Conv")
 def conv(call: Call) -> Iterator[Gradient]:
     x, weight, dy = _operands(call)
-    window, group = Window(call, x, call.y[0], _kernel(call, weight)), call.attribute("group", 1)
+    window, group = Window(call, x, call.y[0], kernel_of(call, weight)), call.attribute("group", 1)
     yield lambda: window.spread(dy, weight, group)
     yield lambda: window.products(x, dy, group)
     yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)
@@ -135,7 +136,7 @@ def conv(call: Call) -> Iterator[Gradient]:
 def conv_transpose(call: Call) -> Iterator[Gradient]:
     """Input and output change places: the gradient of the input is a convolution."""
     x, weight, dy = _operands(call)
-    window, group = _transposed_window(call, x, _kernel(call, weight)), call.attribute("group", 1)
+    window, group = _transposed_window(call, x, kernel_of(call, weight)), call.attribute("group", 1)
     # The output padding is behind the last window, which a convolution leaves out by itself if it is below the stride.
     padding = call.attribute("output_padding", [0] * window.axes)
     if any(p >= s for p, s in zip(padding, window.strides, strict=True)):

@@ -122,6 +122,14 @@ def active_inputs(loop: Repeated, active: Collection[ir.Value], lost: Mapping[ir
     return set(loop.body.inputs) & _turns(loop, active, lost)[0]
 
 
+def within(node: ir.Node, active: Collection[ir.Value]) -> list[tuple[ir.Graph, set[ir.Value]]]:
+    """Return the branches of an If, or the body of a Loop or a Scan, with what depends on active values in each."""
+    loop = repeated(node)
+    if loop is not None:
+        return [(loop.body, _turns(loop, active, {})[0])]
+    return [(branch, depending(list(branch), active)[0]) for branch in graphs_of(node)]
+
+
 def _through(
     node: ir.Node, sources: Sequence[ir.Value], active: Collection[ir.Value], lost: Lost
 ) -> tuple[set[ir.Value], Lost]:

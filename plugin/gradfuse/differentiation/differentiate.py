@@ -118,7 +118,9 @@ def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
         infer(model)
 
 
-def append_gradients(model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, fuse: bool) -> dict[ir.Value, Tensor]:
+def append_gradients(
+    model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, fuse: bool, scale: tuple[ir.Value, float] | None = None
+) -> dict[ir.Value, Tensor]:
     """Append the gradients of a scalar to a graph in which all operators on the way have rules; return them.
 
     Args:
@@ -126,10 +128,13 @@ def append_gradients(model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, 
         of: the scalar.
         wrt: what its gradients are taken by.
         fuse: whether operators of the domain `aclnn` may stand in them.
+        scale: a float32 scalar and a number, whose product the gradients are multiplied by.
     """
     graph = model.graph
     tape = Tape(free_prefix(graph), model.opset_imports[""])
     seed = tape.constant(np.ones([1] * len(of.shape or ())), of.dtype or ir.DataType.FLOAT)
+    if scale is not None:
+        seed = seed * (tape.of(scale[0]) * scale[1]).cast(seed.dtype)
     found = gradients(graph, tape, {of: seed}, wrt)
     graph.extend(tape.nodes)
     if fuse:

@@ -9,15 +9,14 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.dependence import depending
+from gradfuse.differentiation.dependence import depending, within
 from gradfuse.differentiation.rules import Call
 from gradfuse.differentiation.tensors import Tape, Tensor
-from gradfuse.models.inlining import graphs_of
 
 Expansion: TypeAlias = "Callable[[Call], Sequence[Tensor | None]]"
 """Writes what an operator computes; returns its outputs, None or nothing for those that it does not give."""
 
-FAMILIES = ("recurrences", "attention", "sampling")
+FAMILIES = ("recurrences", "attention", "sampling", "fourier")
 
 _EXPANSIONS: dict[tuple[str, str], tuple[Expansion, str]] = {}
 
@@ -55,15 +54,14 @@ def expand(graph: ir.Graph, wrt: Collection[ir.Value], prefix: str, opset: int) 
     """
     if not any(_of(node) for node in graph.all_nodes()):
         return False
-    active, _ = depending(list(graph), wrt)
-    graphs = [graph]
+    graphs = [(graph, depending(list(graph), wrt)[0])]
     number = 0
     while graphs:
-        inner = graphs.pop()
+        inner, active = graphs.pop()
         for node in list(inner):
-            graphs += graphs_of(node)
+            graphs += within(node, active)
             found = _of(node)
-            if found is None or (inner is graph and not any(value in active for value in node.inputs)):
+            if found is None or not any(value in active for value in node.inputs):
                 continue
             number += 1
             _put(inner, node, found, Tape(f"{prefix}{number}/", opset))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
@@ -81,12 +81,18 @@ def gather_nd(call: Call) -> Iterator[Gradient]:
     yield scattered(call, positions, dy, x)
 
 
-@gradient("ScatterElements", "Scatter", limits="reduction none or add")
+@gradient("ScatterElements", "Scatter")
 def scatter_elements(call: Call) -> Iterator[Gradient]:
-    _, dy = _operands(call)
+    x, dy = _operands(call)
     indices, updates = call.x[1], call.x[2]
-    assert updates is not None
-    axis, reduction = call.attribute("axis", 0), _reduction(call)
+    assert indices is not None and updates is not None
+    axis, reduction = call.attribute("axis", 0), call.attribute("reduction", "none")
+    if reduction not in ("none", "add"):
+        by_x, by_updates = _of_reduced(x, updates, indices, call.y[0], dy, axis, reduction)
+        yield by_x
+        yield None
+        yield by_updates
+        return
     yield (
         lambda: (
             dy if reduction == "add" else dy.op("ScatterElements", indices, updates.zeros().cast(dy.dtype), axis=axis)
@@ -96,15 +102,80 @@ def scatter_elements(call: Call) -> Iterator[Gradient]:
     yield lambda: dy.op("GatherElements", indices, axis=axis)
 
 
-@gradient("ScatterND", limits="reduction none or add")
+@gradient("ScatterND")
 def scatter_nd(call: Call) -> Iterator[Gradient]:
-    _, dy = _operands(call)
+    x, dy = _operands(call)
     indices, updates = call.x[1], call.x[2]
     assert updates is not None
-    reduction = _reduction(call)
+    reduction = call.attribute("reduction", "none")
+    if reduction not in ("none", "add"):
+        # The elements of the flattened tensors, each at its place.
+        places = positions_of(call, x).op("GatherND", indices)
+        flat, new, at, result, slope = (one.reshape([-1]) for one in (x, updates, places, call.y[0], dy))
+        by_x, by_updates = _of_reduced(flat, new, at, result, slope, 0, reduction)
+        yield lambda: by_x().like(x)
+        yield None
+        yield lambda: by_updates().like(updates)
+        return
     yield lambda: dy if reduction == "add" else dy.op("ScatterND", indices, updates.zeros())
     yield None
     yield lambda: dy.op("GatherND", indices)
+
+
+def _of_reduced(
+    x: Tensor, updates: Tensor, indices: Tensor, y: Tensor, dy: Tensor, axis: int, reduction: str
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """The gradients of `x` and of updates that were scattered into it by "mul", "max" or "min".
+
+    Elements that are equal share the gradient of an extreme. That of a factor is the product of the others: by division
+    where none of them is 0, else for the only zero.
+    """
+
+    def gathered(tensor: Tensor) -> Tensor:
+        return tensor.op("GatherElements", indices, axis=axis)
+
+    def scattered_into(tensor: Tensor, others: Tensor, how: str) -> Tensor:
+        return tensor.op("ScatterElements", indices, others, axis=axis, reduction=how)
+
+    if reduction != "mul":
+        hit, hits = (one.equals(result).cast(dy.dtype) for one, result in ((x, y), (updates, gathered(y))))
+        share = dy / scattered_into(hit, hits, "add")
+        return lambda: hit * share, lambda: hits * gathered(share)
+    zero, zeros = x.equals(0), updates.equals(0)
+    other, others = (at.where(one.ones(), one) for at, one in ((zero, x), (zeros, updates)))
+    product = scattered_into(other, others, "mul") * dy
+    count = scattered_into(zero.cast(dy.dtype), zeros.cast(dy.dtype), "add")
+
+    def of(factor: Tensor, is_zero: Tensor, product: Tensor, count: Tensor) -> Tensor:
+        alone = is_zero.op("And", count.equals(1))
+        return count.equals(0).where(product / factor, product.masked(alone))
+
+    return (
+        lambda: of(other, zero, product, count),
+        lambda: of(others, zeros, gathered(product), gathered(count)),
+    )
+
+
+@gradient("TensorScatter", fixed=[2])
+def tensor_scatter(call: Call) -> Iterator[Gradient]:
+    """Of the past, what was not written over; of the update, what is found at the places that it was written to."""
+    past, dy = _operands(call)
+    update, begin, tape = call.x[1], call.input(2), call.tape
+    assert update is not None
+    rank = call.rank(past)
+    axis, mode = call.attribute("axis", -2) % rank, call.attribute("mode", "linear")
+    yield lambda: dy.op("TensorScatter", update.zeros(), begin, axis=axis, mode=mode)
+
+    def of_update() -> Tensor:
+        zero, one = tape.constant(0), tape.constant(1)
+        places = tape.op("Range", zero, update.size(axis).squeeze(0), one).reshape([-1, *[1] * (rank - axis - 1)])
+        if begin is not None:
+            places = places + begin.cast(ir.DataType.INT64).reshape([-1, *[1] * (rank - 1)])
+        if mode == "circular":
+            places = places.op("Mod", past.size(axis))
+        return dy.op("GatherElements", places.expand(update.shape()), axis=axis)
+
+    yield of_update
 
 
 @gradient("TopK")
@@ -131,13 +202,6 @@ def one_hot(call: Call) -> Iterator[Gradient]:
     yield None
     on = (dy * hot).sum(None, keepdims=False).reshape([1])
     yield call.tape.concat([dy.sum(None, keepdims=False).reshape([1]) - on, on])
-
-
-def _reduction(call: Call) -> str:
-    reduction: str = call.attribute("reduction", "none")
-    if reduction not in ("none", "add"):
-        raise call.error(f"reduction is {reduction!r}; expected 'none' or 'add'")
-    return reduction
 
 
 def _operands(call: Call) -> tuple[Tensor, Tensor]:

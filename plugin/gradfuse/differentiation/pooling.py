@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +15,17 @@ from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import scattered
 
 
-@gradient("MaxPool", limits="storage_order 0")
+@gradient("MaxPool")
 def max_pool(call: Call) -> Iterator[Gradient]:
     """The first of equal maxima gets the gradient, as in torch."""
     x, dy = _operands(call)
-    if call.attribute("storage_order", 0):
-        raise call.error("storage_order is 1; expected 0")
     node = call.node
+    if call.attribute("storage_order", 0):
+        # Its indices count columns first: another node gives those of the same maxima by rows.
+        again = call.tape.parts("MaxPool", 2, x, **{**_plain(node), "storage_order": 0})[1]
+        again.value.type = ir.TensorType(ir.DataType.INT64)
+        yield scattered(call, again, dy, x)
+        return
     if len(node.outputs) < 2:
         node.resize_outputs(2)
     indices = node.outputs[1]
@@ -28,6 +33,10 @@ def max_pool(call: Call) -> Iterator[Gradient]:
         indices.name = f"{node.outputs[0].name}.indices"
     indices.dtype, indices.shape = ir.DataType.INT64, node.outputs[0].shape
     yield scattered(call, call.tape.of(indices), dy, x)
+
+
+def _plain(node: ir.Node) -> dict[str, Any]:
+    return {name: attribute.value for name, attribute in node.attributes.items()}
 
 
 @gradient("AveragePool")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import string
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor
@@ -101,9 +104,12 @@ def gemm(call: Call) -> Iterator[Gradient]:
         yield lambda: call.summed_to(dy * beta, c, call.y[0])
 
 
-@gradient("Einsum", limits="no term has a letter twice")
+@gradient("Einsum", limits="... ahead of the letters of a term, and in the output")
 def einsum(call: Call) -> Iterator[Gradient]:
-    """Each operand's gradient is the product of the output's gradient and the other operands."""
+    """Each operand's gradient is the product of the output's gradient and the other operands.
+
+    A letter that a term has twice is another one there, and a unit matrix has both: the gradient lies on the diagonal.
+    """
     equation = call.attribute("equation").replace(" ", "")
     dy = call.dy[0]
     assert dy is not None
@@ -112,24 +118,62 @@ def einsum(call: Call) -> Iterator[Gradient]:
     if not arrow:
         letters = sorted(set(left) - set(",."))
         output = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
-    if any(term.count(letter) > 1 for term in (*terms, output) for letter in term if letter != "."):
-        raise call.error(f"equation is {equation!r}; expected no letter twice in one term")
-    for index, term in enumerate(terms):
+    for index, written in enumerate(terms):
         others = [k for k in range(len(terms)) if k != index]
-        given = ",".join([output, *(terms[k] for k in others)])
-        if index in call.needed and ("..." in given) != ("..." in term):
-            raise call.error(f"equation is {equation!r}; expected ... in all terms or in none")
+        term, diagonals = _with_own_letters(written, set(equation))
+        given = ",".join([output, *(terms[k] for k in others), *("".join(pair) for pair in diagonals)])
         lost = [letter for letter in term if letter not in given]
         x = call.x[index]
         if index not in call.needed or x is None:
             yield None
             continue
-        kept = "".join(letter for letter in term if letter not in lost)
-        found = call.tape.op("Einsum", dy, *(call.x[k] for k in others), equation=f"{given}->{kept}")
+        batched = "..." in given or "..." in term
+        if batched and not (output.startswith("...") and (term.startswith("...") or "..." not in term)):
+            raise call.error(f"equation is {equation!r}; expected ... ahead of the letters, and in the output")
+        rest = "".join(letter for letter in term if letter not in lost and letter != ".")
+        kept = f"...{rest}" if batched else rest
+        units = [_unit_matrix(x, _axis_of(letter, term)) for _, letter in diagonals]
+        found = call.tape.op("Einsum", dy, *(call.x[k] for k in others), *units, equation=f"{given}->{kept}")
+        batch: Sequence[int | str | None] = []
+        if batched:
+            batch = call.dims(call.y[0])[: call.rank(call.y[0]) - len(output) + 3]
+        if batched and "..." not in term:
+            found = found.sum(list(range(len(batch))), keepdims=False)
         if lost:
             # It was summed over: each of its elements has the same gradient.
-            found = found.unsqueeze(*(_axis_of(letter, term) for letter in lost)).expand(call.shape(x))
-        yield found if "..." not in term else call.summed_to(found, x, call.y[0])
+            axes = [_axis_of(letter, term) for letter in lost]
+            found = found.unsqueeze(*axes)
+            if "..." not in term:
+                found = found.expand(call.shape(x))
+            else:
+                own = [letter for letter in term if letter != "."]
+                sizes = [x.size(k - len(own)) if own[k] in lost else call.tape.ints(1) for k in range(len(own))]
+                found = found.expand(call.tape.concat(sizes))
+        if "..." in term:
+            count = len(term) - 3
+            found.value.shape = ir.Shape([*batch, *call.dims(x)[call.rank(x) - count :]])
+            found = call.summed_to(found, x, found)
+        yield found
+
+
+def _with_own_letters(term: str, taken: set[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return a term whose letters differ, and the pairs of letters that stand for one of the old term."""
+    free = (letter for letter in string.ascii_letters if letter not in taken)
+    letters: list[str] = []
+    pairs = []
+    for letter in term:
+        if letter != "." and letter in letters:
+            pairs.append((letter, next(free)))
+            letter = pairs[-1][1]
+        letters.append(letter)
+    return "".join(letters), pairs
+
+
+def _unit_matrix(x: Tensor, axis: int) -> Tensor:
+    """Return the unit matrix of the size of an axis."""
+    tape = x.tape
+    places = tape.op("Range", tape.constant(0), x.size(axis).squeeze(0), tape.constant(1))
+    return places.unsqueeze(0).equals(places.unsqueeze(1)).cast(x.dtype)
 
 
 def _axis_of(letter: str, term: str) -> int:

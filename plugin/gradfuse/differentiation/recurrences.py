@@ -180,8 +180,14 @@ def _by_operator(
     """Write the recurrence of one direction; return what `_scanned` does."""
     results = tape.parts(fused.name, fused.outputs, *inputs, domain="aclnn", reverse=int(backward))
     begin, end = (0, 1) if backward else (-1, _LAST)
-    ends = (one.slice(tape.ints(begin), tape.ints(end), tape.ints(0)).squeeze(0) for one in results[:count])
-    return results[0], list(ends)
+    ends = []
+    for first, states in zip(inputs[1:], results[:count], strict=False):
+        assert first is not None
+        # Of a sequence without steps the initial state is the last one.
+        found = [states.slice(tape.ints(begin), tape.ints(end), tape.ints(0)), first.unsqueeze(0)]
+        joined = tape.concat(found if backward else found[::-1])
+        ends.append(joined.slice(tape.ints(begin), tape.ints(end), tape.ints(0)).squeeze(0))
+    return results[0], ends
 
 
 def _scanned(

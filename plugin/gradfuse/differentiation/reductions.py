@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient, refuse
+from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
 from gradfuse.differentiation.tensors import Tensor
 
 # The edges of MelWeightMatrix are rounded to bins.
@@ -147,4 +147,15 @@ def cum_sum(call: Call) -> Iterator[Gradient]:
     yield dy.op("CumSum", axis, exclusive=call.attribute("exclusive", 0), reverse=reverse)
 
 
-refuse("Det", why="the derivative of a determinant needs an inverse, which ONNX does not have")
+@gradient("Det", limits="time grows with the fifth power of the size")
+def det(call: Call) -> Iterator[Gradient]:
+    """The cofactors, which singular matrices have as well: determinants with one row replaced by a unit vector."""
+    x, dy = call.x[0], call.dy[0]
+    assert x is not None and dy is not None
+    tape = call.tape
+    places = tape.op("Range", tape.constant(0), x.size(-1).squeeze(0), tape.constant(1))
+    units = places.unsqueeze(0).equals(places.unsqueeze(1))
+    # (row, column, n, n)
+    replaced, by = units.unsqueeze(1, 3), units.unsqueeze(0, 2).cast(x.dtype)
+    cofactors = replaced.where(by, x.unsqueeze(-3, -4)).op("Det")
+    yield dy.unsqueeze(-1, -2) * cofactors

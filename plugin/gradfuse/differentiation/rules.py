@@ -32,6 +32,7 @@ FAMILIES = (
     "pooling",
     "normalization",
     "losses",
+    "fourier",
     "contrib",
 )
 

@@ -1,15 +1,22 @@
-"""GridSample and CumProd by operators that have rules."""
+"""GridSample, DeformConv, RoiAlign and CumProd by operators that have rules."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
+from gradfuse.differentiation.convolutions import kernel_of
 from gradfuse.differentiation.expansion import expansion
 from gradfuse.differentiation.rules import Call
 from gradfuse.differentiation.tensors import Tape, Tensor
+
+_AXES_ARE_INPUT = 18
+"""The opset from which on the axes of ReduceMax are an input."""
 
 
 class _Tap(NamedTuple):
@@ -40,23 +47,39 @@ def grid_sample(call: Call) -> list[Tensor | None]:
         sizes.append(x.size(axis + 2))
         taps.append(_taps(position, sizes[-1].cast(grid.dtype), taps_of, padding, aligned))
     flat = x.reshape(tape.concat([x.op("Shape", end=2), tape.ints(-1)]) if axes > 1 else x.shape())
-    channels = tape.concat([x.op("Shape", end=2), samples.slice(tape.ints(1), tape.ints(2), tape.ints(0))])
-    total: Tensor | None = None
+    values = functools.reduce(Tensor.__add__, _weighted(flat, taps, sizes))
+    return [values.reshape(tape.concat([x.op("Shape", end=2), grid.op("Shape", start=1, end=-1)]))]
+
+
+def _weighted(
+    flat: Tensor, taps: Sequence[Sequence[_Tap]], sizes: Sequence[Tensor], first: Tensor | None = None
+) -> list[Tensor]:
+    """Return what each combination of taps finds, times its weight: (B, C, samples) each.
+
+    Args:
+        flat: (B, C, elements).
+        taps: of each axis; indices and weights of several axes broadcast to (B, ...).
+        sizes: of each axis, a vector of one element.
+        first: where the elements begin, which broadcasts likewise; None: at 0.
+    """
+    tape, found = flat.tape, []
     for combination in itertools.product(*taps):
-        at: Tensor | None = None
+        within: Tensor | None = None
         weight: Tensor | None = None
         for tap, size in zip(combination, sizes, strict=True):
             index = tap.at.cast(ir.DataType.INT64)
-            at = index if at is None else at * size + index
+            within = index if within is None else within * size + index
             if tap.weight is not None:
                 weight = tap.weight if weight is None else weight * tap.weight
-        assert at is not None
-        value = flat.op("GatherElements", at.unsqueeze(1).expand(channels), axis=2)
+        assert within is not None
+        at = within if first is None else first + within
+        rows = at.reshape(tape.concat([flat.size(0), tape.ints(-1)]))
+        places = rows.unsqueeze(1).expand(tape.concat([flat.op("Shape", end=2), rows.size(1)]))
+        value = flat.op("GatherElements", places, axis=2)
         if weight is not None:
-            value = value * weight.unsqueeze(1).cast(x.dtype)
-        total = value if total is None else total + value
-    assert total is not None
-    return [total.reshape(tape.concat([x.op("Shape", end=2), grid.op("Shape", start=1, end=-1)]))]
+            value = value * weight.cast(flat.dtype).reshape(rows.shape()).unsqueeze(1)
+        found.append(value)
+    return found
 
 
 def _taps(position: Tensor, size: Tensor, taps_of: object, padding: str, aligned: bool) -> list[_Tap]:
@@ -116,6 +139,114 @@ def _cubic(where: Tensor) -> list[tuple[Tensor, Tensor | None]]:
 
     weights = [far(beyond + 1), near(beyond), near(1 - beyond), far(2 - beyond)]
     return [(before + (k - 1) if k != 1 else before, weight) for k, weight in enumerate(weights)]
+
+
+@expansion("DeformConv")
+def deform_conv(call: Call) -> list[Tensor | None]:
+    """Every element of the window takes a sample at an offset; the window's products are those of matrices.
+
+    With K elements of the window, P places and G groups of offsets, the samples are (N G, C / G, K P).
+    """
+    tape, (x, weight, offset), (bias, mask) = call.tape, call.x[:3], (call.input(k) for k in (3, 4))
+    assert x is not None and weight is not None and offset is not None
+    group, offsets = call.attribute("group", 1), call.attribute("offset_group", 1)
+    kernel = kernel_of(call, weight)
+    axes, elements = len(kernel), int(np.prod(kernel))
+    strides, dilations = (call.attribute(name, [1] * axes) for name in ("strides", "dilations"))
+    pads = call.attribute("pads", [0] * (2 * axes))
+    batch, places = x.size(0), offset.op("Shape", start=2)
+    joined = tape.concat([batch * offsets, tape.ints(elements), tape.ints(axes), tape.ints(-1)])
+    moved = offset.reshape(joined)
+    inside = np.stack(np.meshgrid(*(np.arange(size) for size in kernel), indexing="ij")).reshape(axes, elements)
+    taps, sizes = [], []
+    for axis in range(axes):
+        count = offset.size(2 + axis).squeeze(0)
+        steps = tape.op("Range", tape.constant(0), count, tape.constant(1)) * strides[axis]
+        row = steps.reshape([1] * axis + [-1] + [1] * (axes - 1 - axis)).expand(places).reshape([1, -1])
+        base = row + tape.constant(inside[axis][:, None] * dilations[axis] - pads[axis])
+        position = moved.op("Gather", tape.constant(axis), axis=2) + base.cast(offset.dtype)
+        sizes.append(x.size(2 + axis))
+        taps.append([_zero_outside(tap, sizes[-1]) for tap in itertools.starmap(_Tap, _linear(position))])
+    channels = x.size(1) / tape.ints(offsets)
+    flat = x.reshape(tape.concat([batch * offsets, channels, tape.ints(-1)]))
+    samples = functools.reduce(Tensor.__add__, _weighted(flat, taps, sizes))
+    if mask is not None:
+        samples = samples * mask.reshape(tape.concat([batch * offsets, tape.ints(1, -1)]))
+    columns = samples.reshape(
+        tape.concat([batch, tape.ints(group), x.size(1) / tape.ints(group) * elements, tape.ints(-1)])
+    )
+    rows = weight.reshape(tape.concat([tape.ints(group, -1), weight.size(1) * elements]))
+    result = rows.matmul(columns).reshape(tape.concat([batch, weight.size(0), places]))
+    return [result if bias is None else result + bias.reshape([-1, *[1] * axes])]
+
+
+def _zero_outside(tap: _Tap, size: Tensor) -> _Tap:
+    """The tap with an index within an axis, and a weight of 0 where it was not."""
+    inside = tap.at.op("Max", 0.0).op("Min", size.cast(tap.at.dtype) - 1)
+    there = tap.at.equals(inside).cast(inside.dtype)
+    return _Tap(inside, there if tap.weight is None else tap.weight * there)
+
+
+@expansion("RoiAlign")
+def roi_align(call: Call) -> list[Tensor | None]:
+    """Each bin of a region is a mean, or the maximum, of samples of the image. Regions have a gradient as well.
+
+    As onnxruntime does it, "max" takes the largest of neighbours times their weights, not of their sums.
+    """
+    tape, x, regions, items = call.tape, *call.x[:3]
+    assert x is not None and regions is not None and items is not None
+    half = call.attribute("coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    ratio, largest = call.attribute("sampling_ratio", 0), call.attribute("mode", "avg") == "max"
+    zero, one = tape.constant(0), tape.constant(1)
+    scaled = regions * call.attribute("spatial_scale", 1.0) - (0.5 if half else 0.0)
+    count = regions.size(0)
+    bins = [call.attribute("output_height", 1), call.attribute("output_width", 1)]
+    taps: list[list[_Tap]] = []
+    sizes, grids, counted, numbers = [], [], [], []
+    for axis, number in enumerate(bins):
+        # Regions are x1, y1, x2, y2.
+        begin, end = (scaled.op("Gather", tape.constant(k), axis=1) for k in (1 - axis, 3 - axis))
+        length = (end - begin) if half else (end - begin).op("Max", 1.0)
+        width = length / float(number)
+        grid = width.op("Ceil") if ratio <= 0 else width.ones() * float(ratio)
+        points = grid.op("ReduceMax", keepdims=0).cast(ir.DataType.INT64)
+        inner = tape.op("Range", zero, points, one).cast(regions.dtype)
+        outer = tape.op("Range", zero, tape.constant(number), one).cast(regions.dtype).unsqueeze(1)
+        # (regions, bins, points)
+        share = (inner + 0.5) / grid.unsqueeze(1, 2)
+        at = begin.unsqueeze(1, 2) + (outer + share) * width.unsqueeze(1, 2)
+        size = x.size(2 + axis)
+        wide = size.cast(regions.dtype)
+        beyond = (at < -1.0).op("Or", at > wide)
+        clipped = at.op("Max", 0.0).op("Min", wide - 1)
+        shape = tape.concat([count, *([tape.ints(-1, 1)] if axis == 0 else [tape.ints(1, -1)])])
+        taps.append([])
+        for index, weight in _linear(clipped):
+            assert weight is not None
+            inside = index.op("Min", wide - 1).reshape(shape)
+            taps[-1].append(_Tap(inside, weight.masked(beyond.op("Not")).reshape(shape)))
+        sizes.append(size)
+        grids.append(grid)
+        counted.append(inner < grid.unsqueeze(1))
+        numbers.append(points.reshape([1]))
+    channels = x.size(1)
+    flat = x.transpose([1, 0, 2, 3]).reshape(tape.concat([tape.ints(1), channels, tape.ints(-1)]))
+    first = items.cast(ir.DataType.INT64).reshape([-1, 1, 1]) * sizes[0] * sizes[1]
+    found = _weighted(flat, taps, sizes, first)
+    values = tape.op("Max", *found) if largest else functools.reduce(Tensor.__add__, found)
+    parts = [channels, count, tape.ints(bins[0]), numbers[0], tape.ints(bins[1]), numbers[1]]
+    values = values.reshape(tape.concat(parts))
+    # Regions of other sizes have other numbers of samples; those behind the last one do not count.
+    takes = counted[0].unsqueeze(1, 3, 4).op("And", counted[1].unsqueeze(1, 2, 3))
+    if largest:
+        lowest = values.op("ReduceMin", keepdims=0)
+        rest = tape.ints(3, 5) if tape.opset >= _AXES_ARE_INPUT else None
+        axes = None if rest is not None else [3, 5]
+        result = takes.where(values, lowest).op("ReduceMax", rest, axes=axes, keepdims=0)
+    else:
+        samples = (grids[0] * grids[1]).op("Max", 1.0).reshape([-1, 1, 1]).cast(x.dtype)
+        result = values.masked(takes).sum([3, 5], keepdims=False) / samples
+    return [result.transpose([1, 0, 2, 3])]
 
 
 @expansion("CumProd", limits="a constant axis")

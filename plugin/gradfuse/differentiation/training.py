@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
+from gradfuse.differentiation import loss_models
 from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
 from gradfuse.differentiation.differentiate import (
     append_gradients,
@@ -27,6 +29,7 @@ from gradfuse.differentiation.differentiate import (
 from gradfuse.differentiation.indexing import mark_embeddings
 from gradfuse.differentiation.recurrences import FUSES
 from gradfuse.differentiation.rules import FLOATS
+from gradfuse.differentiation.self_check import check_gradients
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.models import reading
@@ -44,7 +47,7 @@ _WHO = "build_training_step"
 
 def build_training_step(
     model: ModelLike,
-    loss: str | losses.Loss | None,
+    loss: str | losses.Loss | ModelLike | Any | None,
     *,
     trainable: Iterable[str] | None = None,
     frozen: Iterable[str] | None = None,
@@ -52,7 +55,9 @@ def build_training_step(
     train_batch_norm: bool = False,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    grad_scaler: Any = None,
     fuse: bool = True,
+    check: bool | Mapping[str, Any] = False,
 ) -> TrainingStep:
     """Make a training step from a forward model in ONNX, without PyTorch.
 
@@ -63,7 +68,9 @@ def build_training_step(
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
         loss: what is minimised: "cross_entropy", "mse", "l1", "huber", "bce_with_logits", "nll", "ctc" or an object of
-            `gradfuse.losses`, of the model's only float output, or its first; None: the model's own scalar output.
+            `gradfuse.losses`, of the model's only float output, or its first. Or an ONNX model or onnxscript function
+            (output, targets) -> scalar, whose inputs after the first become targets of their names; its initializers
+            are constants. None: the model's own scalar output.
         trainable: names of the initializers to train, or patterns as of `fnmatch`; None: all.
         frozen: names or patterns of initializers that stay as they are.
         optimizer: an object of `gradfuse.optimizers`; None: the step ends at the gradients.
@@ -72,7 +79,11 @@ def build_training_step(
             train either way.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over all parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
+        grad_scaler: the loss is scaled as with this `gradfuse.optimizers.GradScaler` or `torch.amp.GradScaler`, and an
+            update whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
         fuse: whether the step is fused, as by `gradfuse.fuse`.
+        check: whether derivatives of the loss along random directions are compared with its differences, in float64
+            where that is possible, on a random batch; or the batch to do so on: input or target -> array.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
@@ -82,40 +93,56 @@ def build_training_step(
         ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
             or running statistics, or an option is out of range.
         ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
+        CheckError: a gradient is not that of the differences.
 
     Warns:
         UserWarning: several nodes read a vector that trains, as after an exporter has merged equal initializers.
     """
-    criterion = losses.named(loss) if isinstance(loss, str) else loss
-    if criterion is not None and not isinstance(criterion, losses.Loss):
+    criterion = losses.named(loss) if isinstance(loss, str) and not loss_models.is_model(loss) else loss
+    if not (criterion is None or isinstance(criterion, losses.Loss) or loss_models.is_model(criterion)):
         raise ArgumentError(
-            f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses or None"
+            f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses, a model, "
+            "an onnxscript function or None"
         )
-    _require_options(optimizer, max_grad_norm, accumulate)
+    _require_options(optimizer, max_grad_norm, accumulate, grad_scaler)
+    if not isinstance(check, (bool, Mapping)):
+        raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
+    options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler))
     with fusion.collection_paused():
-        return _built(
-            prepared(reading.load(model)),
-            criterion,
-            trainable,
-            frozen,
-            optimizer,
-            train_batch_norm,
-            max_grad_norm,
-            accumulate,
-            fuse,
+        work = prepared(reading.load(model))
+        return _built(work, criterion, trainable, frozen, options, train_batch_norm, fuse, check)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """How parameters are updated."""
+
+    optimizer: OptimizerOptions | None
+    max_grad_norm: float | None
+    accumulate: int
+    loss_scaling: optimizers.LossScaling | None
+
+    def described(self, parameters: Iterable[str]) -> optimizers.Optimizer | None:
+        """Return the optimizer of some parameters; None: the step ends at the gradients."""
+        if self.optimizer is None:
+            return None
+        return dataclasses.replace(
+            self.optimizer.described(parameters),
+            max_grad_norm=self.max_grad_norm,
+            accumulate=self.accumulate,
+            loss_scaling=self.loss_scaling,
         )
 
 
 def _built(
     work: ir.Model,
-    criterion: losses.Loss | None,
+    criterion: Any,
     trainable: Iterable[str] | None,
     frozen: Iterable[str] | None,
-    optimizer: OptimizerOptions | None,
+    options: _Options,
     train_batch_norm: bool,
-    max_grad_norm: float | None,
-    accumulate: int,
     fuse: bool,
+    check: bool | Mapping[str, Any],
 ) -> TrainingStep:
     graph = work.graph
     if train_batch_norm:
@@ -137,26 +164,33 @@ def _built(
     if train_batch_norm:
         updated = use_batch_statistics(graph, Tape(free_prefix(graph), work.opset_imports[""]), fuse=fuse)
     tape = Tape(free_prefix(graph), work.opset_imports[""])
-    result, targets = _loss(graph, tape, criterion)
+    result, targets = _loss(work, tape, criterion)
     graph.extend(tape.nodes)
     infer(work)
+    if criterion is not None and not isinstance(criterion, losses.Loss):
+        loss_models.require_scalar(result, graph.outputs[0])
     if fuse:
         mark_embeddings(graph)
-    found = append_gradients(work, result, [initializers[name] for name in asked], fuse=fuse)
+    scale = None
+    if options.loss_scaling is not None:
+        scale = ir.Value(name=optimizers.LOSS_SCALE, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([]))
+    found = append_gradients(
+        work,
+        result,
+        [initializers[name] for name in asked],
+        fuse=fuse,
+        scale=None if scale is None else (scale, 1 / options.accumulate),
+    )
     parameters = _with_gradients(asked, initializers, found, trainable is not None)
     _warn_of_shared([name for name in parameters if name in shared])
-    description = None
-    if optimizer is not None:
-        description = dataclasses.replace(
-            optimizer.described(parameters), max_grad_norm=max_grad_norm, accumulate=accumulate
-        )
+    description = options.described(parameters)
     _require_free_names(graph, result, parameters, updated, description)
 
     changed = {*parameters, *updated}
     first = [value for name, value in graph.initializers.items() if name in changed]
     values = _taken_out(graph, parameters)
     buffers = _taken_out(graph, updated)
-    graph.inputs[:] = [*first, *graph.inputs]
+    graph.inputs[:] = [*first, *([] if scale is None else [scale]), *graph.inputs]
     graph.outputs[:] = [_loss_output(graph, result)]
     for name, after in updated.items():
         like = next(value for value in first if value.name == name)
@@ -171,6 +205,9 @@ def _built(
     if fuse:
         fused = fusion.fuse(work)
         work, report = fused.model, fused.report
+    if check is not False:
+        scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}
+        check_gradients(work, values, {**buffers, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
     return TrainingStep(
@@ -188,20 +225,39 @@ def _built(
     )
 
 
-def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: int) -> None:
+def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: int, grad_scaler: Any) -> None:
     from gradfuse.optimizers import OptimizerOptions
 
     if optimizer is not None and not isinstance(optimizer, OptimizerOptions):
         raise ArgumentError(
             f"{_WHO}: optimizer is {type(optimizer).__name__}; expected gradfuse.optimizers.SGD, Adam or AdamW"
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ArgumentError(f"{_WHO}: accumulate is {accumulate!r}; expected a positive integer")
-    if optimizer is None and (max_grad_norm is not None or accumulate > 1):
-        name = "max_grad_norm" if max_grad_norm is not None else "accumulate"
+    if optimizer is None and (max_grad_norm is not None or accumulate > 1 or grad_scaler is not None):
+        given = {"max_grad_norm": max_grad_norm is not None, "accumulate": accumulate > 1, "grad_scaler": True}
+        name = next(name for name, is_given in given.items() if is_given)
         raise ArgumentError(f"{_WHO}: {name} is given without an optimizer; expected both or neither")
+
+
+def _loss_scaling(grad_scaler: Any) -> optimizers.LossScaling | None:
+    from gradfuse.optimizers import GradScaler
+
+    if grad_scaler is None:
+        return None
+    if isinstance(grad_scaler, GradScaler):
+        return grad_scaler.described()
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise ArgumentError(
+            f"{_WHO}: grad_scaler is {type(grad_scaler).__name__}; "
+            "expected gradfuse.optimizers.GradScaler or torch.amp.GradScaler"
+        )
+    from gradfuse.export.optimizer import loss_scaling
+
+    return loss_scaling(grad_scaler)
 
 
 def _asked(
@@ -229,6 +285,8 @@ def _matching(
         patterns = [patterns]
     found: dict[str, None] = {}
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}; expected names or patterns")
         matched = [name for name in initializers if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             other = [value for name, value in graph.initializers.items() if fnmatch.fnmatchcase(name, pattern)]
@@ -260,8 +318,9 @@ def _warn_of_shared(names: Sequence[str]) -> None:
         )
 
 
-def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[ir.Value, list[str]]:
+def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[str]]:
     """Put the loss behind the output; return it and the names of the inputs that it has added."""
+    graph = work.graph
     floats = [value for value in graph.outputs if value.dtype in FLOATS]
     if not floats:
         raise ArgumentError(f"{_WHO}: the model has no float output; expected one for the loss")
@@ -273,6 +332,8 @@ def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[i
     output = floats[0]
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
+    if not isinstance(criterion, losses.Loss):
+        return _loss_of_model(work, tape, output, criterion)
     name = type(criterion).__name__
     dims = [dim if isinstance(dim, int) else dim.value for dim in output.shape]
     if len(dims) < criterion.least_rank:
@@ -280,12 +341,9 @@ def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[i
             f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
-    taken = {value.name for value in graph.inputs} | set(graph.initializers)
-    taken |= {value.name for node in graph.all_nodes() for value in node.outputs}
+    _require_free_targets(graph, [target.name for target in criterion.targets], name)
     added: list[Tensor] = []
     for target in criterion.targets:
-        if target.name in taken:
-            raise ArgumentError(f"{_WHO}: the model has a value {target.name!r} already; expected that name for {name}")
         dtype = target.dtype or output.dtype
         assert dtype is not None
         value = ir.Value(name=target.name, type=ir.TensorType(dtype), shape=ir.Shape(target.shape(dims)))
@@ -294,6 +352,26 @@ def _loss(graph: ir.Graph, tape: Tape, criterion: losses.Loss | None) -> tuple[i
     result = criterion.forward(tape.of(output), added, len(dims)).value
     result.shape = ir.Shape([])
     return result, [target.name for target in criterion.targets]
+
+
+def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any) -> tuple[ir.Value, list[str]]:
+    graph = work.graph
+    found = loss_models.behind(output, loss, graph, tape.opset)
+    names = [str(target.name) for target in found.targets]
+    _require_free_targets(graph, names, "the loss")
+    graph.inputs.extend(found.targets)
+    for value in found.initializers:
+        graph.register_initializer(value)
+    tape.nodes.extend(found.nodes)
+    work.opset_imports.update({domain: v for domain, v in found.opsets.items() if domain not in work.opset_imports})
+    return found.result, names
+
+
+def _require_free_targets(graph: ir.Graph, names: Iterable[str], who: str) -> None:
+    taken = {value.name for value in values_of(graph)}
+    for name in names:
+        if name in taken:
+            raise ArgumentError(f"{_WHO}: the model has a value {name!r} already; expected that name for {who}")
 
 
 def _with_gradients(

@@ -168,23 +168,22 @@ def trilu(call: Call) -> Iterator[Gradient]:
     yield dy.op("Trilu", call.input(1), upper=call.attribute("upper", 1))
 
 
-@gradient("Resize", limits="no crops, and no policy that keeps the aspect ratio", fixed=[1, 2])
+@gradient("Resize", limits="no policy that keeps the aspect ratio", fixed=[1, 2])
 def resize(call: Call) -> Iterator[Gradient]:
     """Each axis is resized by a matrix: what Resize makes of the unit vectors. The gradient is multiplied by it."""
     x, dy = _operands(call)
     mode = call.attribute("coordinate_transformation_mode", "half_pixel")
-    if mode == "tf_crop_and_resize":
-        raise call.error(f"coordinate_transformation_mode is {mode!r}; expected another one")
+    crops = mode == "tf_crop_and_resize"
     if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
         raise call.error("it keeps the aspect ratio; expected 'stretch'")
     tape, rank = call.tape, call.rank(x)
     names = ("coordinate_transformation_mode", "cubic_coeff_a", "exclude_outside", "mode", "nearest_mode", "antialias")
     options = {name: call.attribute(name) for name in names}
-    scales, sizes = call.input(2), call.input(3)
+    region, scales, sizes = (call.input(k) for k in (1, 2, 3))
     before, after = call.dims(x), call.dims(call.y[0])
     axes = [axis % rank for axis in call.attribute("axes") or range(rank)]
     for position, axis in enumerate(axes):
-        if before[axis] is not None and before[axis] == after[axis]:
+        if before[axis] is not None and before[axis] == after[axis] and not crops:
             continue
         n = x.size(axis)
         square = tape.concat([n, n])
@@ -193,13 +192,19 @@ def resize(call: Call) -> Iterator[Gradient]:
         units = empty.op("EyeLike").reshape(tape.concat([tape.ints(1, 1), square]))
         at = tape.ints(position)
         one = tape.constant([1.0, 1.0, 1.0], ir.DataType.FLOAT)
+        part = None
+        if crops and region is not None:
+            # What lies outside has the extrapolation value, which is 0 here: it does not depend on the input.
+            whole = tape.constant([0.0, 0.0, 0.0], region.dtype)
+            begin, end = (region.op("Gather", tape.ints(k), axis=0) for k in (position, position + len(axes)))
+            part = tape.concat([whole, begin, tape.constant([1.0, 1.0, 1.0], region.dtype), end])
         if sizes is not None:
             wanted = tape.concat([tape.ints(1, 1), n, sizes.op("Gather", at, axis=0)])
-            matrix = units.op("Resize", None, None, wanted, **options)
+            matrix = units.op("Resize", part, None, wanted, **options)
         else:
             assert scales is not None
             scale = tape.concat([one, scales.op("Gather", at, axis=0)])
-            matrix = units.op("Resize", None, scale, **options)
+            matrix = units.op("Resize", part, scale, **options)
         # (n, m), transposed: the gradient of this axis goes last, is multiplied and goes back.
         matrix = matrix.cast(dy.dtype).squeeze(0, 1)
         order = [*(k for k in range(rank) if k != axis), axis]

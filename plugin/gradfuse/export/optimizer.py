@@ -65,13 +65,14 @@ def described(
         groups=tuple(groups),
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
-        loss_scaling=_loss_scaling(grad_scaler),
+        loss_scaling=loss_scaling(grad_scaler),
     )
     state, steps = _state(optimizer, names, description)
     return dataclasses.replace(description, state=state, steps=steps)
 
 
-def _loss_scaling(grad_scaler: Any) -> LossScaling | None:
+def loss_scaling(grad_scaler: Any) -> LossScaling | None:
+    """Return how a `torch.amp.GradScaler` scales; None where it is not enabled, or there is none."""
     if grad_scaler is None:
         return None
     if not isinstance(grad_scaler, torch.amp.GradScaler):

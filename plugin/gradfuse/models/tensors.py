@@ -6,6 +6,7 @@ External data is read only where it is needed. Until then, tensors in files stay
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 import onnx
 import onnx_ir as ir
@@ -75,6 +76,8 @@ def copy_model(model: ir.Model) -> ir.Model:
         for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)):
             if isinstance(value.type, ir.TensorType):
                 value.type = ir.TensorType(value.type.dtype, denotation=value.type.denotation)
+            else:
+                value.type = deepcopy(value.type)
     return copy
 
 

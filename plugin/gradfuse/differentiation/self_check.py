@@ -1,0 +1,262 @@
+"""Compares the gradients of a step with differences of its loss along random directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from gradfuse.checking.execution import Session
+from gradfuse.checking.inputs import random_inputs
+from gradfuse.checking.random_outputs import random_outputs
+from gradfuse.checking.reference import ReferenceSession
+from gradfuse.differentiation.rules import FLOATS
+from gradfuse.errors import ArgumentError, CheckError, ModelError
+from gradfuse.models.arrays import Arrays
+from gradfuse.models.tensors import copy_model
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
+
+_WHO = "build_training_step: check"
+_ATTEMPTS = 6
+"""So many batches are drawn until the model runs on one; every second has one size in all symbolic dimensions."""
+_DIRECTIONS = 3
+_MOVED = 1e-2
+"""Parameters are moved by this share of themselves: those of a fresh model lie at kinks."""
+_LEAST_SHARE = 1e-4
+"""A direction weighs parameters so that none changes the loss by more than this share of the largest change."""
+_ROUNDINGS = 64
+"""How many roundings of itself a loss is exact to."""
+_TRUSTED = 1e-7
+"""To what share of all changes of the loss gradients in float64 are exact."""
+
+_HUGE, _MASK = 1e8, 1e4
+"""Constants beyond the first become the second: the exponential of its negative is 0 as well."""
+
+
+class _Runs(Protocol):
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Precision:
+    """A type that losses are computed in, and how far parameters are moved for differences."""
+
+    eps: float
+    steps: tuple[float, ...]
+    trusted: float
+
+
+_FLOAT64 = _Precision(float(np.finfo(np.float64).eps), (2.0**-8, 2.0**-11, 2.0**-14, 2.0**-17), _TRUSTED)
+_FLOAT32 = _Precision(float(np.finfo(np.float32).eps), (2.0**-3, 2.0**-5, 2.0**-7), 1e-3)
+
+
+def check_gradients(model: ir.Model, parameters: Arrays, others: Arrays, batch: Mapping[str, Any] | None) -> None:
+    """Compare the gradients of a step with central differences of its loss.
+
+    All parameters are moved together along random directions, in which each has its part. Where that shows an error,
+    each parameter is moved by itself, to name it. What onnxruntime and numpy cannot compute in float64 is computed in
+    float32, each parameter by itself.
+
+    Args:
+        model: a step without an optimizer.
+        parameters: the parameters that gradients are given of.
+        others: further inputs that are no part of the batch.
+        batch: input -> array, where the check is made; None: at random inputs.
+
+    Raises:
+        ArgumentError: the loss depends on random numbers, or the batch is not what the step takes.
+        ModelError: the step does not run, or the loss is not finite.
+        CheckError: a gradient is not that of the differences.
+    """
+    if LOSS in random_outputs(model):
+        raise ArgumentError(f"{_WHO}: the loss depends on random numbers; expected none")
+    model = _with_smaller_masks(model)
+    loss_alone = _loss_of(model)
+    rng = np.random.default_rng(0)
+    moved = {name: _moved(array, rng) for name, array in parameters.items()}
+    fixed = {**others, **moved}
+    if batch is not None:
+        batch = _given(model, batch, fixed)
+    try:
+        feeds, gradients = _first_run(ReferenceSession(model, _WHO), model, fixed, batch)
+        losses: _Runs = ReferenceSession(loss_alone, _WHO)
+        precision, groups = _FLOAT64, [list(parameters)] * _DIRECTIONS
+    except ModelError:
+        feeds, gradients = _first_run(Session(model, _WHO), model, fixed, batch)
+        losses = Session(loss_alone, _WHO)
+        precision, groups = _FLOAT32, [[name] for name in parameters]
+    point = _Point(losses, feeds, gradients, {name: np.asarray(moved[name], np.float64) for name in moved}, precision)
+    for names in groups:
+        problem = point.difference(names, rng)
+        if problem is None:
+            continue
+        which = "the gradient of all parameters is"
+        for name in names:
+            alone = point.difference([name], rng)
+            if alone is not None:
+                which, problem = f"the gradient of {name!r} is", alone
+                break
+        wanted, got = problem
+        raise CheckError(
+            f"{_WHO}: {which} not that of the loss: along a random direction it gives {got:.6g}; "
+            f"differences give {wanted:.6g}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """A place at which gradients are compared.
+
+    Attributes:
+        losses: computes the loss.
+        feeds: the inputs.
+        gradients: parameter -> its gradient, in float64.
+        parameters: the parameters, in float64.
+        precision: what differences are taken with.
+    """
+
+    losses: _Runs
+    feeds: Arrays
+    gradients: Arrays
+    parameters: Arrays
+    precision: _Precision
+
+    def difference(self, names: Collection[str], rng: np.random.Generator) -> tuple[float, float] | None:
+        """Return the derivative along a random direction by differences and by the gradients; None where they agree."""
+        direction = self._direction(names, rng)
+        parts = [float((self.gradients[name] * change).sum()) for name, change in direction.items()]
+        by_gradients = sum(parts)
+        by_differences, uncertain = self._by_differences(direction)
+        allowed = 4 * uncertain + self.precision.trusted * (sum(map(abs, parts)) + abs(by_differences))
+        # A difference that is no number is an error too.
+        return None if abs(by_gradients - by_differences) <= allowed else (by_differences, by_gradients)
+
+    def _direction(self, names: Iterable[str], rng: np.random.Generator) -> Arrays:
+        """Return a direction in which every parameter has a part, random and along its gradient."""
+        directions = {}
+        for name in names:
+            gradient, size = self.gradients[name], float(np.linalg.norm(self.parameters[name]))
+            drawn = rng.standard_normal(gradient.shape)
+            unit = drawn / max(float(np.linalg.norm(drawn)), 1e-300)
+            length = float(np.linalg.norm(gradient))
+            if length > 0:
+                unit = unit + rng.choice([-1.0, 1.0]) * gradient / length
+            directions[name] = unit * (size or 1.0)
+        changes = {
+            name: float(np.linalg.norm(self.gradients[name]) * np.linalg.norm(d)) for name, d in directions.items()
+        }
+        most = _LEAST_SHARE * max(changes.values())
+        return {name: d * min(1.0, most / changes[name]) if changes[name] else d for name, d in directions.items()}
+
+    def _by_differences(self, direction: Arrays) -> tuple[float, float]:
+        """Return the derivative along a direction, and how uncertain it is: of all steps, by the one that is least."""
+        loss = abs(self._loss(direction, 0.0))
+        # The longest change of a parameter is its own length.
+        lengths = (np.linalg.norm(d) / (np.linalg.norm(self.parameters[name]) or 1.0) for name, d in direction.items())
+        scale = 1 / max(float(max(lengths)), 1e-300)
+        steps = [scale * step for step in self.precision.steps]
+        slopes = [(self._loss(direction, h) - self._loss(direction, -h)) / (2 * h) for h in steps]
+        found = []
+        for (_, coarse), (h, fine) in itertools.pairwise(zip(steps, slopes, strict=True)):
+            found.append((abs(coarse - fine) + _ROUNDINGS * self.precision.eps * loss / h, fine))
+        uncertain, slope = min(found)
+        return slope, uncertain
+
+    def _loss(self, direction: Arrays, step: float) -> float:
+        moved = {
+            name: (self.parameters[name] + step * change).astype(self.feeds[name].dtype)
+            for name, change in direction.items()
+        }
+        return float(self.losses.run({**self.feeds, **moved})[LOSS])
+
+
+def _loss_of(model: ir.Model) -> ir.Model:
+    """Return a copy of a step that computes the loss alone."""
+    copy = copy_model(model)
+    copy.graph.outputs[:] = [value for value in copy.graph.outputs if value.name == LOSS]
+    RemoveUnusedNodesPass()(copy)
+    return copy
+
+
+def _with_smaller_masks(model: ir.Model) -> ir.Model:
+    """Return a copy of a step in which constants are not so large that numbers beside them are lost.
+
+    A row of attention that is masked throughout by the least number has equal probabilities: gradients go through the
+    sums of scores and mask, as in torch, and differences see none of it.
+    """
+    copy = copy_model(model)
+    for graph in copy.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None and value.dtype in FLOATS:
+                value.const_value = _smaller(value.const_value)
+        for node in graph:
+            tensor = node.attributes.get("value") if node.op_type == "Constant" else None
+            if tensor is not None and tensor.as_tensor().dtype in FLOATS:
+                node.attributes["value"] = ir.AttrTensor("value", _smaller(tensor.as_tensor()))
+    return copy
+
+
+def _smaller(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    array = tensor.numpy()
+    huge = np.isfinite(array) & (np.abs(array.astype(np.float64)) > _HUGE)
+    if not huge.any():
+        return tensor
+    return ir.tensor(np.where(huge, np.sign(array) * _MASK, array).astype(array.dtype), dtype=tensor.dtype)
+
+
+def _moved(array: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any]:
+    size = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) if array.size else 0.0
+    moved = array.astype(np.float64) + _MOVED * (size or 1.0) * rng.standard_normal(array.shape)
+    return moved.astype(array.dtype)
+
+
+def _first_run(
+    session: _Runs, model: ir.Model, fixed: Arrays, batch: Mapping[str, Any] | None
+) -> tuple[Arrays, Arrays]:
+    """Return inputs that a step runs on, in the types that differences are taken in, and its gradients."""
+    error: ModelError | None = None
+    for attempt in range(_ATTEMPTS if batch is None else 1):
+        given = batch
+        if given is None:
+            given = random_inputs(model, np.random.default_rng(attempt), one_size=attempt % 2 == 1)
+        feeds = {**given, **fixed}
+        try:
+            results = session.run(feeds)
+        except ModelError as caught:
+            error = error or caught
+            continue
+        if not all(np.isfinite(array).all() for array in map(_float64, results.values())):
+            error = error or ModelError(
+                f"{_WHO}: the loss or a gradient is not finite; expected a batch with finite ones"
+            )
+            continue
+        wide = isinstance(session, ReferenceSession)
+        found = {name: _float64(results[name + GRADIENT_SUFFIX]) for name in fixed if name + GRADIENT_SUFFIX in results}
+        return {name: _float64(array) if wide and _is_float(array) else array for name, array in feeds.items()}, found
+    assert error is not None
+    raise error
+
+
+def _given(model: ir.Model, batch: Mapping[str, Any], fixed: Collection[str]) -> Mapping[str, Any]:
+    """Return the arrays of a batch in the types of the inputs."""
+    wanted = {str(value.name): value for value in model.graph.inputs if value.name not in fixed}
+    if set(batch) != set(wanted):
+        listed = ", ".join(map(repr, wanted))
+        raise ArgumentError(f"{_WHO} has {', '.join(map(repr, batch)) or 'nothing'}; expected arrays of {listed}")
+    return {
+        name: np.asarray(batch[name], value.dtype.numpy() if value.dtype else None) for name, value in wanted.items()
+    }
+
+
+def _is_float(array: npt.NDArray[Any]) -> bool:
+    return array.dtype.kind in "fV" or array.dtype.name == "bfloat16"
+
+
+def _float64(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.asarray(array).astype(np.float64)
