@@ -2,10 +2,10 @@
 
 Usage, in tests/: python -m real_models.run [--page FILE] [CASE ...]
 
-There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` at a module, by
-`export_training_step`. Each runs in a process of its own, within limits of time and memory. Prints what came of each,
-and ends with 1 where a case does worse than it says it should. With --page, the lines of the modules that were run go
-into the table of a page of the documentation.
+There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` and
+`further_cases` at a module, by `export_training_step`. Each runs in a process of its own, within limits of time and
+memory. Prints what came of each, and ends with 1 where a case does worse than it says it should. With --page, the lines
+of the modules that were run go into the table of a page of the documentation.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="CASE")
     parser.add_argument("--page", type=Path, help="put the lines of modules into the table of this page")
     options = parser.parse_args(arguments)
-    from real_models import model_cases, step_cases
+    from real_models import further_cases, model_cases
 
-    known = [*model_cases.CASES, *step_cases.CASES]
+    steps = further_cases.CASES
+    known = [*model_cases.CASES, *steps]
     unknown = [name for name in options.names if name not in known]
     if unknown:
         print(f"no case {unknown[0]!r}; expected some of {', '.join(known)}", file=sys.stderr)
@@ -78,10 +79,10 @@ def main(arguments: list[str]) -> int:
     failed = 0
     for name in options.names or known:
         begin = time.perf_counter()
-        if name in step_cases.CASES:
-            result = step_result(name, step_cases.CASES[name])
+        if name in steps:
+            result = step_result(name, steps[name])
             if options.page:
-                put_row(options.page, name, result.row, list(step_cases.CASES))
+                put_row(options.page, name, result.row, list(steps))
         else:
             result = file_result(name)
         failed += not result.good
@@ -108,7 +109,7 @@ def file_result(name: str) -> Result:
 
 
 def step_result(name: str, case: StepCase) -> Result:
-    """Run a case of `step_cases`, as it is and, where that is refused, changed."""
+    """Run a case that begins at a module, as it is and, where that is refused, changed."""
     found = _step_outcome(name, changed=False)
     how, error = AS_IS, found.get("error")
     if error is not None and case.change:
@@ -168,7 +169,7 @@ def _cell(text: str) -> str:
 def step(name: str, *, changed: bool) -> dict[str, Any]:
     """Export the step of a class, and return what is measured of it, or the error."""
     import torch
-    from real_models.step_cases import CASES
+    from real_models.further_cases import CASES
 
     from gradfuse import ExportError, export_training_step
 
