@@ -399,6 +399,30 @@ def test_the_module_is_left_as_it_was(training: bool) -> None:
     assert {name: dict(vars(submodule)) for name, submodule in module.named_modules()} == attributes
 
 
+class Watched(Mlp):
+    """Registers a hook of its own when it is first run, as transformers does, and notes what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.first.register_forward_hook(lambda *arguments: self.seen.append(arguments[2]))
+            self.hooked = True
+        return super().forward(x)
+
+
+def test_hooks_and_notes_of_a_module_are_left_as_they_were() -> None:
+    module = Watched()
+    export_training_step(module, F.cross_entropy, (torch.randn(4, 6), classes(4)))
+    assert module.seen == []
+    module(torch.randn(4, 6))
+    # Once: a hook that an export leaves behind would run besides the one that this call registers.
+    assert [one.shape for one in module.seen] == [(4, 8)]
+
+
 def test_a_failed_export_leaves_the_module_as_it_was() -> None:
     class Failing(Mlp):
         def forward(self, x: Tensor) -> Tensor:

@@ -96,12 +96,6 @@ def test_buffer_entries() -> None:
         assert layer.running_mean is other
 
 
-def test_submodule_entries() -> None:
-    with needed("nn.Module._modules", "restore a module after it was traced"):
-        inner = nn.ReLU()
-        assert private.submodule_entries(nn.Sequential(inner)) == {"0": inner}
-
-
 def test_version() -> None:
     with needed("Tensor._version", "see that a step changes a parameter in place"):
         tensor = torch.zeros(2)

@@ -436,7 +436,7 @@ CASES["DetrForObjectDetection"] = StepCase(
 TIMM: Mapping[str, Mapping[str, Any]] = {
     "resnet18": {"channels": (8, 8, 16, 16)},
     "mobilenetv3_small_050": {},
-    "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
+    "mixer_s32_224": {"img_size": 64, "mlp_ratio": (0.5, 0.5)},
     "convnext_atto": {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "drop_path_rate": 0.1},
 }
 for name, settings in TIMM.items():

@@ -38,11 +38,6 @@ def buffer_entries(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def submodule_entries(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary in which a module keeps its direct submodules."""
-    return module._modules
-
-
 def version(tensor: Tensor) -> int:
     """Return a number that grows with each change of a tensor in place."""
     return tensor._version

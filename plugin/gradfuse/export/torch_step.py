@@ -6,6 +6,7 @@ This module imports torch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,13 +225,13 @@ class TorchStep:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
 
-        def copy(tensor: Tensor) -> Tensor:
+        def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
             return cast(copied) if cast is not None else copied
 
-        state = {name: copy(tensor) for name, tensor in self.state.items()}
+        state = {name: fresh(tensor) for name, tensor in self.state.items()}
         leaves = {name: state[name].requires_grad_() for name in self.trainable}
-        inputs, targets = tuple(map(copy, self.inputs)), tuple(map(copy, self.targets))
+        inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         try:
@@ -274,24 +275,23 @@ def undisturbed(step: TorchStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored(owner: object) -> Iterator[None]:
-    """At the end, restore every attribute, parameter and buffer of a module and its submodules."""
+    """At the end, restore every attribute of a module and its submodules, and what is in those that hold others.
+
+    Parameters, buffers, submodules and hooks are in dictionaries, and modules keep notes in lists and sets.
+    """
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    kept: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(module), dict(vars(module))) for module in modules]
-    kept += [
-        (entries, dict(entries))
-        for module in modules
-        for entries in (
-            private.parameter_entries(module),
-            private.buffer_entries(module),
-            private.submodule_entries(module),
-        )
-    ]
+    holders: list[Any] = [vars(module) for module in modules]
+    holders += [value for held in list(holders) for value in held.values() if isinstance(value, (dict, list, set))]
+    kept = [(holder, copy.copy(holder)) for holder in holders]
     try:
         yield
     finally:
-        for entries, before in kept:
-            entries.clear()
-            entries.update(before)
+        for holder, before in kept:
+            holder.clear()
+            if isinstance(holder, list):
+                holder.extend(before)
+            else:
+                holder.update(before)
 
 
 @dataclasses.dataclass(frozen=True)
