@@ -399,6 +399,22 @@ def test_the_module_is_left_as_it_was(training: bool) -> None:
     assert {name: dict(vars(submodule)) for name, submodule in module.named_modules()} == attributes
 
 
+class Caring(Mlp):
+    """Takes care of a layer's type in each call, and subtracts whole numbers from a number, as transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = self.first.to(x.dtype)
+        kept = 1.0 - (x > 0).long().sum(1, keepdim=True)
+        return super().forward(x) * kept
+
+
+def test_layers_that_change_no_type_and_whole_numbers_that_are_subtracted_from_a_number() -> None:
+    torch.manual_seed(0)
+    module, batch, other = Caring(), (torch.randn(4, 6), classes(4)), (torch.randn(7, 6), classes(7))
+    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=({0: "n"}, {0: "n"}))
+    assert_step(step, module, F.cross_entropy, other)
+
+
 class Watched(Mlp):
     """Registers a hook of its own when it is first run, as transformers does, and notes what it has seen."""
 
@@ -586,7 +602,7 @@ def test_an_operator_without_a_translation_is_named() -> None:
         export_training_step(
             nn.Linear(3, 4), lambda output, t: torch.cdist(output, t).sum(), (torch.randn(2, 3), torch.randn(5, 4))
         )
-    assert one_line(error) == "export_training_step: aten._cdist_forward.default has no ONNX translation"
+    assert "aten._cdist_forward.default" in one_line(error) and "has no ONNX translation" in one_line(error)
 
 
 def test_a_backward_pass_that_fails_in_torch_is_refused() -> None:
@@ -661,7 +677,7 @@ def test_a_dimension_that_the_step_fixes_is_refused() -> None:
         export_training_step(
             Mlp(), lambda o, t: F.cross_entropy(o.view(4, 5), t), batch, dynamic_shapes=({0: "n"}, {0: "n"})
         )
-    assert "torch.export cannot trace the step" in one_line(error)
+    assert "axis 0 of 'x' has size 4" in one_line(error)
 
 
 def test_a_parameter_with_the_name_of_an_output_is_refused() -> None:
@@ -725,3 +741,33 @@ def test_without_onnxruntime_the_user_is_told_that_nothing_was_compared(monkeypa
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.warns(UserWarning, match="onnxruntime is not installed, so the model was not compared"):
         export_training_step(Mlp(), F.cross_entropy, (torch.randn(4, 6), classes(4)), fuse=False)
+
+
+@pytest.mark.parametrize(
+    "mode, padding",
+    [
+        ("bilinear", "zeros"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("bilinear", "border"), ("bilinear", "reflection"), ("nearest", "zeros"))
+        ),
+    ],
+)
+def test_grids_of_samples(mode: str, padding: str) -> None:
+    class Warped(nn.Module):
+        """Samples an image at points that it learns, some of which lie outside."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(2, 3, 1)
+            self.shift = nn.Parameter(torch.tensor([0.37, -0.81]))
+
+        def forward(self, image: Tensor) -> Tensor:
+            points = image.flatten(2)[:, :, :6].transpose(1, 2).reshape(-1, 2, 3, 2) + self.shift
+            sampled = F.grid_sample(self.first(image), points, mode=mode, padding_mode=padding, align_corners=False)
+            return sampled.flatten(1)[:, :5]
+
+    torch.manual_seed(0)
+    module, batch, other = Warped(), (torch.randn(2, 2, 5, 4), classes(2)), (torch.randn(3, 2, 5, 4), classes(3))
+    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=({0: "n"}, {0: "n"}))
+    assert_step(step, module, F.cross_entropy, other)

@@ -5,7 +5,7 @@ They are here to find what else stops an export. To add one, add a line to the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -562,7 +562,7 @@ for name, make in {
         target="boxes",
         loss=F.mse_loss,
     )
-for name, settings in {
+FURTHER_TIMM: Mapping[str, Mapping[str, Any]] = {
     "tinynet_e": {},
     "efficientnet_lite0": {"drop_path_rate": 0.1},
     "vit_tiny_patch16_224": {
@@ -587,7 +587,8 @@ for name, settings in {
     "resnest14d": {},
     "edgenext_xx_small": {},
     "ghostnet_050": {},
-}.items():
+}
+for name, settings in FURTHER_TIMM.items():
     CASES[f"timm {name}"] = StepCase(
         "timm",
         timm_model(name, **settings),

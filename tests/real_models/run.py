@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="CASE")
     parser.add_argument("--page", type=Path, help="put the lines of modules into the table of this page")
     options = parser.parse_args(arguments)
-    from real_models import further_cases, model_cases
+    from real_models import model_cases
 
-    steps = further_cases.CASES
+    steps = step_cases()
     known = [*model_cases.CASES, *steps]
     unknown = [name for name in options.names if name not in known]
     if unknown:
@@ -89,6 +89,14 @@ def main(arguments: list[str]) -> int:
         seconds = time.perf_counter() - begin
         print(f"{name:36} {'ok' if result.good else 'FAILED':7} {seconds:5.0f} s  {result.text}", flush=True)
     return min(failed, 1)
+
+
+def step_cases() -> dict[str, StepCase]:
+    """Return the cases that begin at a module."""
+    from real_models import further_cases  # noqa: F401
+    from real_models.step_cases import CASES
+
+    return CASES
 
 
 def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> None:
@@ -169,13 +177,12 @@ def _cell(text: str) -> str:
 def step(name: str, *, changed: bool) -> dict[str, Any]:
     """Export the step of a class, and return what is measured of it, or the error."""
     import torch
-    from real_models.further_cases import CASES
 
     from gradfuse import ExportError, export_training_step
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    case = CASES[name]
+    case = step_cases()[name]
     module, loss = case.module(changed)
     begin = time.perf_counter()
     try:

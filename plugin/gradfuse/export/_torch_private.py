@@ -48,6 +48,33 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+@contextlib.contextmanager
+def idle_conversions() -> Iterator[None]:
+    """Let `module.to(dtype)` and its kin do nothing where all tensors have that type and device already.
+
+    Modules that take care of the type of a part in `forward` could not be traced: their parameters are then no
+    parameters, which cannot be swapped.
+    """
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(_is_same_kind(tensor, fn(tensor)) for tensor in tensors):
+            return self
+        result: nn.Module = original(self, fn, recurse)
+        return result
+
+    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _is_same_kind(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether a hook of the user runs before or after each step of an optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
@@ -201,6 +228,32 @@ def known_equal(a: Any, b: Any) -> bool:
 def assume(condition: Any) -> None:
     """Let what is traced take a condition on symbolic sizes to be true."""
     torch._check(condition)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def when_a_size_becomes_constant(note: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever the traced code makes a size of an input that may vary a constant."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    original = ShapeEnv._set_replacement
+
+    def set_replacement(self: ShapeEnv, a: Any, tgt: Any, msg: str) -> None:
+        if tgt.is_Integer and a not in self.replacements and a in self.var_to_sources:
+            note()
+        original(self, a, tgt, msg)
+
+    ShapeEnv._set_replacement = set_replacement  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv._set_replacement = original  # type: ignore[method-assign]
+
+
+def is_about_data(error: BaseException) -> bool:
+    """Tell whether torch.export failed as a size or a branch depends on the values of tensors."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def unchecked_size(fake: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
+from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import traceable_ctc, traceable_padding
@@ -239,7 +239,7 @@ class TorchStep:
                 value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
-            raise refusal(f"the module or the loss fails on the batch: {one_line(error)}") from error
+            raise refusal(f"the module or the loss fails on the batch: {explaining.reason(error)}") from error
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
@@ -385,7 +385,7 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
     try:
         gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
     except RuntimeError as error:
-        raise refusal(f"PyTorch's own backward pass fails: {one_line(error)}") from error
+        raise refusal(f"PyTorch's own backward pass fails: {explaining.reason(error)}") from error
     found = {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
     for name, gradient in found.items():
         if gradient.layout != torch.strided:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences
+from gradfuse.export import batch_norms, branches, dropout, explaining, layouts, promotion, recurrences
 from gradfuse.export.decompositions import backward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -55,15 +54,18 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes, taken
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
+    sizes = explaining.Sizes()
     try:
         # The other attention kernels have backward operators that no exporter knows.
-        with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned():
+        with quiet(), sdpa_kernel(SDPBackend.MATH), recurrences.scanned(), sizes.noted():
             forward = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
             program = private.with_backward(forward, (*batch_norms.KEPT, *backward.KEPT))
     except Exception as error:
         # torch.export has no common base class for what it refuses.
-        branches.refuse_open(step, taken)
-        raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
+        branches.refuse_open(step, taken, error)
+        raise refusal(
+            sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
+        ) from error
     branches.warn_of_assumptions(taken)
     _refuse_random_operators(program)
     try:
@@ -86,18 +88,18 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
     if fuse:
         recurrences.fuse_recurrences(program)
     table = {**backward.table(), **(backward.fused_table() if fuse else {}), **dropout.table()}
-    if not any(node.target in table for node in program.graph.nodes):
-        return program
     try:
         with quiet():
-            layouts.forget_layouts(program)
-            if fuse:
-                batch_norms.fuse_batch_norms(program)
-            result: ExportedProgram = program.run_decompositions(table)
-            return result
+            if any(node.target in table for node in program.graph.nodes):
+                layouts.forget_layouts(program)
+                if fuse:
+                    batch_norms.fuse_batch_norms(program)
+                program = program.run_decompositions(table)
+            promotion.cast_operands(program)
+            return program
     except Exception as error:
         # A decomposition may raise anything.
-        raise refusal(f"torch cannot decompose the step: {one_line(error)}") from error
+        raise refusal(f"torch cannot decompose the step: {explaining.reason(error)}") from error
 
 
 def connect_dropout(program: ExportedProgram, step: TorchStep, native: Outcome) -> None:
