@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import os
+import pty
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -397,6 +401,51 @@ def test_the_module_is_left_as_it_was(training: bool) -> None:
     assert torch.equal(module.head.weight.grad, torch.ones_like(module.head.weight))
     assert module.conv.weight.grad is None
     assert {name: dict(vars(submodule)) for name, submodule in module.named_modules()} == attributes
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_progress_grows_to_the_end(fuse: bool) -> None:
+    told: list[tuple[str, int, int]] = []
+    optimizer = torch.optim.SGD((module := Mlp()).parameters())
+    export_training_step(
+        module,
+        F.cross_entropy,
+        (torch.randn(4, 6), classes(4)),
+        optimizer,
+        fuse=fuse,
+        progress=lambda *now: told.append(now),
+    )
+    done = [one for _, one, _ in told]
+    assert done == sorted(set(done)) and done[0] == 0
+    assert {total for _, _, total in told} == {done[-1]}
+    assert ("fusing" in [part for part, _, _ in told]) is fuse
+
+
+_WITH_A_BAR = """
+import sys
+import torch
+from gradfuse import export_training_step
+batch = torch.ones(2, 3), torch.tensor([0, 1])
+export_training_step(torch.nn.Linear(3, 4), torch.nn.functional.cross_entropy, batch, progress=True)
+print("that is all", file=sys.stderr)
+"""
+
+
+def test_a_bar_is_shown_on_a_terminal_only() -> None:
+    terminal, process_end = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", _WITH_A_BAR], stderr=process_end) as process:
+        os.close(process_end)
+        shown = b""
+        with contextlib.suppress(OSError):
+            # A terminal whose process has ended raises an error.
+            while read := os.read(terminal, 4096):
+                shown += read
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"exporting: tracing" in shown
+    assert b"that is all" in shown
+    piped = subprocess.run([sys.executable, "-c", _WITH_A_BAR], capture_output=True, text=True, check=True)
+    assert piped.stderr == "that is all\n"
 
 
 class Caring(Mlp):
