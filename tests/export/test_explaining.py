@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from training_models import autograd, run
 
-from gradfuse import ExportError, export_training_step
+from gradfuse import ExportError, TrainingStep, export_training_step
+from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
 
@@ -88,3 +92,43 @@ def test_a_refusal_names_the_users_line(
     for noise in ("TORCH_LOGS", "TORCHDYNAMO", "C++", "/torch/", "gradfuse/", "draft_export", "unhinted"):
         assert noise not in text
     assert capfd.readouterr() == ("", "")
+
+
+class Blocks(nn.Module):
+    """Pads to whole blocks of 4 tokens, unless there are whole ones, as models with local attention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] % 4 != 0:
+            x = F.pad(x, (0, 0, 0, 4 - x.shape[1] % 4))
+        return self.layer(x.view(x.shape[0], x.shape[1] // 4, 4, 6).sum(2)).mean(1)  # type: ignore[no-any-return]
+
+
+def _exported_blocks(module: Blocks, length: int) -> TrainingStep:
+    batch = torch.randn(2, length, 6), torch.arange(2)
+    shapes = {"x": {0: "batch", 1: "length"}, "target": {0: "batch"}}
+    return export_training_step(module, F.cross_entropy, batch, dynamic_shapes=shapes)
+
+
+def test_a_size_that_is_taken_to_be_a_multiple_is_told() -> None:
+    torch.manual_seed(0)
+    module = Blocks()
+    line = inspect.getsourcelines(Blocks.forward)[1] + 1
+    wanted = rf"axis 1 of 'x' is taken to be a multiple of 4.* forward \(test_explaining\.py:{line}\)"
+    with pytest.warns(UserWarning, match=wanted):
+        step = _exported_blocks(module, 8)
+    # Where the advice is followed, the step is PyTorch's.
+    batch = (torch.randn(3, 12, 6),), (torch.tensor([0, 4, 2]),)
+    results = run(step, batch, kernels=False)
+    native, exact = (autograd(module, F.cross_entropy, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        assert_gradients_close(result, native[name], exact[name], np.float32, terms=8)
+
+
+def test_other_sizes_raise_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _exported_blocks(Blocks(), 7)

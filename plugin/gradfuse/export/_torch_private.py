@@ -249,6 +249,32 @@ def when_a_size_becomes_constant(note: Callable[[], None]) -> Iterator[None]:
         ShapeEnv._set_replacement = original  # type: ignore[method-assign]
 
 
+def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, int, str, int, str]]:
+    """Return which sizes of inputs tracing took to be multiples of a number: by branches that ask for it.
+
+    Returns:
+        For each the source of the size, such as "L['x'].size()[1]", the number, and file, line and function of the
+        branch.
+    """
+    import sympy
+    from torch.utils._sympy.functions import Mod, PythonMod
+
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    found = []
+    for guard in mode.shape_env.guards if mode is not None else []:
+        expression, frame = guard.expr, guard.sloc.framework_loc
+        if not isinstance(expression, sympy.Eq) or expression.rhs != 0 or not hasattr(frame, "filename"):
+            continue
+        remainder = expression.lhs
+        if not isinstance(remainder, (Mod, PythonMod)):
+            continue
+        symbol, number = remainder.args
+        for source in mode.shape_env.var_to_sources.get(symbol, [])[:1] if number.is_Integer else []:
+            found.append((str(source.name), int(number), frame.filename, int(frame.lineno or 0), str(frame.name)))
+    return found
+
+
 def is_about_data(error: BaseException) -> bool:
     """Tell whether torch.export failed as a size or a branch depends on the values of tensors."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode

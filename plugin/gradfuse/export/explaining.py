@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch.fx import Node
 import gradfuse
 from gradfuse.errors import ExportError, cut, one_line
 from gradfuse.export import _torch_private as private
+from gradfuse.export.reporting import WHO
 
 if TYPE_CHECKING:
     from gradfuse.export.torch_step import TorchStep
@@ -43,6 +45,7 @@ _CONSTANT = re.compile(
     r"marked L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((\d+)\)"
 )
+_AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("torch_step.py", "evaluation.py"))
 """The modules that call the user's code."""
 
@@ -117,6 +120,20 @@ class Sizes:
         return (
             f"axis {found[3]} of {names[int(found[2])]!r} has size {found[4]} in all of the traced step{why}, and "
             "cannot vary as dynamic_shapes says; expected code for any size, or this axis static"
+        )
+
+
+def warn_of_multiples(step: TorchStep, program: ExportedProgram) -> None:
+    """Tell the user which axes were taken to be multiples of a number, as they are in the batch."""
+    for source, number, filename, line, function in private.assumed_multiples(program):
+        found = _AXIS.search(source)
+        if found is None or not is_users(filename):
+            continue
+        names = step.input_names if found[1] == "inputs" else step.target_names
+        warnings.warn(
+            f"{WHO}: axis {found[3]} of {names[int(found[2])]!r} is taken to be a multiple of {number}, as in this "
+            f"batch, since {function} ({os.path.basename(filename)}:{line}) asks for it; pad other batches to one",
+            stacklevel=5,
         )
 
 

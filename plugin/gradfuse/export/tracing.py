@@ -67,6 +67,7 @@ def joint_program(step: TorchStep, native: Outcome, shapes: DynamicShapes, taken
             sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
         ) from error
     branches.warn_of_assumptions(taken)
+    explaining.warn_of_multiples(step, forward)
     _refuse_random_operators(program)
     try:
         with quiet():
