@@ -37,7 +37,8 @@ def takes_a_number_out(h: Tensor) -> Tensor:
 
 def loops_over_a_count(h: Tensor) -> Tensor:
     positive = (h > 0).sum().item()
-    return sum((h for _ in range(int(positive))), start=h)
+    total: Tensor = sum((h for _ in range(int(positive))), start=h)
+    return total
 
 
 def decides_by_a_count(h: Tensor) -> Tensor:
@@ -53,7 +54,8 @@ def has_no_translation(h: Tensor) -> Tensor:
 
 
 def computes_complex_numbers(h: Tensor) -> Tensor:
-    return torch.fft.fft(h).abs()
+    transformed: Tensor = torch.fft.fft(h).abs()
+    return transformed
 
 
 def fixes_the_batch(h: Tensor) -> Tensor:

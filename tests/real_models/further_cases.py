@@ -560,8 +560,8 @@ for name, make in {
         "DeformableDetrForObjectDetection",
         **{**DETR, "d_model": 32, "decoder_layers": 2},
         num_feature_levels=2,
-        encoder_n_points=2,
-        decoder_n_points=2,
+        encoder_n_points=1,
+        decoder_n_points=1,
     ),
 }.items():
     CASES[name] = StepCase(

@@ -61,10 +61,10 @@ def idle_conversions() -> Iterator[None]:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
         if all(_is_same_kind(tensor, fn(tensor)) for tensor in tensors):
             return self
-        result: nn.Module = original(self, fn, recurse)
+        result: nn.Module = original(self, fn, recurse)  # type: ignore[no-untyped-call]
         return result
 
-    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -256,13 +256,13 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
         For each the source of the size, such as "L['x'].size()[1]", the number, and file, line and function of the
         branch.
     """
-    import sympy
+    import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy.functions import Mod, PythonMod
 
     values = (node.meta.get("val") for node in program.graph.nodes)
-    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    environment = next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
     found = []
-    for guard in mode.shape_env.guards if mode is not None else []:
+    for guard in environment.guards if environment is not None else []:
         expression, frame = guard.expr, guard.sloc.framework_loc
         if not isinstance(expression, sympy.Eq) or expression.rhs != 0 or not hasattr(frame, "filename"):
             continue
@@ -270,7 +270,8 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
         if not isinstance(remainder, (Mod, PythonMod)):
             continue
         symbol, number = remainder.args
-        for source in mode.shape_env.var_to_sources.get(symbol, [])[:1] if number.is_Integer else []:
+        sources = environment.var_to_sources.get(symbol, []) if environment is not None and number.is_Integer else []
+        for source in sources[:1]:
             found.append((str(source.name), int(number), frame.filename, int(frame.lineno or 0), str(frame.name)))
     return found
 

@@ -57,7 +57,8 @@ def _negative_log_likelihood(parameters: Tensor, target: Tensor) -> Tensor:
     df, loc, scale = parameters.unbind(-1)
     student = torch.distributions.StudentT(2.0 + F.softplus(df), loc, F.softplus(scale))
     counts = torch.distributions.NegativeBinomial(F.softplus(df), logits=loc)
-    return -student.log_prob(target).mean() - counts.log_prob(target.abs().round()).mean()
+    likelihood: Tensor = student.log_prob(target) + counts.log_prob(target.abs().round())  # type: ignore[no-untyped-call]
+    return -likelihood.mean()
 
 
 def test_the_likelihoods_of_distributions_train() -> None:
