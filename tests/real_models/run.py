@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from gradfuse import TrainingStep
 
-SECONDS = 400
-"""How long a case may take."""
+SECONDS = 900
+"""How long a case may take, on a machine that does other work as well."""
 
 MEMORY = 12 * 2**30
 """How much address space a case may take, in bytes."""
@@ -100,13 +100,19 @@ def step_cases() -> dict[str, StepCase]:
 
 
 def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> None:
-    """Put the line of a class into the table of a page; the other lines stay."""
+    """Put the line of a class into the table of a page, and count; the other lines stay."""
     before, begin, rest = page.read_text().partition("<!-- measured -->\n")
     table, end, after = rest.partition("<!-- end -->")
-    lines = {line.split("|")[1].strip(): f"{line}\n" for line in table.splitlines()[2:]}
-    lines[name] = f"| {name} | {' | '.join(row)} |\n"
-    kept = "".join(lines[one] for one in order if one in lines)
-    page.write_text(f"{before}{begin}{HEAD}{kept}{end}{after}")
+    lines = {cells[1].strip(): line for line in table.splitlines() if len(cells := line.split("|")) > 1}
+    lines[name] = f"| {name} | {' | '.join(row)} |"
+    kept = [lines[one] for one in order if one in lines]
+    how = Counter(line.split("|")[3].split()[0].rstrip(":") for line in kept)
+    counts = (
+        f"Of {len(kept)} classes, {how['as']} export as they are, {how['with']} with a change of their settings, and "
+        f"{how['refused']} not.\n\n"
+    )
+    rows = "".join(f"{line}\n" for line in kept)
+    page.write_text(f"{before}{begin}{counts}{HEAD}{rows}{end}{after}")
 
 
 def file_result(name: str) -> Result:
