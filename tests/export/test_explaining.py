@@ -66,6 +66,10 @@ def multiplies_wrongly(h: Tensor) -> Tensor:
     return h @ torch.zeros(4, 6)
 
 
+def fails_in_a_library(h: Tensor) -> Tensor:
+    return h * float(np.linalg.inv(np.zeros((2, 2))).sum())
+
+
 @pytest.mark.parametrize(
     "then, said",
     [
@@ -76,6 +80,7 @@ def multiplies_wrongly(h: Tensor) -> Tensor:
         (has_no_translation, ["aten.median.default", "no ONNX translation", "expected other operators"]),
         (computes_complex_numbers, ["aten._fft_r2c.default", "complex numbers", "expected real ones"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
+        (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
         (multiplies_wrongly, ["fails on the batch", "mat1 and mat2 shapes cannot be multiplied"]),
     ],
 )

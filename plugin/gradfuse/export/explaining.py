@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _PACKAGES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, gradfuse))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = f"site-packages{os.sep}"
+_TOOLS = frozenset(
+    ("sympy", "mpmath", "functorch", "torchgen", "numpy", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
+)
+"""What torch and gradfuse are made with; of other installed packages, such as those of models, lines are named."""
 
 _NOTES = re.compile(
     r"""
@@ -79,10 +84,13 @@ def place(error: BaseException) -> str | None:
 
 
 def is_users(filename: str) -> bool:
-    """Whether code is neither torch's nor gradfuse's nor Python's own; libraries of models are the user's."""
+    """Whether code is neither torch's nor gradfuse's nor of what they are made with; libraries of models are users'."""
     if filename.startswith(_PACKAGES) or filename.startswith("<"):
         return False
-    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
+    _, installed, inside = filename.rpartition(_INSTALLED)
+    if installed:
+        return inside.split(os.sep)[0] not in _TOOLS
+    return not filename.startswith(_STANDARD_LIBRARY)
 
 
 def text_of(code: CodeType, line: int) -> str:
