@@ -29,7 +29,7 @@ help:
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
-	@echo "make test-models   train models of transformers, timm and scikit-learn, and compare; writes docs/models.md (an hour; MODEL_CASES='GPT2LMHeadModel ...' for some)"
+	@echo "make test-models   train models of transformers, timm and scikit-learn, and compare; writes docs/models.md (some hours; MODEL_CASES='GPT2LMHeadModel ...' for some)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradfuse.custom_ops.operator import DOMAIN
+
 
 @dataclass(frozen=True)
 class Fusion:
@@ -97,6 +99,12 @@ class Report:
     after: Mapping[str, int] = field(default_factory=dict)
     warnings: list[ExporterBug] = field(default_factory=list)
 
+    @property
+    def given(self) -> Mapping[str, int]:
+        """How many fused operators of each name the model had, as from the translation of a training step."""
+        prefix = f"{DOMAIN}::"
+        return {op.removeprefix(prefix): count for op, count in self.before.items() if op.startswith(prefix)}
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
         plain = asdict(self)
@@ -128,6 +136,9 @@ class Report:
             width = max(len(n) for n in names)
             lines += [f"  {'operator':{width}}  before   after"]
             lines += ["  {:{}} {:>7} {:>7}".format(n, width, *self._count(n)) for n in names]
+        if self.given:
+            named = (op if count == 1 else f"{count} {op}" for op, count in sorted(self.given.items()))
+            lines.append(f"  operators that the model came with: {', '.join(named)}")
         lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in self.near_misses]
         return lines
 

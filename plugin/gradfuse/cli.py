@@ -17,28 +17,25 @@ import json
 import logging
 import os
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.text import Text
 
 from gradfuse import __version__
 from gradfuse.errors import CheckError, GradfuseError, WorkerError
 from gradfuse.models import files
+from gradfuse.terminal import busy
 
 if TYPE_CHECKING:
     import onnx.defs
     import onnx_ir as ir
 
     from gradfuse.optimizers import OptimizerOptions
-    from gradfuse.passes.progress import Progress
     from gradfuse.passes.report import ExporterBug, Report
 
 EXIT_BAD_INPUT = 2
@@ -46,7 +43,6 @@ EXIT_CHECK_FAILED = 3
 EXIT_BUG = 4
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
-_SHOW_PROGRESS_AFTER_SECONDS = 1.0
 
 
 @dataclasses.dataclass
@@ -184,18 +180,18 @@ def fuse(
     from gradfuse.models.tensors import copy_model
 
     with fusion.collection_paused():
-        with _busy("reading"):
+        with busy("reading"):
             loaded = reading.load(source)
             inputs = _inputs(loaded.ir, source, target, in_place, report_path)
             # Of onnx_ir's kind, so that external data stays in its files; the original only where it is compared with.
             fused = dataclasses.replace(loaded, ir=copy_model(loaded.ir) if runs else loaded.ir, source=target)
-        with _busy("fusing") as progress:
+        with busy("fusing") as progress:
             chosen = (list(only) or None, list(skip) or None, policy)
             fused, report = fusion.fuse_loaded(fused, *chosen, bodies=not no_bodies, progress=progress)
         document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **report.to_dict()}
         if runs:
             document["check"] = _checked(loaded, fused, runs)
-        with _busy("writing"):
+        with busy("writing"):
             _write(fused.ir, report, source, target, in_place, inputs, force)
     if report_path is not None:
         writing.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode(), inputs)
@@ -213,9 +209,9 @@ def explain(source: str, as_json: bool) -> None:
     from gradfuse import explaining
     from gradfuse.models import reading
 
-    with _busy("reading"):
+    with busy("reading"):
         loaded = reading.load(source)
-    with _busy("explaining"):
+    with busy("explaining"):
         explanation = explaining.explain(loaded)
     if as_json:
         click.echo(json.dumps({"gradfuse": __version__, "in": source, **explanation.to_dict()}, indent=2))
@@ -239,13 +235,13 @@ def expand(source: str, target: str | None, in_place: bool, force: bool) -> None
     from gradfuse.fusion import expand as expand_model
     from gradfuse.models import reading, writing
 
-    with _busy("reading"):
+    with busy("reading"):
         loaded = reading.load(source)
     inputs = _inputs(loaded.ir, source, target, in_place)
     count = sum(1 for _ in functions.aclnn_nodes(loaded.ir))
-    with _busy("expanding"):
+    with busy("expanding"):
         expanded = expand_model(loaded.ir)
-    with _busy("writing"):
+    with busy("writing"):
         references_hold = _same_folder(source, target)
         writing.save(expanded, target, keep_references=references_hold, inputs=inputs, force=force)
     click.echo(f"expanded {count} nodes" if count else "nothing to expand: no node is a fused operator")
@@ -263,9 +259,9 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
     files.require_regular(target, "the training step")
     from gradfuse.ort_training import to_stock as conversion
 
-    with _busy("converting"):
+    with busy("converting"):
         step = conversion.to_stock(artifacts, checkpoint, fuse=not no_fuse)
-    with _busy("writing"):
+    with busy("writing"):
         step.save(target, inputs=conversion.files_of(artifacts, checkpoint), force=force)
     if step.report is not None:
         _print_report(step.report, verbose=False)
@@ -328,7 +324,7 @@ def training_step(
     from gradfuse.models import reading
     from gradfuse.models.tensors import data_files
 
-    with _busy("reading"):
+    with busy("reading"):
         loaded = reading.load(source)
         inputs = [*data_files(loaded.ir), source, *([loss] if loss is not None and loss.endswith(".onnx") else [])]
         files.require_other(target, inputs, "the training step")
@@ -336,7 +332,7 @@ def training_step(
         rank = 8 if lora_rank is None else lora_rank
         adapters = with_adapters(loaded.ir, lora, rank, 8 if lora_alpha is None else lora_alpha)
         trainable = (*adapters, *trainable)
-    with _busy("differentiating"), warnings.catch_warnings(record=True) as caught:
+    with busy("differentiating"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         step = build_training_step(
             loaded,
@@ -351,7 +347,7 @@ def training_step(
             fuse=not no_fuse,
             check=check,
         )
-    with _busy("writing"):
+    with busy("writing"):
         step.save(target, inputs=inputs, force=force)
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
@@ -373,11 +369,11 @@ def add_lora_inputs(source: str, target: str, lora: tuple[str, ...], force: bool
     from gradfuse.lora.adding import with_adapter_inputs
     from gradfuse.models import reading, writing
 
-    with _busy("reading"):
+    with busy("reading"):
         loaded = reading.load(source)
     inputs = _inputs(loaded.ir, source, target, in_place=False)
     added = with_adapter_inputs(loaded.ir, lora)
-    with _busy("writing"):
+    with busy("writing"):
         references_hold = _same_folder(source, target)
         writing.save(loaded.ir, target, keep_references=references_hold, inputs=inputs, force=force)
     click.echo(f"inputs {', '.join(added)}")
@@ -394,7 +390,7 @@ def save_adapter(source: str, target: str, checkpoint: str | None) -> None:
     from gradfuse.lora.saving import save_adapter as save
     from gradfuse.training.session import TrainingSession
 
-    with _busy("reading"):
+    with busy("reading"):
         session = TrainingSession(source)
         if checkpoint is not None:
             session.load(checkpoint)
@@ -437,7 +433,7 @@ def check(first: str, second: str, runs: int, seed: int, as_json: bool) -> int:
     """Run two models on the same random inputs and compare every output."""
     from gradfuse.checking.check import check as check_models
 
-    with _busy("running"):
+    with busy("running"):
         report = check_models(first, second, runs, seed=seed)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     return 0 if report.ok else EXIT_CHECK_FAILED
@@ -536,7 +532,7 @@ def _require_report_path(path: str, source: str, target: str) -> None:
 def _checked(first: Any, second: Any, runs: int) -> dict[str, Any]:
     from gradfuse.checking.check import check as check_models
 
-    with _busy("checking"):
+    with busy("checking"):
         report = check_models(first, second, runs)
     if not report.ok:
         raise CheckError(report.summary(), report)
@@ -629,34 +625,3 @@ def _fail(message: str, code: int) -> int:
         Text.assemble(("gradfuse: ", "bold red"), " ".join(message.split()))
     )
     return code
-
-
-@contextlib.contextmanager
-def _busy(what: str) -> Iterator[Progress]:
-    """Show on a terminal that work goes on, and how far it has come, once it takes noticeable time."""
-    console = Console(stderr=True)
-    bar = Bar(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    task = bar.add_task(what, total=None)
-
-    def progress(part: str, done: int, total: int) -> None:
-        bar.update(task, description=f"{what}: {part}", completed=done, total=total)
-
-    if not console.is_terminal:
-        yield progress
-        return
-    timer = threading.Timer(_SHOW_PROGRESS_AFTER_SECONDS, bar.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield progress
-    finally:
-        timer.cancel()
-        timer.join()
-        bar.stop()

@@ -41,7 +41,12 @@ class CheckError(GradfuseError):
 def one_line(error: BaseException) -> str:
     """Return the text of another library's exception in one line, cut to what a terminal can show."""
     reason = getattr(error, "strerror", None) or str(error)
-    text = " ".join(reason.split()) or type(error).__name__
+    return cut(reason) or type(error).__name__
+
+
+def cut(text: str) -> str:
+    """Return a text in one line, cut to what a terminal can show."""
+    text = " ".join(text.split())
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 

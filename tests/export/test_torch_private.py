@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,48 @@ def test_buffer_entries() -> None:
         assert layer.running_mean is other
 
 
-def test_submodule_entries() -> None:
-    with needed("nn.Module._modules", "restore a module after it was traced"):
-        inner = nn.ReLU()
-        assert private.submodule_entries(nn.Sequential(inner)) == {"0": inner}
+def test_idle_conversions() -> None:
+    with needed("nn.Module._apply", "trace modules that take care of a layer's type"):
+        layer = nn.Linear(2, 2)
+        with private.idle_conversions():
+            layer._parameters["weight"] = weight = layer.weight.detach() * 1.0  # type: ignore[assignment]
+            assert layer.to(torch.float32).weight is weight
+            assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
+        assert nn.Linear(2, 2).half().weight.dtype == torch.float16
+
+
+def _traced(function: Callable[[Tensor], Tensor]) -> torch.export.ExportedProgram:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    return torch.export.export(Module(), (torch.zeros(4, 3),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+
+
+def test_when_a_size_becomes_constant() -> None:
+    with needed("ShapeEnv._set_replacement", "name the code that fixes a dynamic size"):
+        noted: list[bool] = []
+        with private.when_a_size_becomes_constant(lambda: noted.append(True)):
+            _traced(lambda x: x + 1)
+            assert not noted
+            _traced(lambda x: x.view(4, 3) + 1)
+        assert noted == [True]
+
+
+def test_is_about_data() -> None:
+    with needed("GuardOnDataDependentSymNode", "tell a size that depends on values from other failures"):
+        with pytest.raises(Exception) as caught:
+            _traced(lambda x: x if x.sum().item() > 0 else x + 1)
+        assert private.is_about_data(caught.value)
+        assert not private.is_about_data(ValueError())
+
+
+def test_assumed_multiples() -> None:
+    with needed("ShapeEnv.guards", "tell which sizes a step can have"):
+        (found,) = private.assumed_multiples(_traced(lambda x: x + (1 if x.shape[0] % 2 == 0 else 2)))
+        source, number, filename, _, _ = found
+        assert (source, number, filename) == ("L['x'].size()[0]", 2, __file__)
+        assert private.assumed_multiples(_traced(lambda x: x + (1 if x.shape[0] % 3 == 0 else 2))) == []
 
 
 def test_version() -> None:

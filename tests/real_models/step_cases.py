@@ -47,7 +47,8 @@ class StepCase:
         batch: (items, length) -> the tensors of a batch by name, in the order of the arguments.
         axes: which axes vary, by name.
         settings: further arguments of every call.
-        target: the tensor that cross entropy compares the output with; None where the model has its own loss.
+        target: the tensor that the loss compares the output with; None where the model has its own loss.
+        loss: that loss.
         change: settings of the configuration that a user changes where the class is refused as it is.
         refused: a part of the error where the class is refused even so; None: it must not be.
     """
@@ -58,6 +59,7 @@ class StepCase:
     axes: Axes
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     target: str | None = None
+    loss: Callable[..., Tensor] = F.cross_entropy
     change: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
@@ -65,7 +67,7 @@ class StepCase:
         """Return the module and the loss of a step."""
         model = self.model(**(self.change if changed else {})).train()
         if self.target is not None:
-            return model, F.cross_entropy
+            return model, self.loss
         return WithLoss(model, tuple(self.batch(2, 8)), **self.settings), own_loss
 
     def tensors(self, items: int, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -90,12 +92,15 @@ CASES: dict[str, StepCase] = {}
 
 
 def transformer(name: str, **settings: Any) -> Callable[..., nn.Module]:
-    """Return the function that makes a class of transformers with these settings of its configuration."""
+    """Return the function that makes a class of transformers with these settings of its configuration.
+
+    What follows a comma in the name says how the class is used.
+    """
 
     def make(**changed: Any) -> nn.Module:
         import transformers
 
-        cls = getattr(transformers, name)
+        cls = getattr(transformers, name.partition(",")[0])
         model: nn.Module = cls(cls.config_class(**{**settings, **changed}))
         return model
 
@@ -431,7 +436,7 @@ CASES["DetrForObjectDetection"] = StepCase(
 TIMM: Mapping[str, Mapping[str, Any]] = {
     "resnet18": {"channels": (8, 8, 16, 16)},
     "mobilenetv3_small_050": {},
-    "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
+    "mixer_s32_224": {"img_size": 64, "mlp_ratio": (0.5, 0.5)},
     "convnext_atto": {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "drop_path_rate": 0.1},
 }
 for name, settings in TIMM.items():
@@ -482,98 +487,4 @@ add(
         }
     },
     change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
-)
-
-
-# Further classes of the same families.
-
-add(
-    "causal language models",
-    language,
-    {**TEXT, "labels": TOKENS},
-    {
-        "Qwen2ForCausalLM": GROUPED,
-        "OPTForCausalLM": {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "ffn_dim": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 16,
-        },
-        "GPTNeoXForCausalLM": TINY,
-        "BloomForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2},
-        "FalconForCausalLM": {**TINY, "new_decoder_architecture": False},
-        "OlmoForCausalLM": GROUPED,
-    },
-)
-add(
-    "mixture of experts",
-    language,
-    {**TEXT, "labels": TOKENS},
-    {
-        "Qwen2MoeForCausalLM": {
-            **GROUPED,
-            "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 8,
-            "num_experts": 4,
-        }
-    },
-)
-add(
-    "encoders",
-    language,
-    {**TEXT, "labels": TOKENS},
-    {"BertForMaskedLM": TINY, "XLMRobertaForMaskedLM": TINY, "AlbertForMaskedLM": {**TINY, "embedding_size": 12}},
-)
-add(
-    "encoders",
-    sentences,
-    {**TEXT, "labels": BATCH},
-    {"MPNetForSequenceClassification": {**TINY, "num_labels": CLASSES}},
-)
-add(
-    "sequence to sequence",
-    translations,
-    {**TEXT, "labels": {0: "batch", 1: "target_length"}},
-    {
-        "MarianMTModel": {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 24,
-            "decoder_ffn_dim": 24,
-            "max_position_embeddings": 64,
-            "decoder_start_token_id": 1,
-            **SPECIAL,
-        }
-    },
-)
-add(
-    "speech",
-    lambda items, length: {"input_values": torch.randn(items, 100 * length), "labels": classes(items)},
-    {"input_values": TOKENS, "labels": BATCH},
-    {"Wav2Vec2ForSequenceClassification": {**WAVES, "classifier_proj_size": 8, "num_labels": CLASSES}},
-    change={"layerdrop": 0.0, "apply_spec_augment": False},
-)
-add(
-    "vision",
-    pictures,
-    {"pixel_values": BATCH, "labels": BATCH},
-    {
-        "DeiTForImageClassification": {**IMAGE, "num_labels": CLASSES},
-        "BeitForImageClassification": {**IMAGE, "num_labels": CLASSES},
-        "Dinov2ForImageClassification": {**IMAGE, "num_labels": CLASSES},
-        "ResNetForImageClassification": {
-            "embedding_size": 8,
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "layer_type": "basic",
-            "num_labels": CLASSES,
-        },
-    },
 )

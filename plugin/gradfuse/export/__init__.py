@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradfuse.models.arrays import Arrays
+    from gradfuse.passes.progress import Progress
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
 
@@ -35,6 +36,7 @@ def export_training_step(
     autocast: torch.dtype | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     evaluation: bool | None = None,
+    progress: Progress | bool = False,
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, verified against PyTorch.
 
@@ -78,6 +80,8 @@ def export_training_step(
             whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
         evaluation: whether to export `TrainingStep.evaluation_model`, without autocast; None: if there is an
             optimizer.
+        progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
+            there are; True: a bar shows that where standard error is a terminal.
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
@@ -97,7 +101,7 @@ def export_training_step(
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.evaluation import evaluation_model
-    from gradfuse.export.reporting import WHO, refusal
+    from gradfuse.export.reporting import WHO, Parts, refusal
     from gradfuse.export.torch_step import TorchStep, undisturbed
     from gradfuse.fusion import expand
     from gradfuse.training.step import TrainingStep
@@ -116,56 +120,67 @@ def export_training_step(
             optimizer, names, max_grad_norm=max_grad_norm, accumulate=accumulate, grad_scaler=grad_scaler
         )
 
-    step = TorchStep.of(module, loss, batch, describe, autocast)
-    shapes = DynamicShapes.of(dynamic_shapes, step)
-    with undisturbed(step):
-        native = step.run()
-        if native.dropouts:
-            step = step.with_dropout_seed()
+    with Parts.shown(progress) as parts:
+        step = TorchStep.of(module, loss, batch, describe, autocast)
+        shapes = DynamicShapes.of(dynamic_shapes, step)
+        with undisturbed(step):
+            parts.begin("running the step in PyTorch")
             native = step.run()
-        described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
-        program = tracing.forward_program(step, native, shapes, branches.branches_of(step), fuse=fuse)
-        tracing.connect_dropout(program, step, native)
-        order = (*native.gradients, *tracing.unused(step, native))
-        free = {*step.trainable, *native.changed}
-        translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
-        onnx_model.arrange_step(translated, step, native, shapes)
-        truth = verifying.truth_of(step, native)
-        wants_evaluation = optimizer is not None if evaluation is None else evaluation
-        evaluating = evaluation_model(step, shapes, native.changed) if wants_evaluation else None
+            if native.dropouts:
+                step = step.with_dropout_seed()
+                native = step.run()
+            described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
+            parts.begin("tracing")
+            program = tracing.forward_program(step, native, shapes, branches.branches_of(step), fuse=fuse)
+            tracing.connect_dropout(program, step, native)
+            order = (*native.gradients, *tracing.unused(step, native))
+            free = {*step.trainable, *native.changed}
+            parts.begin("translating")
+            translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
+            onnx_model.arrange_step(translated, step, native, shapes)
+            parts.begin("running the step in float64")
+            truth = verifying.truth_of(step, native)
+            wants_evaluation = optimizer is not None if evaluation is None else evaluation
+            parts.begin("exporting the evaluation model")
+            evaluating = evaluation_model(step, shapes, native.changed) if wants_evaluation else None
 
-    exported = ir.to_proto(translated)
-    if fuse:
-        unfused = onnx_model.in_order(exported)
-        truth.compare(unfused, "exported")
-        model, report = onnx_model.fused(exported)
-        truth.verify_fused(model, unfused)
-    else:
-        model, report = onnx_model.in_order(expand(exported)), None
-        truth.verify(model, "exported")
+        exported = ir.to_proto(translated)
+        if fuse:
+            parts.begin("comparing the model with PyTorch")
+            unfused = onnx_model.in_order(exported)
+            truth.compare(unfused, "exported")
+            parts.begin("fusing")
+            model, report = onnx_model.fused(exported)
+            parts.begin("comparing the fused model with PyTorch")
+            truth.verify_fused(model, unfused)
+        else:
+            parts.begin("comparing the model with PyTorch")
+            model, report = onnx_model.in_order(expand(exported)), None
+            truth.verify(model, "exported")
 
-    parameters = _arrays(step.state, step.trainable)
-    state: Arrays = {}
-    hyperparameters: Arrays = {}
-    if described is not None and optimizer is not None:
-        state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
-        model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
-        verifying.compare_update(model, truth.step, described, optimizer, state | hyperparameters)
+        parameters = _arrays(step.state, step.trainable)
+        state: Arrays = {}
+        hyperparameters: Arrays = {}
+        if described is not None and optimizer is not None:
+            parts.begin("adding the optimizer")
+            state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
+            model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
+            verifying.compare_update(model, truth.step, described, optimizer, state | hyperparameters)
 
-    constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
-    return TrainingStep(
-        model=model,
-        parameters=parameters,
-        buffers=_arrays(step.state, native.changed),
-        input_names=step.input_names,
-        target_names=step.target_names,
-        report=report,
-        optimizer_state=state,
-        hyperparameters=hyperparameters,
-        constants=_arrays(step.state, constants),
-        state_dict_names=step.state_dict_names,
-        evaluation_model=evaluating,
-    )
+        constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
+        return TrainingStep(
+            model=model,
+            parameters=parameters,
+            buffers=_arrays(step.state, native.changed),
+            input_names=step.input_names,
+            target_names=step.target_names,
+            report=report,
+            optimizer_state=state,
+            hyperparameters=hyperparameters,
+            constants=_arrays(step.state, constants),
+            state_dict_names=step.state_dict_names,
+            evaluation_model=evaluating,
+        )
 
 
 def _arrays(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Arrays:

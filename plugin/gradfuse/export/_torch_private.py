@@ -37,11 +37,6 @@ def buffer_entries(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def submodule_entries(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary in which a module keeps its direct submodules."""
-    return module._modules
-
-
 def version(tensor: Tensor) -> int:
     """Return a number that grows with each change of a tensor in place."""
     return tensor._version
@@ -50,6 +45,33 @@ def version(tensor: Tensor) -> int:
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Tell whether a hook of the user changes or observes the gradient of a parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def idle_conversions() -> Iterator[None]:
+    """Let `module.to(dtype)` and its kin do nothing where all tensors have that type and device already.
+
+    Modules that take care of the type of a part in `forward` could not be traced: their parameters are then no
+    parameters, which cannot be swapped.
+    """
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(_is_same_kind(tensor, fn(tensor)) for tensor in tensors):
+            return self
+        result: nn.Module = original(self, fn, recurse)  # type: ignore[no-untyped-call]
+        return result
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _is_same_kind(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -176,6 +198,59 @@ def known_equal(a: Any, b: Any) -> bool:
 def assume(condition: Any) -> None:
     """Let what is traced take a condition on symbolic sizes to be true."""
     torch._check(condition)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def when_a_size_becomes_constant(note: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever the traced code makes a size of an input that may vary a constant."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    original = ShapeEnv._set_replacement
+
+    def set_replacement(self: ShapeEnv, a: Any, tgt: Any, msg: str) -> None:
+        if tgt.is_Integer and a not in self.replacements and a in self.var_to_sources:
+            note()
+        original(self, a, tgt, msg)
+
+    ShapeEnv._set_replacement = set_replacement  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv._set_replacement = original  # type: ignore[method-assign]
+
+
+def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, int, str, int, str]]:
+    """Return which sizes of inputs tracing took to be multiples of a number: by branches that ask for it.
+
+    Returns:
+        For each the source of the size, such as "L['x'].size()[1]", the number, and file, line and function of the
+        branch.
+    """
+    import sympy  # type: ignore[import-untyped]
+    from torch.utils._sympy.functions import Mod, PythonMod
+
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    environment = next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
+    found = []
+    for guard in environment.guards if environment is not None else []:
+        expression, frame = guard.expr, guard.sloc.framework_loc
+        if not isinstance(expression, sympy.Eq) or expression.rhs != 0 or not hasattr(frame, "filename"):
+            continue
+        remainder = expression.lhs
+        if not isinstance(remainder, (Mod, PythonMod)):
+            continue
+        symbol, number = remainder.args
+        sources = environment.var_to_sources.get(symbol, []) if environment is not None and number.is_Integer else []
+        for source in sources[:1]:
+            found.append((str(source.name), int(number), frame.filename, int(frame.lineno or 0), str(frame.name)))
+    return found
+
+
+def is_about_data(error: BaseException) -> bool:
+    """Tell whether torch.export failed as a size or a branch depends on the values of tensors."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def unchecked_size(fake: Any) -> Any:

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import dis
 import inspect
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
+from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -103,21 +103,25 @@ def branches_of(step: TorchStep) -> Branches:
     return Branches(decided, tuple(texts), tuple(random), found)
 
 
-def refuse_open(step: TorchStep, branches: Branches) -> None:
-    """Refuse a step that torch.export could not trace, if its branches may be why.
+def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> None:
+    """Refuse a step that torch.export could not trace, if values of tensors are why.
 
     Raises:
-        ExportError: there is a branch that chooses what is computed.
+        ExportError: the error comes from a branch that chooses what is computed, or from a number that is taken out of
+            a tensor.
     """
-    text, open_branches, advice = "the value of a tensor", branches.open, "torch.where or the like"
-    if branches.random:
-        text, open_branches = "a random number", branches.random
-        advice = f"a module that always computes the same{_settings(step)}"
-    if open_branches:
-        raise refusal(
-            f"torch.export cannot trace the step: the module decides by {text} what it computes, in "
-            f"{open_branches[0]}, and a graph has no branches; expected {advice}"
-        )
+    where = explaining.place(error)
+    text, place, advice = "the value of a tensor", where, "torch.where or the like"
+    if where in branches.random:
+        text, advice = "a random number", f"a module that always computes the same{_settings(step)}"
+    elif where not in branches.open:
+        if not private.is_about_data(error):
+            return
+        text, advice = "numbers that it takes out of tensors", "sizes and branches that follow from shapes alone"
+    raise refusal(
+        f"torch.export cannot trace the step: the module decides by {text} what it computes"
+        f"{f', in {place}' if place else ''}, and a graph has no branches; expected {advice}"
+    )
 
 
 def warn_of_assumptions(branches: Branches) -> None:
@@ -131,13 +135,13 @@ def warn_of_assumptions(branches: Branches) -> None:
 
 @contextlib.contextmanager
 def answered(step: TorchStep, branches: Branches) -> Iterator[None]:
-    """Let a module be traced: decide its checks, and let `len` give the symbolic length of a tensor."""
-    with _symbolic_len(step), _Decided(branches):
+    """Let a module be traced: decide its checks, let `len` give symbolic lengths, and `to` do nothing where it can."""
+    with _symbolic_len(step), private.idle_conversions(), _Decided(branches):
         yield
 
 
 class _Decided(TorchFunctionMode):
-    """Answer the branches that are decided."""
+    """Answer the branches that are decided, and sample grids in operators whose gradients are known."""
 
     def __init__(self, branches: Branches) -> None:
         super().__init__()
@@ -147,6 +151,7 @@ class _Decided(TorchFunctionMode):
         place = _caller()
         if func is torch.Tensor.__bool__ and place in self._branches.decided:
             return self._branches.decided[place]
+        func = _IN_OTHER_OPERATORS.get(func, func)
         result = func(*args, **(kwargs or {}))
         if place in self._branches.found and isinstance(result, Tensor):
             private.assume(result.shape[0] > 0)
@@ -196,6 +201,34 @@ class _Observed(TorchFunctionMode):
         return result
 
 
+def _grid_sample(
+    input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: Any = None
+) -> Tensor:
+    modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+    return _grid_sampler(input, grid, modes.index(mode), paddings.index(padding_mode), bool(align_corners))
+
+
+def _grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:
+    if input.dim() != _AXES_OF_PICTURES or mode == _BICUBIC:
+        return torch.grid_sampler(input, grid, mode, padding, align_corners)
+    overload = torch.ops.aten.grid_sampler_2d.default
+    sampled: Tensor = private.known_decompositions([overload])[overload](input, grid, mode, padding, align_corners)
+    if mode == _NEAREST and grid.requires_grad:
+        # PyTorch's gradient of the grid is zeros, where none would be refused.
+        sampled = sampled + 0.0 * grid.sum()
+    return sampled
+
+
+_NEAREST, _BICUBIC = 1, 2
+_AXES_OF_PICTURES = 4
+
+_IN_OTHER_OPERATORS: Mapping[Any, Callable[..., Tensor]] = {
+    torch.nn.functional.grid_sample: _grid_sample,
+    torch.grid_sampler: _grid_sampler,
+}
+"""Functions whose gradients are operators that no exporter knows -> the same in operators that have others."""
+
+
 def _run(step: TorchStep, observed: _Observed) -> None:
     """Run the forward pass on copies of all tensors."""
 
@@ -241,7 +274,7 @@ def _last(traceback: TracebackType | None) -> TracebackType | None:
 def _text(place: Place) -> str:
     code, offset = place
     lines = [line for start, end, line in code.co_lines() if start <= offset < end]
-    return f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{lines[0] if lines else code.co_firstlineno})"
+    return explaining.text_of(code, lines[0] if lines and lines[0] is not None else code.co_firstlineno)
 
 
 _OFF: Mapping[str, Callable[[Any], object]] = {

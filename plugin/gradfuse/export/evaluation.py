@@ -11,9 +11,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, onnx_model, recurrences, tracing
+from gradfuse.export import branches, explaining, onnx_model, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -47,7 +46,7 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
             program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
-        raise refusal(f"torch.export cannot trace the module in eval mode: {one_line(error)}") from error
+        raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
     free = [name for name in names if name in step.trainable or name in changed]
     model = onnx_model.translate(tracing.decomposed(program, fuse=False), step, names, free)
     onnx_model.arrange_evaluation(model, step, free, native, shapes)

@@ -23,7 +23,7 @@ from gradfuse import fusion
 from gradfuse.custom_ops import functions
 from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, gradients, recurrences, standins
+from gradfuse.export import dropout, explaining, gradients, recurrences, standins
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
@@ -109,7 +109,7 @@ def translate(
             )
     except Exception as error:
         # torch.onnx has no common base class for what it raises.
-        raise _untranslated(error) from error
+        raise _untranslated(step, program, error) from error
     if exported is None:
         raise refusal("torch.onnx.export gives no model")
     model = exported.model
@@ -261,14 +261,14 @@ def every_value(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
 
 
-def _untranslated(error: BaseException) -> ExportError:
+def _untranslated(step: TorchStep, program: ExportedProgram, error: BaseException) -> ExportError:
     """Return what stopped torch.onnx.export: the operator without a translation if it was one."""
     # The chain of causes ends at the operator, whose name is what helps.
     text, cause = one_line(error), error.__cause__ or error.__context__
     while cause is not None:
         operator = private.untranslated_operator(cause)
         if operator is not None:
-            return refusal(f"{operator} has no ONNX translation")
+            return refusal(explaining.untranslated(step, program, operator))
         text, cause = one_line(cause), cause.__cause__ or cause.__context__
     return refusal(f"torch.onnx.export cannot translate the step: {text}")
 

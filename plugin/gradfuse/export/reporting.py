@@ -7,8 +7,12 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from gradfuse.errors import ExportError
+
+if TYPE_CHECKING:
+    from gradfuse.passes.progress import Progress
 
 WHO = "export_training_step"
 
@@ -22,6 +26,51 @@ def kind(value: object) -> str:
     """Return the type of a value, with its shape if it has one, for messages."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ + (f" of shape {tuple(shape)}" if shape is not None else "")
+
+
+_PARTS = (
+    "running the step in PyTorch",
+    "tracing",
+    "decomposing operators",
+    "translating",
+    "running the step in float64",
+    "exporting the evaluation model",
+    "comparing the model with PyTorch",
+    "fusing",
+    "comparing the fused model with PyTorch",
+    "adding the optimizer",
+)
+"""What an export consists of, in this order; not each has all of them."""
+
+
+class Parts:
+    """Tells which part of an export is being done.
+
+    Args:
+        progress: called with the part, how many are done, and how many there are; None: nobody is told.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+
+    @classmethod
+    @contextlib.contextmanager
+    def shown(cls, progress: Progress | bool) -> Iterator[Parts]:
+        """Tell a function of the user, or show a bar if `progress` is True; at the end, all parts are done."""
+        with contextlib.ExitStack() as stack:
+            if progress is True:
+                from gradfuse.terminal import busy
+
+                progress = stack.enter_context(busy("exporting"))
+            parts = cls(progress or None)
+            yield parts
+            if parts._progress is not None:
+                parts._progress("done", len(_PARTS), len(_PARTS))
+
+    def begin(self, part: str) -> None:
+        """Tell that a part begins."""
+        if self._progress is not None:
+            self._progress(part, _PARTS.index(part), len(_PARTS))
 
 
 @contextlib.contextmanager

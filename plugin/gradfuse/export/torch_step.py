@@ -6,6 +6,7 @@ This module imports torch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
+from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
@@ -224,13 +225,13 @@ class TorchStep:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
 
-        def copy(tensor: Tensor) -> Tensor:
+        def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
             return cast(copied) if cast is not None else copied
 
-        state = {name: copy(tensor) for name, tensor in self.state.items()}
+        state = {name: fresh(tensor) for name, tensor in self.state.items()}
         leaves = {name: state[name].requires_grad_() for name in self.trainable}
-        inputs, targets = tuple(map(copy, self.inputs)), tuple(map(copy, self.targets))
+        inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         try:
@@ -238,7 +239,7 @@ class TorchStep:
                 value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
-            raise refusal(f"the module or the loss fails on the batch: {one_line(error)}") from error
+            raise refusal(f"the module or the loss fails on the batch: {explaining.reason(error)}") from error
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
@@ -274,24 +275,23 @@ def undisturbed(step: TorchStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored(owner: object) -> Iterator[None]:
-    """At the end, restore every attribute, parameter and buffer of a module and its submodules."""
+    """At the end, restore every attribute of a module and its submodules, and what is in those that hold others.
+
+    Parameters, buffers, submodules and hooks are in dictionaries, and modules keep notes in lists and sets.
+    """
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    kept: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(module), dict(vars(module))) for module in modules]
-    kept += [
-        (entries, dict(entries))
-        for module in modules
-        for entries in (
-            private.parameter_entries(module),
-            private.buffer_entries(module),
-            private.submodule_entries(module),
-        )
-    ]
+    holders: list[Any] = [vars(module) for module in modules]
+    holders += [value for held in list(holders) for value in held.values() if isinstance(value, (dict, list, set))]
+    kept = [(holder, copy.copy(holder)) for holder in holders]
     try:
         yield
     finally:
-        for entries, before in kept:
-            entries.clear()
-            entries.update(before)
+        for holder, before in kept:
+            holder.clear()
+            if isinstance(holder, list):
+                holder.extend(before)
+            else:
+                holder.update(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,7 +385,7 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
     try:
         gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
     except RuntimeError as error:
-        raise refusal(f"PyTorch's own backward pass fails: {one_line(error)}") from error
+        raise refusal(f"PyTorch's own backward pass fails: {explaining.reason(error)}") from error
     found = {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
     for name, gradient in found.items():
         if gradient.layout != torch.strided:

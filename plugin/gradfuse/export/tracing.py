@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradfuse.errors import one_line
-from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences, standins
+from gradfuse.export import batch_norms, branches, dropout, explaining, layouts, promotion, recurrences, standins
 from gradfuse.export.decompositions import forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -57,14 +56,18 @@ def forward_program(
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
+    sizes = explaining.Sizes()
     try:
-        with quiet():
+        with quiet(), sizes.noted():
             program = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # torch.export has no common base class for what it refuses.
-        branches.refuse_open(step, taken)
-        raise refusal(f"torch.export cannot trace the step: {one_line(error)}") from error
+        branches.refuse_open(step, taken, error)
+        raise refusal(
+            sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
+        ) from error
     branches.warn_of_assumptions(taken)
+    explaining.warn_of_multiples(step, program)
     standins.keep_stops(program)
     program = decomposed(program, fuse=fuse)
     _refuse_random_operators(program)
@@ -97,9 +100,10 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
                 if any(node.target in rest for node in program.graph.nodes):
                     program = program.run_decompositions(rest)
             layouts.forget_layouts(program)
+            promotion.cast_operands(program)
     except Exception as error:
         # A decomposition may raise anything.
-        raise refusal(f"torch cannot decompose the step: {one_line(error)}") from error
+        raise refusal(f"torch cannot decompose the step: {explaining.reason(error)}") from error
     return program
 
 

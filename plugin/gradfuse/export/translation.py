@@ -35,7 +35,7 @@ def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
     - `aten.mse_loss_backward` becomes `MseLossBackward`.
     - `torch.ops.aclnn` operators, where they are registered, become the nodes of their operators.
     - `aten.nll_loss_forward` gives the total weight that a mean divides by, which torch.onnx leaves at 1.
-    - `aten.masked_select` becomes `Compress`.
+    - `aten.masked_select` becomes `Compress`, and `prims.view_of`, which decompositions leave, `Identity`.
 
     The nodes have no function bodies yet: `gradfuse.fuse` adds them to the exported program, and puts the operators in
     that no single ATen operator stands for (the gradients of cross entropy, of softmax with scale and mask, and of
@@ -56,6 +56,7 @@ def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         aten.nll_loss_forward.default: nll_loss_forward,
         aten.masked_select.default: masked_select,
+        torch.ops.prims.view_of.default: view_of,
     }
     for operator in OPS.values():
         function = _node_of(operator, kernels)
@@ -178,6 +179,14 @@ def masked_select(self: Any, mask: Any) -> Any:
     selected = op.Expand(self, op.Shape(mask))
     condition = op.Expand(mask, op.Shape(selected))
     return op.Compress(op.Reshape(selected, line), op.Reshape(condition, line))
+
+
+def view_of(a: Any) -> Any:
+    """prims::view_of: the tensor itself, of any shape and type."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    return op.Identity(a)
 
 
 def function_caller(text: str) -> Callable[..., Any]:

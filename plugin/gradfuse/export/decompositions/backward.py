@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export.decompositions import attention, index, pooling
+from gradfuse.export.decompositions import attention, index, pooling, special
 from gradfuse.export.decompositions.pooling import per_axis
 
 aten = torch.ops.aten
@@ -35,6 +35,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         **attention.table(),
         **index.table(),
         **pooling.table(),
+        **special.table(),
         aten.convolution_backward.default: convolution_backward,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         aten.empty_permuted.default: empty_permuted,

@@ -9,7 +9,7 @@ import torch
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout
-from gradfuse.export.decompositions import backward, index, pooling
+from gradfuse.export.decompositions import backward, index, pooling, special
 
 aten = torch.ops.aten
 
@@ -24,6 +24,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         **known,
         **index.table(),
         **pooling.forward_table(),
+        **special.table(),
         **dropout.table(),
         aten.empty_permuted.default: backward.empty_permuted,
         aten.copy.default: backward.copy,

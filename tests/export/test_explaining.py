@@ -1,0 +1,141 @@
+"""What an export cannot do is said in terms of the user's code: the place, the operator or the axis, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import ExportError, TrainingStep, export_training_step
+from gradfuse.testing import assert_gradients_close
+
+DYNAMIC = ({0: "batch"},), ({0: "batch"},)
+
+
+class Head(nn.Module):
+    """A linear layer, and what is done with its output."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.layer(x))
+
+
+def takes_a_number_out(h: Tensor) -> Tensor:
+    return h + torch.zeros(int(h.sum().item()) % 3 + 1).sum()
+
+
+def loops_over_a_count(h: Tensor) -> Tensor:
+    positive = (h > 0).sum().item()
+    total: Tensor = sum((h for _ in range(int(positive))), start=h)
+    return total
+
+
+def decides_by_a_count(h: Tensor) -> Tensor:
+    return h + 1.0 if h[h[:, 0] > 0].shape[0] > 2 else h
+
+
+def calls_numpy(h: Tensor) -> Tensor:
+    return h * torch.from_numpy(h.detach().numpy()).mean()
+
+
+def has_no_translation(h: Tensor) -> Tensor:
+    return h - h.median()
+
+
+def computes_complex_numbers(h: Tensor) -> Tensor:
+    transformed: Tensor = torch.fft.fft(h).abs()
+    return transformed
+
+
+def fixes_the_batch(h: Tensor) -> Tensor:
+    return h.view(4, 5) * 1.0
+
+
+def multiplies_wrongly(h: Tensor) -> Tensor:
+    return h @ torch.zeros(4, 6)
+
+
+def fails_in_a_library(h: Tensor) -> Tensor:
+    return h * float(np.linalg.inv(np.zeros((2, 2))).sum())
+
+
+@pytest.mark.parametrize(
+    "then, said",
+    [
+        (takes_a_number_out, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
+        (loops_over_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
+        (decides_by_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
+        (calls_numpy, [".numpy() is not supported"]),
+        (has_no_translation, ["aten.median.default", "no ONNX translation", "expected other operators"]),
+        (computes_complex_numbers, ["aten._fft_r2c.default", "complex numbers", "expected real ones"]),
+        (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
+        (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
+        (multiplies_wrongly, ["fails on the batch", "mat1 and mat2 shapes cannot be multiplied"]),
+    ],
+)
+def test_a_refusal_names_the_users_line(
+    then: Callable[[Tensor], Tensor], said: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    lines, first = inspect.getsourcelines(then)
+    with pytest.raises(ExportError) as caught:
+        export_training_step(Head(then), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), dynamic_shapes=DYNAMIC)
+    text = str(caught.value)
+    assert all(part in text for part in said), text
+    places = [f"{then.__name__} (test_explaining.py:{first + offset})" for offset in range(1, len(lines))]
+    assert any(place in text for place in places), text
+    # What torch writes for its own developers.
+    for noise in ("TORCH_LOGS", "TORCHDYNAMO", "C++", "/torch/", "gradfuse/", "draft_export", "unhinted"):
+        assert noise not in text
+    assert capfd.readouterr() == ("", "")
+
+
+class Blocks(nn.Module):
+    """Pads to whole blocks of 4 tokens, unless there are whole ones, as models with local attention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] % 4 != 0:
+            x = F.pad(x, (0, 0, 0, 4 - x.shape[1] % 4))
+        return self.layer(x.view(x.shape[0], x.shape[1] // 4, 4, 6).sum(2)).mean(1)  # type: ignore[no-any-return]
+
+
+def _exported_blocks(module: Blocks, length: int) -> TrainingStep:
+    batch = torch.randn(2, length, 6), torch.arange(2)
+    shapes = {"x": {0: "batch", 1: "length"}, "target": {0: "batch"}}
+    return export_training_step(module, F.cross_entropy, batch, dynamic_shapes=shapes)
+
+
+def test_a_size_that_is_taken_to_be_a_multiple_is_told() -> None:
+    torch.manual_seed(0)
+    module = Blocks()
+    line = inspect.getsourcelines(Blocks.forward)[1] + 1
+    wanted = rf"axis 1 of 'x' is taken to be a multiple of 4.* forward \(test_explaining\.py:{line}\)"
+    with pytest.warns(UserWarning, match=wanted):
+        step = _exported_blocks(module, 8)
+    # Where the advice is followed, the step is PyTorch's.
+    batch = (torch.randn(3, 12, 6),), (torch.tensor([0, 4, 2]),)
+    results = run(step, batch, kernels=False)
+    native, exact = (autograd(module, F.cross_entropy, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        assert_gradients_close(result, native[name], exact[name], np.float32, terms=8)
+
+
+def test_other_sizes_raise_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _exported_blocks(Blocks(), 7)
