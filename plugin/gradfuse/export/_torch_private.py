@@ -58,7 +58,8 @@ def idle_conversions() -> Iterator[None]:
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
-        if all(_is_same_kind(tensor, fn(tensor)) for tensor in tensors):
+        changed = [(tensor, fn(tensor)) for tensor in tensors]
+        if all((a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) for a, b in changed):
             return self
         result: nn.Module = original(self, fn, recurse)  # type: ignore[no-untyped-call]
         return result
@@ -68,10 +69,6 @@ def idle_conversions() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
-
-
-def _is_same_kind(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

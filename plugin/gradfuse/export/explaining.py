@@ -6,9 +6,9 @@ Torch writes for its own developers: settings of its logs, graphs, frames of its
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
-import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -194,7 +194,7 @@ def _called(step: TorchStep, operator: str) -> str:
 def _current_place() -> str | None:
     """Return where the user's code is that is run by a step; None if it is the exporter that runs."""
     where: str | None = None
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         filename = frame.f_code.co_filename
         if where is None and is_users(filename):
