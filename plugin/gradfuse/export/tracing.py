@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse.errors import one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import batch_norms, branches, dropout, layouts, recurrences
+from gradfuse.export import batch_norms, branches, dropout, layouts, max_pools, recurrences
 from gradfuse.export.decompositions import backward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -85,6 +85,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
     """
     if fuse:
         recurrences.fuse_recurrences(program)
+        max_pools.fuse_max_pools(program)
     table = {**backward.table(), **(backward.fused_table() if fuse else {}), **dropout.table()}
     if not any(node.target in table for node in program.graph.nodes):
         return program
