@@ -23,7 +23,6 @@ aclnnStatus aclnnMaxPoolBackwardGetWorkspaceSize(const aclTensor* gradOutput, co
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnMaxPoolBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                 aclrtStream stream) {
+aclnnStatus aclnnMaxPoolBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
   return gradfuse::capi::Execute("aclnnMaxPoolBackward", Args::kName, workspace, workspaceSize, executor, stream);
 }

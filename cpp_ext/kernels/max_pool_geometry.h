@@ -13,9 +13,9 @@ struct MaxPoolGeometry {
 
   explicit MaxPoolGeometry(const MaxPoolBackwardArgs& args);
 
-  int64_t planes;              // items times channels
-  int64_t windows[kSpatial];   // of a plane
-  int64_t sizes[kSpatial];     // of a plane of the input
+  int64_t planes;             // items times channels
+  int64_t windows[kSpatial];  // of a plane
+  int64_t sizes[kSpatial];    // of a plane of the input
   int64_t kernel[kSpatial];
   int64_t stride[kSpatial];
   int64_t padding[kSpatial];  // at the beginning

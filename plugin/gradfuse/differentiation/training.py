@@ -25,9 +25,8 @@ from gradfuse.differentiation.differentiate import (
 )
 from gradfuse.differentiation.indexing import mark_embeddings
 from gradfuse.differentiation.normalization import fold_relus
-from gradfuse.differentiation.recurrences import FUSES
 from gradfuse.differentiation.reverse import gradients
-from gradfuse.differentiation.rules import FLOATS
+from gradfuse.differentiation.rules import FLOATS, FUSES
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.models import reading
