@@ -29,9 +29,7 @@ _LISTS = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
 """The attributes with a number for each spatial dimension, and the least that each number may be."""
 
 
-def places(
-    size: int, kernel_size: int, stride: int, padding: tuple[int, int], dilation: int, ceil_mode: bool
-) -> int:
+def places(size: int, kernel_size: int, stride: int, padding: tuple[int, int], dilation: int, ceil_mode: bool) -> int:
     """How many windows there are along a dimension: none begins behind the input, as in PyTorch."""
     room = size + sum(padding) - dilation * (kernel_size - 1) - 1
     if not ceil_mode:
@@ -202,9 +200,9 @@ OPERATOR = Operator(
     stem="max_pool_backward",
     doc=(
         "Gradient of maximum pooling over 1 to 3 spatial dimensions w.r.t. its input, as PyTorch's "
-        "max_pool2d_with_indices_backward, without indices: the maxima are found again. Of equal maxima of a window the "
-        "first gets its gradient, of NaN the last, which is larger than all numbers. Attributes with a number for each "
-        "spatial dimension may have one number for all. A window wholly in the padding has no gradient."
+        "max_pool2d_with_indices_backward, without indices: the maxima are found again. Of equal maxima of a window "
+        "the first gets its gradient, of NaN the last, which is larger than all numbers. Attributes with a number for "
+        "each spatial dimension may have one number for all. A window wholly in the padding has no gradient."
     ),
     summary="maximum pooling, without its indices",
     counterpart="`aten::max_pool2d_with_indices_backward`, and 3d",

@@ -53,8 +53,7 @@ def _fits(node: Node) -> bool:
         return False
     value = input.meta["val"]
     return bool(
-        value.dim() == spatial + 2
-        and _settings(spatial, *forward.args[1:]) == _settings(spatial, kernel, *settings)
+        value.dim() == spatial + 2 and _settings(spatial, *forward.args[1:]) == _settings(spatial, kernel, *settings)
     )
 
 

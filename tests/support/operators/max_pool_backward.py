@@ -182,7 +182,10 @@ SAMPLES = Samples(
     typical=_typical,
     rows=_rows,
     empty=[
-        (Sample([torch.zeros(0, 3, 2, 2), torch.zeros(0, 3, 4, 4)], {"kernel_size": (2,), "stride": (2,)}), [(0, 3, 4, 4)]),
+        (
+            Sample([torch.zeros(0, 3, 2, 2), torch.zeros(0, 3, 4, 4)], {"kernel_size": (2,), "stride": (2,)}),
+            [(0, 3, 4, 4)],
+        ),
         (Sample([torch.zeros(2, 0, 3), torch.zeros(2, 0, 4)], {"kernel_size": (2,)}), [(2, 0, 4)]),
     ],
 )
