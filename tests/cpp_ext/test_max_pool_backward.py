@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cpp_ext.single_node import assert_refused, assert_same_bits, run
@@ -80,16 +82,16 @@ def test_not_finite_numbers_are_where_pytorch_has_them(stride: int, padding: int
     out = torch.nn.functional.max_pool2d(image, 3, stride, padding)
     # Whole numbers, so that the order of sums makes no difference.
     grad = torch.randint(-9, 10, out.shape, generator=generator).float()
-    out.backward(grad)
+    out.backward(grad)  # type: ignore[no-untyped-call]
     assert image.grad is not None
-    attributes = {"kernel_size": (3,), "stride": (stride,), "padding": (padding,)}
+    attributes: dict[str, Any] = {"kernel_size": (3,), "stride": (stride,), "padding": (padding,)}
     (actual,) = run(OP, grad, image.detach(), **attributes)
     assert torch.equal(actual, image.grad)
 
 
 @pytest.mark.parametrize("width", [2, 40])
 def test_windows_in_the_padding_have_no_gradient(width: int) -> None:
-    attributes = {"kernel_size": (2, 1), "padding": (2, 0), "dilation": (3, 1)}
+    attributes: dict[str, Any] = {"kernel_size": (2, 1), "padding": (2, 0), "dilation": (3, 1)}
     image = torch.randn(1, 1, 2, width)
     grad = torch.arange(1.0, 1 + 3 * width).reshape(1, 1, 3, width)
     (actual,) = run(OP, grad, image, **attributes)

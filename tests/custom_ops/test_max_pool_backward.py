@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from backends import BACKENDS, inferred, run
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 from operators import SAMPLES
@@ -38,7 +40,9 @@ def test_any_attributes(
     ceil_mode: int,
     dtype: torch.dtype,
 ) -> None:
-    attributes = {
+    # With strides and dilations of 1, onnx.reference gives wrong indices for windows that are not square.
+    assume(backend != "reference" or kernel[0] == kernel[1] or max(*stride, dilation) > 1)
+    attributes: dict[str, Any] = {
         "kernel_size": kernel,
         "stride": stride,
         "padding": tuple(min(pad, most - 1) for pad, most in zip(padding, kernel * 2, strict=True)),
@@ -61,20 +65,20 @@ def test_not_finite_numbers_are_where_pytorch_has_them(dtype: torch.dtype, paddi
     image.requires_grad_()
     out = torch.nn.functional.max_pool2d(image, 3, 2, padding)
     grad = torch.randint(-9, 10, out.shape, generator=generator).to(dtype)
-    out.backward(grad)
+    out.backward(grad)  # type: ignore[no-untyped-call]
     assert image.grad is not None
-    attributes = {"kernel_size": (3,), "stride": (2,), "padding": (padding,)}
+    attributes: dict[str, Any] = {"kernel_size": (3,), "stride": (2,), "padding": (padding,)}
     (actual,) = run(OP, "onnxruntime", grad, image.detach(), ranks=[4], **attributes)
     assert torch.equal(actual, image.grad)
 
 
 def test_shapes() -> None:
-    halves = {"kernel_size": (2,), "stride": (2,)}
+    halves: dict[str, Any] = {"kernel_size": (2,), "stride": (2,)}
     grad, x = (FLOAT, ("N", 6, 4, "W")), (FLOAT, (None, "C", 9, None))
     assert inferred(OP, grad, x, **halves) == [(FLOAT, ("N", 6, 9, None))]
     assert inferred(OP, (FLOAT, (1, 1, 5)), (FLOAT, (1, 1, 9)), **halves, ceil_mode=1) == [(FLOAT, (1, 1, 9))]
     # The window that would begin behind the input is left out.
-    three = {"kernel_size": (1,), "stride": (3,), "ceil_mode": 1}
+    three: dict[str, Any] = {"kernel_size": (1,), "stride": (3,), "ceil_mode": 1}
     assert inferred(OP, (FLOAT, (1, 1, 3)), (FLOAT, (1, 1, 9)), **three) == [(FLOAT, (1, 1, 9))]
     # One window that the input is too small for.
     assert inferred(OP, (FLOAT, (1, 1, 1)), (FLOAT, (1, 1, 1)), **halves, ceil_mode=1) == [(FLOAT, (1, 1, 1))]
@@ -82,7 +86,7 @@ def test_shapes() -> None:
 
 def test_refusals() -> None:
     grad, x = (FLOAT, (2, 3, 4)), (FLOAT, (2, 3, 8))
-    halves = {"kernel_size": (2,), "stride": (2,)}
+    halves: dict[str, Any] = {"kernel_size": (2,), "stride": (2,)}
     with pytest.raises(ArgumentError, match=r"grad_output is of dimension 2 5; expected dimension 2 4"):
         inferred(OP, (FLOAT, (2, 3, 5)), x, **halves)
     with pytest.raises(ArgumentError, match=r"grad_output is of C 4; expected C 3"):

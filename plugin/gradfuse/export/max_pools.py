@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 register_ops()
 
-_FORWARDS = {
+_FORWARDS: dict[Any, tuple[Any, int]] = {
     aten.max_pool2d_with_indices_backward.default: (aten.max_pool2d_with_indices.default, 2),
     aten.max_pool3d_with_indices_backward.default: (aten.max_pool3d_with_indices.default, 3),
 }
@@ -45,11 +45,14 @@ def fuse_max_pools(program: ExportedProgram) -> None:
 def _fits(node: Node) -> bool:
     """Whether a gradient's indices are those of a pooling with its own input and settings, over items of a batch."""
     pooling, spatial = _FORWARDS[node.target]
-    _, input, kernel, *settings, indices = node.args
+    arguments: list[Any] = list(node.args)
+    _, input, kernel, *settings, indices = arguments
     if not isinstance(indices, Node) or indices.target is not operator.getitem or indices.args[1] != 1:
         return False
     forward = indices.args[0]
-    if not isinstance(forward, Node) or forward.target is not pooling or forward.args[0] is not input:
+    if not isinstance(forward, Node) or forward.target is not pooling:
+        return False
+    if not isinstance(input, Node) or forward.args[0] is not input:
         return False
     value = input.meta["val"]
     return bool(
@@ -66,7 +69,8 @@ def _settings(spatial: int, kernel: Any, *given: Any) -> tuple[Any, ...]:
 
 def _fuse(node: Node) -> None:
     _, spatial = _FORWARDS[node.target]
-    grad_output, input, kernel, *settings, indices = node.args
+    given: list[Any] = list(node.args)
+    grad_output, input, kernel, *settings, indices = given
     arguments = (grad_output, input, *_settings(spatial, kernel, *settings))
     with node.graph.inserting_before(node):
         fused = node.graph.call_function(getattr(torch.ops.aclnn, OPERATOR.stem).default, arguments)

@@ -48,7 +48,7 @@ def _gradient(grad: Float64s, image: Float64s, attributes: Mapping[str, Any]) ->
 
     kernel, stride, dilation = per_axis("kernel_size", 1), per_axis("stride", 1), per_axis("dilation", 1)
     begin = per_axis("padding", 0)[:spatial]
-    flat = image.reshape(*image.shape[:2], -1)
+    flat = image.reshape(*image.shape[:2], int(np.prod(image.shape[2:])))
     best = np.full(grad.shape, -np.inf)
     found = np.full(grad.shape, -1)
     for tap in product(*map(range, kernel)):
@@ -66,6 +66,7 @@ def _gradient(grad: Float64s, image: Float64s, attributes: Mapping[str, Any]) ->
         takes = inside & ((found < 0) | (values > best))
         best, found = np.where(takes, values, best), np.where(takes, at, found)
     result = np.zeros_like(flat)
-    item, channel, *_ = np.indices(grad.shape)
-    np.add.at(result, (item[found >= 0], channel[found >= 0], found[found >= 0]), grad[found >= 0])
+    is_met = found >= 0
+    where = np.nonzero(is_met)
+    np.add.at(result, (where[0], where[1], found[is_met]), grad[is_met])
     return result.reshape(image.shape)
