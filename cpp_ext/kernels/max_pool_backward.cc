@@ -58,8 +58,7 @@ Status Check(const MaxPoolBackwardArgs& args) {
 
 std::vector<Shape> OutputShapes(const MaxPoolBackwardArgs& args) { return {args.input.shape}; }
 
-MaxPoolGeometry::MaxPoolGeometry(const MaxPoolBackwardArgs& args)
-    : planes(args.input.shape[0] * args.input.shape[1]), window_count(1), plane_size(1) {
+MaxPoolGeometry::MaxPoolGeometry(const MaxPoolBackwardArgs& args) : planes(args.input.shape[0] * args.input.shape[1]) {
   const int spatial = args.input.shape.rank() - 2;
   for (int i = 0; i < kSpatial; ++i) {
     const int axis = i - (kSpatial - spatial);

@@ -13,16 +13,16 @@ struct MaxPoolGeometry {
 
   explicit MaxPoolGeometry(const MaxPoolBackwardArgs& args);
 
-  int64_t planes;             // items times channels
-  int64_t windows[kSpatial];  // of a plane
-  int64_t sizes[kSpatial];    // of a plane of the input
-  int64_t kernel[kSpatial];
-  int64_t stride[kSpatial];
-  int64_t padding[kSpatial];  // at the beginning
-  int64_t dilation[kSpatial];
+  int64_t planes;                  // items times channels
+  int64_t windows[kSpatial] = {};  // of a plane
+  int64_t sizes[kSpatial] = {};    // of a plane of the input
+  int64_t kernel[kSpatial] = {};
+  int64_t stride[kSpatial] = {};
+  int64_t padding[kSpatial] = {};  // at the beginning
+  int64_t dilation[kSpatial] = {};
 
-  int64_t window_count;  // of a plane
-  int64_t plane_size;    // of the input
+  int64_t window_count = 1;  // of a plane
+  int64_t plane_size = 1;    // of the input
 };
 
 }  // namespace gradfuse

@@ -27,8 +27,8 @@ using PlaceOf = std::conditional_t<sizeof(ComputeType<T>) == 8, int64_t, int32_t
 
 // Some numbers of a range, which begins at 0.
 struct Range {
-  int64_t begin;
-  int64_t end;
+  int64_t begin = 0;
+  int64_t end = 0;
 };
 
 // Of `count` numbers, those for which 0 <= first + number step < size.
@@ -55,7 +55,7 @@ struct WindowRow {
     return begin + (depth * g.dilation[0] * g.sizes[1] + height * g.dilation[1]) * g.sizes[2];
   }
 
-  Range taps[2];
+  Range taps[2] = {};
   int64_t begin;
 };
 
@@ -331,7 +331,7 @@ void RunTyped(const MaxPoolBackwardArgs& args, const ParallelFor& parallel) {
   constexpr int64_t kTask = 32768;
   constexpr int64_t kMostTasks = 64;
   const int64_t planes_per_task =
-      std::max(std::max<int64_t>(1, kTask / geometry.plane_size), CeilDiv(geometry.planes, kMostTasks));
+      std::max({int64_t{1}, kTask / geometry.plane_size, CeilDiv(geometry.planes, kMostTasks)});
   const int64_t tasks = CeilDiv(geometry.planes, planes_per_task);
   const int64_t scratch_size = kIsShort && !IsOfSquares(geometry) ? geometry.plane_size : 0;
   std::vector<ComputeType<T>> scratch(static_cast<size_t>(tasks * scratch_size));
