@@ -26,6 +26,7 @@ from gradfuse.custom_ops import (
     gru_recurrence_backward,
     lstm_recurrence,
     lstm_recurrence_backward,
+    max_pool_backward,
     mse_loss_backward,
     scaled_masked_softmax_backward,
 )
@@ -58,6 +59,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             lstm_recurrence_backward,
             gru_recurrence,
             gru_recurrence_backward,
+            max_pool_backward,
         )
     }
 )

@@ -16,9 +16,9 @@ from gradfuse.custom_ops.operator import (
     Output,
     Tensor,
     TorchOp,
-    Value,
     Variant,
 )
+from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis
 
 if TYPE_CHECKING:
     import torch
@@ -40,41 +40,25 @@ def _spatial(call: Call) -> int | None:
             raise call.error(name, f"of rank {rank}", f"rank {ranks[first]}, as {first}")
     if ranks:
         return next(iter(ranks.values())) - 2
-    lengths = {len(_numbers(call.attributes[name])) for name in ("stride", "dilation", "output_padding")} - {1}
+    lengths = {len(numbers_of(call.attributes[name])) for name in ("stride", "dilation", "output_padding")} - {1}
     return lengths.pop() if len(lengths) == 1 else None
-
-
-def _numbers(value: Value) -> tuple[int, ...]:
-    assert isinstance(value, tuple)
-    return value
-
-
-def _per_axis(numbers: Sequence[int], spatial: int) -> list[int]:
-    return list(numbers) * spatial if len(numbers) == 1 else list(numbers)
-
-
-def _paddings(numbers: Sequence[int], spatial: int) -> tuple[list[int], list[int]]:
-    """What is added at the beginning and at the end of each spatial dimension."""
-    if len(numbers) == 2 * spatial:
-        return list(numbers[:spatial]), list(numbers[spatial:])
-    return _per_axis(numbers, spatial), _per_axis(numbers, spatial)
 
 
 def _check_attributes(call: Call, spatial: int | None) -> None:
     call.flag("transposed")
     for name, least in _LISTS.items():
-        numbers = _numbers(call.attributes[name])
+        numbers = numbers_of(call.attributes[name])
         if spatial is not None:
             lengths = sorted({1, spatial, *([2 * spatial] if name == "padding" else [])})
             if len(numbers) not in lengths:
                 raise call.error(name, list(numbers), f"{' or '.join(map(str, lengths))} numbers")
         if not numbers or not all(least <= number <= _MOST for number in numbers):
             raise call.error(name, list(numbers), f"numbers from {least} to {_MOST}")
-    mask = _numbers(call.attributes["output_mask"])
+    mask = numbers_of(call.attributes["output_mask"])
     if len(mask) != 3 or not all(one in (0, 1) for one in mask):
         raise call.error("output_mask", list(mask), "3 numbers, 0 or 1")
-    if call.attributes["transposed"] == 0 and any(_numbers(call.attributes["output_padding"])):
-        raise call.error("output_padding", list(_numbers(call.attributes["output_padding"])), "0 without transposed")
+    if call.attributes["transposed"] == 0 and any(numbers_of(call.attributes["output_padding"])):
+        raise call.error("output_padding", list(numbers_of(call.attributes["output_padding"])), "0 without transposed")
     groups = call.attributes["groups"]
     assert isinstance(groups, int)
     if groups < 1:
@@ -94,7 +78,7 @@ def _infer(call: Call) -> list[Tensor]:
     spatial = _spatial(call)
     _check_attributes(call, spatial)
     dtype = OPERATOR.dtype(call)
-    mask = _numbers(call.attributes["output_mask"])
+    mask = numbers_of(call.attributes["output_mask"])
     if spatial is None:
         shapes: list[tuple[Dim, ...] | None] = [None, None, (None,)]
         return [Tensor(dtype, shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True)]
@@ -132,9 +116,9 @@ def _output_size(call: Call, spatial: int, axis: int, size: Dim, taps: Dim) -> D
     if not isinstance(size, int) or not isinstance(taps, int):
         return None
     stride, dilation, extra = (
-        _per_axis(_numbers(call.attributes[name]), spatial)[axis] for name in ("stride", "dilation", "output_padding")
+        per_axis(numbers_of(call.attributes[name]), spatial)[axis] for name in ("stride", "dilation", "output_padding")
     )
-    begin, end = _paddings(_numbers(call.attributes["padding"]), spatial)
+    begin, end = paddings(numbers_of(call.attributes["padding"]), spatial)
     padding, reach = begin[axis] + end[axis], dilation * (taps - 1) + 1
     if call.attributes["transposed"]:
         return (size - 1) * stride - padding + reach + extra
@@ -146,15 +130,15 @@ def _choices(call: Call) -> Iterable[str]:
     spatial = _spatial(call)
     if spatial is None:
         raise call.error("input", "of unknown rank", "a tensor of known rank")
-    begin, end = _paddings(_numbers(call.attributes["padding"]), spatial)
-    lists = {name: _per_axis(_numbers(call.attributes[name]), spatial) for name in ("stride", "dilation")}
+    begin, end = paddings(numbers_of(call.attributes["padding"]), spatial)
+    lists = {name: per_axis(numbers_of(call.attributes[name]), spatial) for name in ("stride", "dilation")}
     for name, numbers in {**lists, "padding": [*begin, *end]}.items():
         yield "_".join([name, *map(str, numbers)])
     yield f"groups_{call.attributes['groups']}"
     if call.attributes["transposed"]:
         yield "transposed"
     names = ("input", "weight", "bias")
-    yield from (name for name, one in zip(names, _numbers(call.attributes["output_mask"]), strict=True) if one)
+    yield from (name for name, one in zip(names, numbers_of(call.attributes["output_mask"]), strict=True) if one)
     if OPERATOR.dtype(call) == TensorProto.DOUBLE:
         yield "double"
 

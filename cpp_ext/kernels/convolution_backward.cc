@@ -1,44 +1,19 @@
 #include "gradfuse/ops/convolution_backward.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 
 #include "kernels/convolution_geometry.h"
+#include "kernels/spatial_numbers.h"
 
 namespace gradfuse {
 namespace {
-
-using Numbers = ConvolutionBackwardArgs::Numbers;
-
-// Of attributes and of sizes in space: sums of products of two fit 64 bits.
-constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-
-// The number of a list for a spatial dimension.
-int64_t At(const Numbers& numbers, int axis) { return numbers.size() == 1 ? numbers[0] : numbers[axis]; }
-
-int64_t PaddingAtEnd(const ConvolutionBackwardArgs& args, int spatial, int axis) {
-  const bool symmetric = static_cast<int>(args.padding.size()) != 2 * spatial;
-  return At(args.padding, symmetric ? axis : spatial + axis);
-}
-
-Status CheckNumbers(const char* name, const Numbers& numbers, int spatial, bool may_have_ends, int64_t least) {
-  const auto size = static_cast<int>(numbers.size());
-  const bool fits = size == 1 || size == spatial || (may_have_ends && size == 2 * spatial);
-  const bool in_range =
-      std::all_of(numbers.begin(), numbers.end(), [&](int64_t number) { return number >= least && number <= kMost; });
-  const std::string lengths = (spatial == 1 ? "1" : "1 or " + std::to_string(spatial)) +
-                              (may_have_ends ? " or " + std::to_string(2 * spatial) : "");
-  GRADFUSE_EXPECT(fits && in_range, name, Describe(numbers),
-                  lengths + " numbers from " + std::to_string(least) + " to 2147483647");
-  return {};
-}
 
 // The size of grad_output along a spatial dimension.
 int64_t OutputSize(const ConvolutionBackwardArgs& args, int spatial, int axis) {
   const int64_t size = args.input.shape[axis + 2];
   const int64_t reach = At(args.dilation, axis) * (args.weight.shape[axis + 2] - 1) + 1;
-  const int64_t padding = At(args.padding, axis) + PaddingAtEnd(args, spatial, axis);
+  const int64_t padding = At(args.padding, axis) + PaddingAtEnd(args.padding, spatial, axis);
   const int64_t stride = At(args.stride, axis);
   if (args.transposed != 0) return (size - 1) * stride - padding + reach + At(args.output_padding, axis);
   const int64_t room = size + padding - reach;
@@ -85,9 +60,9 @@ Status Check(const ConvolutionBackwardArgs& args) {
                   Describe(args.weight.dtype, weight) + " as " + std::to_string(args.groups) +
                       (args.groups == 1 ? " group" : " groups") + " of channels");
   for (int axis = 0; axis < spatial; ++axis) {
-    GRADFUSE_EXPECT(weight[axis + 2] >= 1 && weight[axis + 2] <= kMost, "weight", Describe(args.weight),
+    GRADFUSE_EXPECT(weight[axis + 2] >= 1 && weight[axis + 2] <= kMostInSpace, "weight", Describe(args.weight),
                     "a kernel of 1 to 2147483647 elements along each dimension");
-    GRADFUSE_EXPECT(args.input.shape[axis + 2] <= kMost, "input", Describe(args.input),
+    GRADFUSE_EXPECT(args.input.shape[axis + 2] <= kMostInSpace, "input", Describe(args.input),
                     "at most 2147483647 elements along each spatial dimension");
   }
   Shape output = args.grad_output.shape;

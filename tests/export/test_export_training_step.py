@@ -9,6 +9,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -761,6 +762,46 @@ def test_gradients_of_embeddings_are_an_operator(fuse: bool) -> None:
     assert len(found) == fuse
     values = {attribute.name: attribute.i for node in found for attribute in node.attribute}
     assert not found or values == {"num_weights": 50, "padding_idx": 3, "scale_grad_by_freq": 1}
+
+
+class Pooled(nn.Module):
+    """Poolings of one to three dimensions, and one whose indices are read."""
+
+    def __init__(self, indices: bool = False) -> None:
+        super().__init__()
+        self.indices = indices
+        self.body = nn.Conv2d(2, 3, 3, padding=1)
+        self.head = nn.Linear(17, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.body(x)
+        pooled, indices = F.max_pool2d(maps, 3, 2, 1, return_indices=True)
+        if self.indices:
+            read: Tensor = self.head((pooled + 0.01 * indices).flatten(1)[:, :17])
+            return read
+        planes = F.max_pool1d(maps.flatten(2), 3, ceil_mode=True)
+        volume = F.max_pool3d(pooled.unsqueeze(1), (2, 1, 2))
+        whole: Tensor = self.head(torch.cat([volume.flatten(1), planes[:, :, :3].flatten(1)], 1))
+        return whole
+
+
+@pytest.mark.parametrize("fuse", (True, False))
+def test_gradients_of_maximum_pooling_are_an_operator_without_indices(fuse: bool) -> None:
+    torch.manual_seed(0)
+    step = export_training_step(Pooled(), F.cross_entropy, (torch.randn(4, 2, 8, 8), classes(4)), fuse=fuse)
+    nodes = [node for node in step.model.graph.node if node.op_type in ("MaxPool", "MaxPoolBackward")]
+    found = [node for node in nodes if node.op_type == "MaxPoolBackward"]
+    assert len(found) == (3 if fuse else 0)
+    poolings = [node for node in nodes if node.op_type == "MaxPool"]
+    assert not fuse or [len(node.output) for node in poolings] == [1, 1, 1]
+
+
+def test_indices_that_the_module_reads_stay() -> None:
+    torch.manual_seed(0)
+    step = export_training_step(Pooled(indices=True), F.cross_entropy, (torch.randn(4, 2, 8, 8), classes(4)))
+    counts = Counter(node.op_type for node in step.model.graph.node)
+    assert counts["MaxPoolBackward"] == 1
+    assert any(len(node.output) == 2 for node in step.model.graph.node if node.op_type == "MaxPool")
 
 
 def test_a_wrong_export_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

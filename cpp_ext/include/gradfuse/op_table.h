@@ -14,6 +14,7 @@
 #include "gradfuse/ops/gru_recurrence_backward.h"
 #include "gradfuse/ops/lstm_recurrence.h"
 #include "gradfuse/ops/lstm_recurrence_backward.h"
+#include "gradfuse/ops/max_pool_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
 
@@ -27,7 +28,7 @@ using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
     ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
-    GruRecurrenceBackwardArgs>;
+    GruRecurrenceBackwardArgs, MaxPoolBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

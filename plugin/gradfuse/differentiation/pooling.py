@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from gradfuse.custom_ops.max_pool_backward import MOST_SPATIAL
 from gradfuse.differentiation.convolutions import Window
-from gradfuse.differentiation.rules import Call, Gradient, gradient
+from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import scattered
+
+_KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @gradient("MaxPool")
@@ -20,6 +23,10 @@ def max_pool(call: Call) -> Iterator[Gradient]:
     """The first of equal maxima gets the gradient, as in torch."""
     x, dy = _operands(call)
     node = call.node
+    if (options := _of_operator(call, x)) is not None:
+        node.resize_outputs(1)
+        yield dy.op("MaxPoolBackward", x, domain="aclnn", **options)
+        return
     if call.attribute("storage_order", 0):
         # Its indices count columns first: another node gives those of the same maxima by rows.
         again = call.tape.parts("MaxPool", 2, x, **{**_plain(node), "storage_order": 0})[1]
@@ -37,6 +44,44 @@ def max_pool(call: Call) -> Iterator[Gradient]:
 
 def _plain(node: ir.Node) -> dict[str, Any]:
     return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
+def _of_operator(call: Call, x: Tensor) -> dict[str, Any] | None:
+    """Return the attributes of the operator for a node's gradient; None where the gradient needs indices.
+
+    Where the model has the indices, they cost nothing more. With ceil_mode, versions of onnxruntime differ in whether a
+    window may begin behind the image; those of the operator never do.
+    """
+    node, kernel = call.node, call.attribute("kernel_shape")
+    has_indices = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
+    if not node.meta.get(FUSES) or has_indices or x.dtype not in _KERNEL_TYPES:
+        return None
+    if len(kernel) > MOST_SPATIAL or call.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        return None
+    window = Window(call, x, call.y[0], kernel)
+    if any(max(pads) > reach for *pads, reach in zip(window.begin, window.end, window.reach, strict=True)):
+        return None
+    ceil_mode = call.attribute("ceil_mode", 0)
+    if ceil_mode and not _begin_in_image(call, window):
+        return None
+    return {
+        "kernel_size": kernel,
+        "stride": window.strides,
+        "padding": [*window.begin, *window.end],
+        "dilation": window.dilations,
+        "ceil_mode": ceil_mode,
+    }
+
+
+def _begin_in_image(call: Call, window: Window) -> bool:
+    """Whether no window of those that ceil_mode gives begins behind the image, as far as sizes are known."""
+    for axis, size in enumerate(call.dims(window.image)[2:]):
+        if not isinstance(size, int):
+            return False
+        room = size + window.begin[axis] + window.end[axis] - window.reach[axis] - 1
+        if -(-room // window.strides[axis]) * window.strides[axis] >= size + window.begin[axis]:
+            return False
+    return True
 
 
 @gradient("AveragePool")

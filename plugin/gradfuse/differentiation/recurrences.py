@@ -9,15 +9,12 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from gradfuse.differentiation.expansion import expansion
-from gradfuse.differentiation.rules import Call
+from gradfuse.differentiation.rules import FUSES, Call
 from gradfuse.differentiation.tensors import Tape, Tensor
 
 Tensors: TypeAlias = "Sequence[Tensor]"
 Step: TypeAlias = "Callable[[Tape, Tensors, Tensor], list[Tensor]]"
 """Writes one step: from the states before it and the projected input to the states behind it."""
-
-FUSES = "gradfuse.fuses_recurrence"
-"""In the `meta` of a node: whether it may become a recurrence of the domain `aclnn`."""
 
 _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _LAST = 2**63 - 1

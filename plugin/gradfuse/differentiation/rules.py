@@ -22,6 +22,9 @@ Rule: TypeAlias = "Callable[[Call], Iterable[Gradient]]"
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
+FUSES = "gradfuse.fuses"
+"""In the `meta` of a node: whether operators of the domain `aclnn` may stand for it, or in its gradient."""
+
 FAMILIES = (
     "elementwise",
     "reductions",

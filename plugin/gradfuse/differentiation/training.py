@@ -27,8 +27,7 @@ from gradfuse.differentiation.differentiate import (
     values_of,
 )
 from gradfuse.differentiation.indexing import mark_embeddings
-from gradfuse.differentiation.recurrences import FUSES
-from gradfuse.differentiation.rules import FLOATS
+from gradfuse.differentiation.rules import FLOATS, FUSES
 from gradfuse.differentiation.self_check import check_gradients
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from gradfuse.differentiation.differentiate import append_gradients, expand_on_the_way, free_prefix, prepared
-from gradfuse.differentiation.recurrences import FUSES
+from gradfuse.differentiation.rules import FUSES
 from gradfuse.differentiation.tensors import Tape
 from gradfuse.models import reading
 

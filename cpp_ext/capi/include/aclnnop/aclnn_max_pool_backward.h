@@ -1,0 +1,35 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_MAX_POOL_BACKWARD_H_
+#define GRADFUSE_ACLNNOP_ACLNN_MAX_POOL_BACKWARD_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradient of maximum pooling over 1 to 3 spatial dimensions. The maxima are found again: of equal ones of a window the
+ * first gets its gradient, of NaN the last.
+ *
+ * gradOutput: (N, C, ...), an element for each window; input: (N, C, ...); both one of FLOAT, DOUBLE, FLOAT16 and BF16.
+ * kernelSize, stride, padding, dilation: one number for all spatial dimensions, or one for each; padding also those at
+ *     all beginnings, then those at all ends. It is less than a window reaches.
+ * ceilMode: whether the last window may reach beyond the padding.
+ * gradInput: of the type and shape of input.
+ */
+aclnnStatus aclnnMaxPoolBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* input,
+                                                 const aclIntArray* kernelSize, const aclIntArray* stride,
+                                                 const aclIntArray* padding, const aclIntArray* dilation, bool ceilMode,
+                                                 aclTensor* gradInput, uint64_t* workspaceSize,
+                                                 aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnMaxPoolBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif
