@@ -796,11 +796,11 @@ def test_gradients_of_maximum_pooling_are_an_operator_without_indices(fuse: bool
     assert not fuse or [len(node.output) for node in poolings] == [1, 1, 1]
 
 
-def test_indices_that_the_module_reads_stay() -> None:
+def test_indices_that_the_module_reads_serve_the_gradient_too() -> None:
     torch.manual_seed(0)
     step = export_training_step(Pooled(indices=True), F.cross_entropy, (torch.randn(4, 2, 8, 8), classes(4)))
     counts = Counter(node.op_type for node in step.model.graph.node)
-    assert counts["MaxPoolBackward"] == 1
+    assert not counts["MaxPoolBackward"]
     assert any(len(node.output) == 2 for node in step.model.graph.node if node.op_type == "MaxPool")
 
 
