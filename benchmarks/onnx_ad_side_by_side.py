@@ -37,7 +37,6 @@ from training_models import MODELS, Model
 import gradfuse
 from gradfuse import library
 
-onnx_ad: Any = importlib.import_module("onnx_ad")
 test_node_tests: Any = importlib.import_module("test_node_tests")
 
 Array = npt.NDArray[Any]
@@ -51,6 +50,11 @@ TIMED_STEPS = 15
 MODELS_COMPARED = ("ResNet", "ConvNeXt", "ViT", "GPT, scaled_dot_product_attention", "T5")
 RIGHT = 1e-3
 """A gradient is right within this share of the largest element."""
+
+
+def onnx_ad() -> Any:
+    """The package, which `make bench-onnx-ad` alone installs."""
+    return importlib.import_module("onnx_ad")
 
 
 class WithLoss(torch.nn.Module):
@@ -72,7 +76,7 @@ def of_case(case: node_tests.Case, seeds: Mapping[str, Array], by_onnx: bool) ->
     """As `node_tests.by_gradfuse`; its seeds and gradients have one axis more."""
     wrt = [name for name in case.wrt if name not in case.fixed]
     model = with_constants(case)
-    derived = onnx_ad.reverse(model, inputs=wrt, outputs=list(seeds), layout="onnx")
+    derived = onnx_ad().reverse(model, inputs=wrt, outputs=list(seeds), layout="onnx")
     feeds = dict(case.feeds) | {f"adj_{name}": seed[..., None] for name, seed in seeds.items()}
     found = node_tests.run(derived, {value.name: feeds[value.name] for value in derived.graph.input}, by_onnx=by_onnx)
     return {name: found[f"adj_{name}"][..., 0] for name in wrt}, list(case.fixed)
@@ -176,7 +180,7 @@ def by_gradfuse(forward: onnx.ModelProto, parameters: list[str], fuse: bool) -> 
 
 def by_onnx_ad(forward: onnx.ModelProto, parameters: list[str], loss: str) -> onnx.ModelProto:
     given = with_parameters_as_inputs(forward, parameters)
-    derived: onnx.ModelProto = onnx_ad.reverse(given, inputs=parameters, outputs=[loss], layout="onnx")
+    derived: onnx.ModelProto = onnx_ad().reverse(given, inputs=parameters, outputs=[loss], layout="onnx")
     return derived
 
 

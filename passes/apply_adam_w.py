@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 

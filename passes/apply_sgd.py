@@ -75,7 +75,10 @@ def _is_given(value: ir.Value) -> bool:
 def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
     """What a sum may be the update of: its terms that are given to the graph."""
     node = uncast(root).producer()
-    if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum") or not site.knows(root):
+    if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum"):
+        return []
+    # What is given to the body of a loop changes from turn to turn.
+    if not site.is_main or not site.knows(root):
         return []
     terms = [plain(site, value) for value in node.inputs if value is not None]
     return [v for v in terms if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
@@ -146,7 +149,11 @@ def _without_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Updat
     ((factors, number),) = steps.items()
     if (gradient, 1.0) not in factors or constant(site, gradient) is not None:
         return None
-    rate = _rate(site, factors, number, gradient)
+    try:
+        rate = _rate(site, factors, number, gradient)
+    except Mismatch:
+        # A sum as any other.
+        return None
     return _Update(parameter, gradient, rate, None, nesterov=False) if rate.factors or rate.number != 1 else None
 
 

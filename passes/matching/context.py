@@ -44,7 +44,13 @@ class Context:
         functions = {f.graph for f in self.model.functions.values()}
         for graph, opset in graphs.items():
             self._sites[graph] = Site(
-                graph, opset, shared, is_function=graph in functions, progress=self.progress, invented=invented
+                graph,
+                opset,
+                shared,
+                is_main=graph is self.model.graph,
+                is_function=graph in functions,
+                progress=self.progress,
+                invented=invented,
             )
         return self
 

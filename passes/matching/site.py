@@ -41,6 +41,7 @@ class Site:
         opset: int,
         names: Names,
         *,
+        is_main: bool = True,
         is_function: bool = False,
         progress: Progress | None = None,
         invented: Collection[str] = frozenset(),
@@ -48,6 +49,7 @@ class Site:
         self.graph = graph
         self.opset = opset
         self.names = names
+        self.is_main = is_main
         self.is_function = is_function
         self.forms = Forms(graph, progress, invented)
         self.algebra: Algebra = self.forms.algebra

@@ -109,9 +109,10 @@ def _rescaled(number: float, table: Table) -> float:
         return abs(float(f"{x:.1e}") - x) <= 1e-6 * abs(x)
 
     large = sorted(table, reverse=True)[:6]
-    for count in (1, 2, 3):
-        for chosen in itertools.combinations_with_replacement(large, count):
-            for power in (1, -1):
-                if is_round(number * math.prod(n**power for n in chosen)) and not is_round(number):
-                    return number * math.prod((n / table[n]) ** power for n in chosen)
+    different = (chosen for count in (1, 2, 3) for chosen in itertools.combinations(large, count))
+    repeated = (chosen for count in (2, 3) for chosen in itertools.combinations_with_replacement(large, count))
+    for chosen in itertools.chain(different, repeated):
+        for power in (1, -1):
+            if is_round(number * math.prod(n**power for n in chosen)) and not is_round(number):
+                return number * math.prod((n / table[n]) ** power for n in chosen)
     return number
