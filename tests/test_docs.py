@@ -64,7 +64,7 @@ def test_the_commands_run_and_the_picture_is_of_the_step(
     nodes = [len(onnx.load(name).graph.node) for name in ("step.onnx", "fused.onnx")]
     assert re.search(rf"^\| nodes of the step above, {nodes[0]} as exported\[\^1\] \| {nodes[1]} \|", readme, re.M)
     picture = draw_fusion.draw(onnx.load("step.onnx"))
-    assert picture.count('class="node"') == 16
+    assert picture.count('class="node"') == 14
     assert re.findall(r"<text[^>]*>([^<]+)</text>", picture) == re.findall(
         r"<text[^>]*>([^<]+)</text>", text("fusion.svg")
     )

@@ -29,7 +29,15 @@ _MARGIN = 14
 _CAPTION = 40
 _BETWEEN = 70
 _SWEEPS = 24
-_INPUTS = {"log_softmax": "log-probabilities", "target": "classes", "to_copy": "rows that count"}
+_INPUTS = {
+    "log_softmax": "log-probabilities",
+    "target": "classes",
+    "unsqueeze": "classes in a column",
+    "ne": "rows that count",
+    "to_copy": "their number",
+    "gather": "picked",
+    "where_1": "losses",
+}
 _STYLE = """
 text { font: 12px ui-monospace, SFMono-Regular, Menlo, monospace; text-anchor: middle; dominant-baseline: central }
 .title { font: 600 15px system-ui, sans-serif; fill: #7d8590 }
@@ -83,16 +91,21 @@ def subgraph(model: onnx.ModelProto, names: Iterable[str]) -> Graph:
     graph = Graph()
     for value in dict.fromkeys(name for node in nodes for name in node.input if name):
         if value not in producer and value not in known:
-            graph.add(value, _INPUTS.get(value.strip("_"), value), "value")
+            graph.add(_key(value), _INPUTS.get(value.strip("_"), value), "value")
     for node in nodes:
-        reads = [producer.get(name, name) for name in node.input]
+        reads = [producer.get(name, _key(name)) for name in node.input]
         kind = "fused" if node.domain else "node"
         graph.add(node.name, node.op_type, kind, [name for name in reads if name in graph.labels])
     read = {first for first, _ in graph.edges}
     for node in nodes:
         if node.name not in read:
-            graph.add(node.output[0], "gradient of the logits", "value", [node.name])
+            graph.add(_key(node.output[0]), "gradient of the logits", "value", [node.name])
     return graph
+
+
+def _key(value: str) -> str:
+    """What a value is called in a graph: nodes may have the names of values."""
+    return f"value {value}"
 
 
 def picture(before: Graph, after: Graph) -> str:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gradfuse.differentiation.rules import Call, Gradient, gradient
+import onnx_ir as ir
+
+from gradfuse.custom_ops.convolution_backward import MOST_SPATIAL
+from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import padded
+
+_KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
 
 class Window:
@@ -123,10 +128,37 @@ def kernel_of(call: Call, weight: Tensor) -> list[int]:
     return sizes
 
 
+def _fits_operator(window: Window) -> bool:
+    pads = (*window.begin, *window.end)
+    return window.axes <= MOST_SPATIAL and min(pads) >= 0 and window.image.dtype in _KERNEL_TYPES
+
+
+def _by_operator(call: Call, window: Window, dy: Tensor, weight: Tensor, group: int) -> Iterator[Gradient]:
+    mask = [int(index in call.needed) for index in range(3)]
+    found = call.tape.parts(
+        "ConvolutionBackward",
+        3,
+        dy,
+        window.image,
+        weight,
+        domain="aclnn",
+        stride=window.strides,
+        padding=[*window.begin, *window.end],
+        dilation=window.dilations,
+        groups=group,
+        output_mask=mask,
+    )
+    for wanted, gradient_ in zip(mask, found, strict=True):
+        yield gradient_ if wanted else None
+
+
 @gradient("Conv")
 def conv(call: Call) -> Iterator[Gradient]:
     x, weight, dy = _operands(call)
     window, group = Window(call, x, call.y[0], kernel_of(call, weight)), call.attribute("group", 1)
+    if call.node.meta.get(FUSES) and _fits_operator(window):
+        yield from _by_operator(call, window, dy, weight, group)
+        return
     yield lambda: window.spread(dy, weight, group)
     yield lambda: window.products(x, dy, group)
     yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)

@@ -284,24 +284,27 @@ def clip(call: Call) -> Iterator[Gradient]:
     """As torch.clamp: 1 at the bounds themselves, too. Bounds get the gradient where the input lies beyond them."""
     x, dy = _x(call), _dy(call)
     low, high = call.input(1), call.input(2)
-    below = None if low is None else x < low
-    raised = x if low is None else x.op("Max", low)
-    above = None if high is None else raised > high
-    outside = [condition for condition in (below, above) if condition is not None]
-    if not outside:
+    if low is None and high is None:
         yield dy
         return
-    out = outside[0] if len(outside) == 1 else outside[0].op("Or", outside[1])
-    yield lambda: out.where(call.tape.constant(0.0, dy.dtype), dy)
+    # What is between the bounds, and they themselves, stay what they are.
+    yield lambda: dy.masked(x.equals(call.y[0]))
 
     def by_low() -> Tensor | None:
-        if below is None:
+        if low is None:
             return None
-        beyond = below if above is None else below.op("And", above.op("Not"))
+        below = x < low
+        beyond = below if high is None else below.op("And", (low > high).op("Not"))
         return dy.masked(beyond).sum(None, keepdims=False)
 
+    def by_high() -> Tensor | None:
+        if high is None:
+            return None
+        raised = x if low is None else x.op("Max", low)
+        return dy.masked(raised > high).sum(None, keepdims=False)
+
     yield by_low
-    yield lambda: None if above is None else dy.masked(above).sum(None, keepdims=False)
+    yield by_high
 
 
 # Types, selection, randomness

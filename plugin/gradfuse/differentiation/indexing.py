@@ -9,7 +9,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops.embedding_dense_backward import MAX_RANK
 from gradfuse.differentiation.rules import Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
-from gradfuse.differentiation.views import positions_of, scattered
+from gradfuse.differentiation.views import padded, positions_of, scattered
 
 LOOKS_UP = "gradfuse.looks_up_rows"
 """Key in the metadata of a Gather whose gradient may be `aclnn::EmbeddingDenseBackward`."""
@@ -45,7 +45,27 @@ def gather(call: Call) -> Iterator[Gradient]:
         places = (places < 0).where(places + number, places)
         yield dy.op("EmbeddingDenseBackward", places, domain="aclnn", num_weights=number)
         return
+    place = call.constant(1)
+    if place is not None and place.size == 1 and place.ndim <= 1:
+        part = dy if place.ndim else dy.unsqueeze(axis)
+        yield _padded(call, x, part, int(place.item()), axis)
+        return
     yield _added(call, x, dy, indices, axis)
+
+
+def _padded(call: Call, x: Tensor, part: Tensor, place: int, axis: int) -> Tensor:
+    """Zeros in the shape of `x`, with a part of size 1 along an axis at a place."""
+    tape, rank = call.tape, call.rank(x)
+    number = None if x.value.shape is None else x.value.shape[axis]
+    if isinstance(number, int):
+        before = place % number
+        pads = [0] * (2 * rank)
+        pads[axis], pads[rank + axis] = before, number - 1 - before
+        result: Tensor = part.op("Pad", tape.ints(*pads), 0.0)
+        return result
+    size = x.size(axis).reshape([1])
+    begin = tape.ints(place) if place >= 0 else size + place
+    return padded(call, part, tape.ints(axis), begin, size - 1 - begin, rank)
 
 
 def _added(call: Call, x: Tensor, dy: Tensor, indices: Tensor, axis: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout
@@ -26,6 +27,18 @@ def table() -> dict[Any, Callable[..., Any]]:
         **pooling.forward_table(),
         **special.table(),
         **dropout.table(),
+        aten.linear.default: linear,
         aten.empty_permuted.default: backward.empty_permuted,
         aten.copy.default: backward.copy,
     }
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """aten::linear of any rank, as one product of matrices.
+
+    Without gradients, PyTorch multiplies a transposed input with a copy of the weight for each item.
+    """
+    rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+    columns = weight.t() if weight.dim() == 2 else weight.unsqueeze(-1)
+    product = rows @ columns if bias is None else torch.addmm(bias, rows, columns)
+    return product.reshape([*input.shape[:-1], *weight.shape[:-1]])
