@@ -35,7 +35,8 @@ def batch_norm_backward(
     grad, wide, mean, invstd = (tensor.to(work).contiguous() for tensor in (grad_output, input, save_mean, save_invstd))
     scale = None if weight is None else weight.to(work).contiguous()
     if relu_output is not None:
-        grad = torch.ops.aten.threshold_backward(grad, relu_output.to(work), 0)
+        # PyTorch's batch norm is wrong for some strides, which this takes from its second argument.
+        grad = torch.ops.aten.threshold_backward(grad, relu_output.to(work), 0).contiguous()
     if 0 in input.shape:
         # PyTorch divides by the number of elements.
         grads: Sequence[Tensor | None] = (torch.zeros_like(wide), *(torch.zeros(input.shape[1]) for _ in range(2)))
