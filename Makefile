@@ -37,7 +37,7 @@ help:
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its table (two minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
-	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (over half an hour)"
+	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (a quarter of an hour)"
 	@echo "make bench-streaming   measure from which size on results are to be written around the caches"
 	@echo "make bench-training   measure TrainingSession beside steps that pass numpy arrays"
 	@echo "make gpu-test    test the CUDA kernels on this machine's GPU (needs nvcc and numpy, and installs nothing)"

@@ -1065,9 +1065,9 @@ class PaddedPlane {
 
  private:
   const Geometry& g_;
-  std::array<int64_t, Geometry::kSpatial> extent_;
-  std::array<int64_t, Geometry::kSpatial> begin_;
-  std::array<int64_t, Geometry::kSpatial> end_;
+  std::array<int64_t, Geometry::kSpatial> extent_{};
+  std::array<int64_t, Geometry::kSpatial> begin_{};
+  std::array<int64_t, Geometry::kSpatial> end_{};
   std::vector<int64_t> shifts_;
 };
 
@@ -1177,11 +1177,10 @@ bool HasFewWindows(const Geometry& g) {
 
 template <class T>
 void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
-  if (g.batch * g.small_size * g.small_channels * g.large_channels == 0) {
-    direct::GradLarge(g, small, weight, out, parallel);
-  } else if (PaysByWindows(g)) {
+  const bool is_empty = g.batch * g.small_size * g.small_channels * g.large_channels == 0;
+  if (!is_empty && PaysByWindows(g)) {
     SumsOfWindows(g, small, weight, out, parallel);
-  } else if (!SumsOfPlanes(g, small, weight, out, parallel)) {
+  } else if (is_empty || !SumsOfPlanes(g, small, weight, out, parallel)) {
     direct::GradLarge(g, small, weight, out, parallel);
   }
 }
