@@ -18,7 +18,7 @@ from producers import Case, cases
 
 from gradfuse import Explanation, ModelError, custom_ops, explain, fuse
 
-BACKWARD = {name for name in custom_ops.OPS if name.endswith(("Grad", "Backward"))}
+BACKWARD = {name for name in custom_ops.OPS if name.endswith(("Grad", "Backward")) or name.startswith("Apply")}
 
 # What a case whose own loss or bias cannot be fused must be told, by a part of its name.
 TOLD = {

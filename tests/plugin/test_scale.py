@@ -31,13 +31,15 @@ def fused_ops(report: Any) -> Counter[str]:
 @pytest.mark.parametrize("chained", [False, True])
 def test_every_copy_of_a_block_is_fused_under_names_of_its_own(chained: bool) -> None:
     blocks = [stacking.block(name) for name in stacking.BLOCKS]
+    # In a chain, what a block updates is no parameter of the model.
+    skip = ["ApplySgd"] if chained else None
     once: Counter[str] = Counter()
     for block in blocks:
-        once += fused_ops(gradfuse.fuse(block).report)
+        once += fused_ops(gradfuse.fuse(block, skip=skip).report)
     copies = 3
     model = stacking.stacked(blocks, copies * sum(len(b.graph.node) for b in blocks), chained=chained)
     expected = {op: copies * count for op, count in once.items()}
-    result = gradfuse.fuse(model)
+    result = gradfuse.fuse(model, skip=skip)
     assert fused_ops(result.report) == expected
     names = [node.name for node in result.model.graph.node]
     assert len(set(names)) == len(names)
