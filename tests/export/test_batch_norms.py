@@ -93,7 +93,7 @@ def test_the_gradient_of_a_relu_is_in_that_of_the_normalization(
 def test_other_gradients_stay_what_they_are(function: Callable[[Tensor, nn.Module], Tensor]) -> None:
     step = exported(Net(function))
     assert gated(step) == [False]
-    assert of_type(step, *GATES)
+    assert of_type(step, *GATES, "Equal")
     assert rectified(step) == [False]
 
 
