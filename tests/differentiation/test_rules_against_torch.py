@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from autograd import model_of, numbers, require_torchs, shaped
+from node_tests import run
 from torch import Tensor
 
 from gradfuse import ModelError, differentiate
@@ -40,6 +41,15 @@ def test_ranks_that_differ_are_summed_over(a: Any, b: Any) -> None:
 
     model = model_of(f"{declared('a', a)}, {declared('b', b)}", "y = Mul(a, b)")
     require_torchs(model, shaped(a, b), lambda a, b: a * b, ["a", "b"])
+
+
+def test_relus_let_gradients_of_nan_through() -> None:
+    x = torch.tensor([torch.nan, -1.0, 0.0, 2.0], requires_grad=True)
+    seed = np.array([1, 2, 3, 4], np.float32)
+    gradient = differentiate(model_of("float[4] x", "y = Relu(x)"), ["x"], seeds={"y": "seed"})
+    found = run(gradient, {"x": x.detach().numpy(), "seed": seed}, by_onnx=False)
+    (expected,) = torch.autograd.grad(torch.relu(x), x, torch.from_numpy(seed))
+    np.testing.assert_array_equal(found["x.grad"], expected.numpy())
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,13 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
+def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in standard operators alone."""
+    model = ir.from_proto(fusion.expand(exported))
+    _simplify(model)
+    return ir.to_proto(model)
+
+
 def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
     """Return the fused model, which adds up in a fixed order, and the report."""
     result = fusion.fuse(exported)
