@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradfuse.export import batch_norms, branches, dropout, explaining, layouts, promotion, recurrences, standins
+from gradfuse.export import _torch_private as private
+from gradfuse.export import (
+    batch_norms,
+    branches,
+    dropout,
+    explaining,
+    layouts,
+    onnx_model,
+    promotion,
+    recurrences,
+    standins,
+)
 from gradfuse.export.decompositions import forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -85,7 +96,10 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
     Raises:
         ExportError: PyTorch fails to decompose it.
     """
-    table: dict[Any, Any] = torch.export.default_decompositions()
+    # In one pass, as each takes seconds: also what torch.onnx.export would decompose.
+    with quiet():
+        table = private.decompositions_of_export(onnx_model.OPSET, onnx_model.translations().keys())
+    table.update(torch.export.default_decompositions())
     table.update(forward.table())
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
