@@ -229,7 +229,8 @@ def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model in standard operators alone."""
     model = ir.from_proto(fusion.expand(exported))
     _simplify(model)
-    return ir.to_proto(model)
+    proto: onnx.ModelProto = ir.to_proto(model)
+    return proto
 
 
 def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
