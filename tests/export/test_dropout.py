@@ -14,8 +14,8 @@ from training_models import autograd, run
 
 from gradfuse import ExportError, export_training_step
 from gradfuse.export import dropout
-from gradfuse.training import draws
 from gradfuse.testing import assert_gradients_close
+from gradfuse.training import draws
 
 ITEMS = 200_000
 
