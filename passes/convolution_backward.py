@@ -263,8 +263,8 @@ def _grad_bias(site: Site, places: ir.Value) -> ir.Value | None:
 def _smaller(site: Site, root: ir.Value, found: _Products) -> dict[int, int]:
     """Sizes in which the convolution is as valid as in its own, by those that they stand for; none if there are none.
 
-    What is behind the last window stays, and so do kernels and, with groups, channels. A number that stands for two sizes
-    keeps one of them from being smaller.
+    What is behind the last window stays, and so do kernels and, with groups, channels. Of two sizes that are the same
+    number, one may keep the other from being smaller.
     """
     window = found.window
     sizes = [[size.integer for size in site.extents(value)] for value in (found.image, found.places, root)]
