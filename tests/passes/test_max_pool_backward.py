@@ -138,7 +138,7 @@ ALMOST = {
 @pytest.mark.parametrize("name", ALMOST)
 def test_sums_that_are_almost_a_gradient(name: str) -> None:
     """They stay, or what takes their place gives the same."""
-    changed = ALMOST[name]
+    changed: tuple[tuple[str, str], ...] = ALMOST[name]
     if "one_float" in str(changed):
         changed = (*changed, ("one = Constant", "one_float = Constant<value_float = 1.0>() one = Constant"))
     pooling = dataclasses.replace(PLAIN, changed=changed)
