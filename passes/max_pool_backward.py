@@ -47,10 +47,13 @@ class FuseMaxPoolBackwardPass(FusePass):
 
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
         """The indices cost the forward pass more than their gradient saves where they are computed all the same."""
-        pool = next(node for node in rewrite.runs if node.op_type == "MaxPool")
-        indices = pool.outputs[_INDICES]
-        read = {use.node for use in indices.uses()} - set(_behind(site, rewrite.root, indices))
-        return "something else reads the indices of the maxima" if read or indices.is_graph_output() else None
+        node = next(node for node in rewrite.runs if node.op_type == "ScatterElements")
+        positions = node.inputs[1]
+        assert positions is not None
+        views = _viewed(site, positions)
+        readers = {use.node for value in views for use in value.uses()} - {value.producer() for value in views}
+        is_read = readers != {node} or any(value.is_graph_output() for value in views)
+        return "something else reads the indices of the maxima" if is_read else None
 
 
 @dataclass(frozen=True)
@@ -119,18 +122,6 @@ def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
 def _is_zero(site: Site, value: ir.Value) -> bool:
     form = site.forms.get(value)
     return form is not None and not form.poly
-
-
-def _behind(site: Site, root: ir.Value, end: ir.Value) -> list[ir.Node]:
-    """The nodes between a value and an earlier one."""
-    todo, found = [root], dict[ir.Node, None]()
-    for value in todo:
-        node = value.producer()
-        if node is None or node in found or node.graph is not site.graph or end in node.outputs:
-            continue
-        found[node] = None
-        todo += [v for v in node.inputs if v is not None]
-    return list(found)
 
 
 def _bound(site: Site, builder: Builder, root: ir.Value, found: _Scatter) -> Rewrite:

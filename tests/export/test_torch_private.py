@@ -249,6 +249,14 @@ def test_translations_read_once() -> None:
         assert [node.op_type for node in plain.graph] == ["Relu"]
 
 
+def test_decompositions_of_export() -> None:
+    with needed("create_onnx_friendly_decomposition_table", "decompose a program only once"):
+        hardshrink, relu = torch.ops.aten.hardshrink.default, torch.ops.aten.relu.default
+        found = private.decompositions_of_export(20, [])
+        assert hardshrink in found and relu not in found
+        assert hardshrink not in private.decompositions_of_export(20, [hardshrink])
+
+
 def test_decomposed_once() -> None:
     with needed("_fx_passes.decompose_with_registry", "export without decomposing a decomposed program again"):
         from torch.onnx._internal.exporter import _fx_passes

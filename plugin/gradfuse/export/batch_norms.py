@@ -62,10 +62,13 @@ def _fuse_forward(node: Node, *, fold: bool) -> None:
         arguments = (*inputs, momentum, eps, relu is not None)
         fused = node.graph.call_function(torch.ops.aclnn.batch_norm.default, arguments)
     _replace(node, fused)
+    if widened:
+        fused.meta["val"] = tuple(value.float() for value in fused.meta["val"])
     if relu is not None:
         relu.replace_all_uses_with(results[0])
         node.graph.erase_node(relu)
     for result in results if widened else ():
+        result.meta["val"] = _value(result).float()
         users = list(result.users)
         with node.graph.inserting_after(result):
             cast = _cast(result, narrow)
