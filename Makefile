@@ -10,7 +10,7 @@ DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 CXX_SOURCES := CMakeLists.txt $(shell find cpp_ext -type f -not -path '*/__pycache__/*' 2>/dev/null)
 CXX_HEADERS := $(filter %.h,$(CXX_SOURCES))
-CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] benchmarks/*.c)
+CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] samples/cpp/*.cc benchmarks/*.c)
 # What is compiled with the headers of CUDA is left out.
 CXX_TIDIED := $(filter-out cpp_ext/capi/cuda_device.cc cpp_ext/ort/provider/cuda_gpu.cc cpp_ext/tests/%,$(filter %.cc,$(CXX_SOURCES)))
 PYTEST_ARGS ?= -n 2 --dist worksteal
