@@ -299,6 +299,7 @@ def to_stock(
 @click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
 @click.option("--check", is_flag=True, help="Compare derivatives of the loss with its differences.")
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
+@click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
 @_no_defaults
 @_force
 @_verbose
@@ -318,6 +319,7 @@ def training_step(
     grad_scaler: float | None,
     check: bool,
     no_fuse: bool,
+    no_float64: bool,
     no_defaults: bool,
     force: bool,
     **options: float | None,
@@ -325,6 +327,8 @@ def training_step(
     """Make a training step from a forward model, without PyTorch."""
     files.require_regular(target, "the training step")
     chosen = _optimizer(optimizer, options)
+    if no_float64 and not no_fuse:
+        raise click.UsageError("--no-float64 is given without --no-fuse; expected both or neither")
     if not lora and (lora_rank is not None or lora_alpha is not None):
         raise click.UsageError(f"--lora-{'alpha' if lora_rank is None else 'rank'} is given without --lora")
     from gradfuse import optimizers
@@ -355,6 +359,7 @@ def training_step(
             grad_scaler=None if grad_scaler is None else optimizers.GradScaler(init_scale=grad_scaler),
             fuse=not no_fuse,
             check=check,
+            float64=not no_float64,
         )
     with busy("writing"):
         step.save(target, defaults=not no_defaults, inputs=inputs, force=force)

@@ -40,7 +40,7 @@ def main(folder: pathlib.Path, rate: float, seed: int) -> None:
     optimizer = torch.optim.Adam(module.parameters(), lr=rate)
     # There are no kernels of gradfuse in JavaScript, and on their function bodies fused operators gain nothing.
     step = gradfuse.export_training_step(
-        module, F.cross_entropy, batch, optimizer, dynamic_shapes=({0: "batch"}, {0: "batch"}), fuse=False
+        module, F.cross_entropy, batch, optimizer, dynamic_shapes=({0: "batch"}, {0: "batch"}), fuse=False, float64=False
     )
     folder.mkdir(parents=True, exist_ok=True)
     step.save(folder / "step.onnx", defaults=False)

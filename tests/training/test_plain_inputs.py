@@ -21,7 +21,16 @@ import torch.nn.functional as F
 from command_runs import Run
 from training.models import SHAPES, Mlp, Whole, batches, groups
 
-from gradfuse import GradfuseError, ModelError, TrainingSession, TrainingStep, export_training_step
+from gradfuse import (
+    ArgumentError,
+    GradfuseError,
+    ModelError,
+    TrainingSession,
+    TrainingStep,
+    build_training_step,
+    export_training_step,
+    optimizers,
+)
 from gradfuse.training.step import METADATA_KEY
 
 DATA = batches(12, 4)
@@ -241,9 +250,19 @@ def _only_first(real: Callable[..., None], first: Callable[..., None]) -> Callab
 
 def test_the_command_writes_such_steps(run: Run, tmp_path: Path) -> None:
     onnx.save(small_models.forward(), tmp_path / "model.onnx")
-    options = ["--loss", "mse", "--optimizer", "sgd", "--lr", 0.1, "--no-defaults"]
+    options = ["--loss", "mse", "--optimizer", "sgd", "--lr", 0.1, "--no-defaults", "--no-fuse", "--no-float64"]
     code, _, error = run("training-step", tmp_path / "model.onnx", tmp_path / "step.onnx", *options)
     assert code == 0, error
     assert {"step.onnx", "step.safetensors"} <= set(os.listdir(tmp_path))
     assert "learning_rate" in safetensors.numpy.load_file(tmp_path / "step.safetensors")
-    assert TrainingStep.load(tmp_path / "step.onnx").parameters
+    step = TrainingStep.load(tmp_path / "step.onnx")
+    assert step.parameters
+    assert onnx.TensorProto.DOUBLE not in {
+        attribute.i for node in step.model.graph.node for attribute in node.attribute if node.op_type == "Cast"
+    }
+    code, _, error = run(
+        "training-step", tmp_path / "model.onnx", tmp_path / "other.onnx", *options[:-2], "--no-float64"
+    )
+    assert (code, error) == (2, "gradfuse: --no-float64 is given without --no-fuse; expected both or neither\n")
+    with pytest.raises(ArgumentError, match="float64 is False; expected fuse=False with it"):
+        build_training_step(tmp_path / "model.onnx", "mse", optimizer=optimizers.SGD(lr=0.1), float64=False)
