@@ -38,9 +38,11 @@ def main(folder: pathlib.Path, rate: float, seed: int) -> None:
     module = Cnn()
     batch = torch.from_numpy(data.train_images[:BATCH_SIZE]), torch.from_numpy(data.train_labels[:BATCH_SIZE])
     optimizer = torch.optim.Adam(module.parameters(), lr=rate)
-    # There are no kernels of gradfuse in JavaScript, and on their function bodies fused operators gain nothing.
+    # There are no kernels of gradfuse in JavaScript, and on their function bodies fused operators gain nothing. WebGPU
+    # has no float64.
+    shapes = ({0: "batch"}, {0: "batch"})
     step = gradfuse.export_training_step(
-        module, F.cross_entropy, batch, optimizer, dynamic_shapes=({0: "batch"}, {0: "batch"}), fuse=False, float64=False
+        module, F.cross_entropy, batch, optimizer, dynamic_shapes=shapes, fuse=False, float64=False
     )
     folder.mkdir(parents=True, exist_ok=True)
     step.save(folder / "step.onnx", defaults=False)

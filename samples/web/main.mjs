@@ -15,15 +15,15 @@ let milliseconds = null; // of a step, a moving average
 let redraw = false;
 
 const handlers = {
-  ready({ progress, threads, version }) {
+  ready({ progress, webgpu, threads, version }) {
     train.disabled = reset.disabled = false;
     if (progress.losses.length) {
       say(
         `Welcome back: the weights of your last visit are loaded, after ${count(progress.losses.length, "step")}. Continue, or start over.`,
       );
     }
-    find("footer").textContent =
-      `onnxruntime-web ${version} · WebAssembly, ${count(threads, "thread")} · the weights stay in this browser`;
+    const backend = webgpu ? "WebGPU" : `WebAssembly, ${count(threads, "thread")}`;
+    find("footer").textContent = `onnxruntime-web ${version} · ${backend} · the weights stay in this browser`;
     show(progress);
   },
   step({ loss, epoch, milliseconds: taken }) {

@@ -1,12 +1,13 @@
 // Trains beside the page, which stays responsive: takes "train", "pause", "reset" and "read", and tells how it goes.
 
-import * as ort from "./node_modules/onnxruntime-web/dist/ort.wasm.min.mjs";
-
 import { Digits, images } from "./digits.mjs";
 import * as storage from "./storage.mjs";
 import { Trainer } from "./trainer.mjs";
 
 const START = { epoch: 0, batch: 0, losses: [], accuracies: [] };
+
+// What the page's address says: ?threads=2 or ?webgpu
+const parameters = new URLSearchParams(location.search);
 
 let trainer, digits, start;
 let progress = structuredClone(START);
@@ -23,9 +24,12 @@ async function read(name) {
 }
 
 async function open() {
-  // The page's address may say how many threads: ?threads=2
-  ort.env.wasm.numThreads = Number(new URLSearchParams(location.search).get("threads") ?? 0);
-  trainer = await Trainer.create(ort, read);
+  const webgpu = parameters.has("webgpu");
+  const ort = await import(`./node_modules/onnxruntime-web/dist/ort.${webgpu ? "webgpu" : "wasm"}.min.mjs`);
+  ort.env.wasm.numThreads = Number(parameters.get("threads") ?? 0);
+  // The kernel for WebGPU gives no indices, which the gradient of the pooling takes.
+  const pooling = { forceCpuNodeNames: ["node_max_pool2d_with_indices__0"] };
+  trainer = await Trainer.create(ort, read, webgpu ? { executionProviders: [{ name: "webgpu", ...pooling }] } : {});
   digits = new Digits(await read("digits.safetensors"));
   start = trainer.save();
   const stored = await storage.load();
@@ -38,7 +42,7 @@ async function open() {
     }
   }
   const threads = crossOriginIsolated ? ort.env.wasm.numThreads || 1 : 1;
-  postMessage({ type: "ready", progress, threads, version: ort.env.versions.web });
+  postMessage({ type: "ready", progress, webgpu, threads, version: ort.env.versions.web });
 }
 
 async function train() {

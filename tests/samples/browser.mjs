@@ -1,8 +1,10 @@
 // Clicks through the page of samples/web in headless Chromium, and prints as JSON what it saw.
 //
 //   node browser.mjs CHROMIUM SCREENSHOT VALUES
+//   node browser.mjs CHROMIUM
 //
 // CHROMIUM is the browser's path; the screenshot and the trained values (safetensors) are written to the other two.
+// Without them the page takes some steps on WebGPU, in software.
 
 import { spawn } from "node:child_process";
 import { writeFile } from "node:fs/promises";
@@ -32,7 +34,8 @@ const server = spawn(process.execPath, [fileURLToPath(new URL("server.mjs", SAMP
   env: { ...process.env, PORT: "0" },
   stdio: ["ignore", "pipe", "inherit"],
 });
-const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"] });
+const gpu = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"];
+const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...(screenshot ? [] : gpu)] });
 const complaints = [];
 
 async function open(context, address) {
@@ -103,9 +106,32 @@ async function draw(page, points, touch) {
   return Number(await text(page, "digit"));
 }
 
-const seen = {};
-try {
-  const address = await new Promise((resolve) => createInterface({ input: server.stdout }).once("line", resolve));
+/** Trains on WebGPU; returns nothing where the browser has none. */
+async function trainOnWebgpu(address) {
+  const page = await (await browser.newContext()).newPage();
+  await page.goto(address);
+  if (!(await page.evaluate(async () => Boolean(await navigator.gpu?.requestAdapter())))) {
+    return {};
+  }
+  await page.close();
+  const trained = await open(await browser.newContext(), `${address}?webgpu`);
+  await trained.click("#train");
+  // The first step compiles the shaders.
+  await trained.waitForFunction(
+    () => document.querySelector("#chart polyline.loss")?.getAttribute("points").split(" ").length >= 8,
+    null,
+    { timeout: 300_000 },
+  );
+  await trained.click("#train");
+  await trained.locator("#train", { hasText: "Continue" }).waitFor();
+  await pause(5000);
+  const { losses } = await stored(trained);
+  return { losses, footer: await text(trained, "footer") };
+}
+
+/** Trains, comes back, draws, and starts over. */
+async function clickThrough(address) {
+  const seen = {};
   const context = await browser.newContext({ viewport: { width: 1040, height: 720 } });
   let page = await open(context, `${address}?threads=2`);
   seen.isolated = await page.evaluate(() => crossOriginIsolated);
@@ -152,8 +178,14 @@ try {
   await trainUntil(page, 6);
   seen.touched = [await draw(page, DIGITS[1], true), await draw(page, DIGITS[0], true)];
   seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+  return seen;
+}
+
+try {
+  const address = await new Promise((resolve) => createInterface({ input: server.stdout }).once("line", resolve));
+  const seen = await (screenshot ? clickThrough : trainOnWebgpu)(address);
+  console.log(JSON.stringify({ ...seen, complaints }));
 } finally {
   await browser.close();
   server.kill();
 }
-console.log(JSON.stringify({ ...seen, complaints }));

@@ -147,12 +147,29 @@ def test_values_of_another_step_are_refused(
     assert (result.stdout, result.stderr) == (f"{message} 0\n", "")
 
 
-def test_the_page_trains_reads_drawings_and_keeps_the_weights(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def browser(*arguments: object) -> dict[str, Any]:
+    """What the page showed in Chromium."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if chromium is None:
         pytest.fail("there is no chromium; expected it on the path, or its path in CHROMIUM")
+    seen: dict[str, Any] = json.loads(node(Path(__file__).with_name("browser.mjs"), chromium, *arguments))
+    return seen
+
+
+def test_webgpu_trains_as_python_does() -> None:
+    """In software: the adapter of SwiftShader."""
+    seen = browser()
+    if "losses" not in seen:
+        pytest.skip("this Chromium has no WebGPU")
+    assert seen["complaints"] == []
+    assert "· WebGPU ·" in seen["footer"]
+    assert len(seen["losses"]) >= 8
+    assert_trained(seen["losses"])
+
+
+def test_the_page_trains_reads_drawings_and_keeps_the_weights(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     picture, values = tmp_path / "web.png", tmp_path / "values.safetensors"
-    seen = json.loads(node(Path(__file__).with_name("browser.mjs"), chromium, picture, values))
+    seen = browser(picture, values)
     assert seen["complaints"] == []
     assert seen["isolated"] and "WebAssembly, 2 threads" in seen["footer"]
     assert (seen["first"], seen["paused"], seen["continued"]) == ("Train", "Continue", "Continue")
