@@ -53,7 +53,9 @@ export class Trainer {
 
   /** Takes values from a safetensors file; throws, and changes nothing, if it is of another step. */
   load(bytes) {
-    const values = this.#tensors(parse(bytes));
+    // A checkpoint from Python may have more: tied names, and parameters that do not train.
+    const inputs = Object.entries(parse(bytes)).filter(([name]) => this.#step.inputNames.includes(name));
+    const values = this.#tensors(Object.fromEntries(inputs));
     for (const [name, { type, dims }] of Object.entries(this.#values ?? {})) {
       const found = values[name];
       if (found?.type !== type || String(found.dims) !== String(dims)) {

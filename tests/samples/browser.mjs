@@ -173,6 +173,11 @@ async function clickThrough(address) {
     stored: await stored(page),
   };
 
+  await page.route("**/model/step.onnx", (route) => route.fulfill({ status: 404 }));
+  await page.reload();
+  await page.locator("#notice:visible").waitFor();
+  seen.missing = { notice: await text(page, "notice"), disabled: await page.locator("#train").isDisabled() };
+
   const phone = await browser.newContext({ ...devices["Pixel 7"] });
   page = await open(phone, address);
   await trainUntil(page, 6);

@@ -108,6 +108,21 @@ def test_node_trains_as_python_does(runtime: str, tmp_path: Path) -> None:
     assert f"epoch {NODE_EPOCHS}: loss {np.mean(found[-23:]):.4f}, test accuracy {accuracy:.2%}" in output
 
 
+def evaluated(program: str) -> str:
+    """What a program prints that has a `trainer`."""
+    program = f"""
+        import * as ort from "onnxruntime-node";
+        import {{ readFile, writeFile }} from "node:fs/promises";
+        import {{ Trainer }} from "./trainer.mjs";
+        const trainer = await Trainer.create(ort, (name) => readFile(`model/${{name}}`));
+        {program}
+    """
+    command = ["node", "--input-type=module", "--eval", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=WEB)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
 def changed_shape(values: dict[str, Any]) -> None:
     values["head.bias"] = values["head.bias"][:9]
 
@@ -130,21 +145,33 @@ def test_values_of_another_step_are_refused(
     values = load_file(MODEL / "step.safetensors")
     spoil(values)
     save_file(values, tmp_path / "other.safetensors")
-    program = f"""
-        import * as ort from "onnxruntime-node";
-        import {{ readFile }} from "node:fs/promises";
-        import {{ Trainer }} from "./trainer.mjs";
-        const trainer = await Trainer.create(ort, (name) => readFile(`model/${{name}}`));
+    output = evaluated(
+        f"""
         const before = trainer.save();
         try {{
           trainer.load(await readFile({json.dumps(str(tmp_path / "other.safetensors"))}));
         }} catch (error) {{
           console.log(error.message, Buffer.compare(before, trainer.save()));
         }}
-    """
-    command = ["node", "--input-type=module", "--eval", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=WEB)
-    assert (result.stdout, result.stderr) == (f"{message} 0\n", "")
+        """
+    )
+    assert output == f"{message} 0\n"
+
+
+def test_a_checkpoint_of_python_is_taken(tmp_path: Path) -> None:
+    session = TrainingSession(MODEL / "step.onnx")
+    for batch in batches(2):
+        session.step(*batch)
+    session.save(tmp_path / "python.safetensors")
+    # As of a tied or a frozen parameter.
+    stored = {**load_file(tmp_path / "python.safetensors"), "again.weight": np.ones(3, np.float32)}
+    save_file(stored, tmp_path / "python.safetensors")
+    ours, theirs = (json.dumps(str(tmp_path / f"{name}.safetensors")) for name in ("javascript", "python"))
+    evaluated(f"trainer.load(await readFile({theirs})); await writeFile({ours}, trainer.save());")
+    found = load_file(tmp_path / "javascript.safetensors")
+    assert set(found) == set(session.ort_values)
+    for name, value in session.ort_values.items():
+        np.testing.assert_array_equal(found[name], value.numpy(), strict=True)
 
 
 def browser(*arguments: object) -> dict[str, Any]:
@@ -193,6 +220,8 @@ def test_the_page_trains_reads_drawings_and_keeps_the_weights(tmp_path: Path, re
     assert sum(read == drawn for drawn, read in enumerate(seen["read"])) >= 8
     assert seen["touched"] == [1, 0]
     assert seen["overflow"] == 0
+    notice = "model/step.onnx is missing: run `python samples/web/export.py`"
+    assert seen["missing"] == {"notice": notice, "disabled": True}
     assert seen["reset"] == {"train": "Train", "hidden": True}
     screenshot = request.config.getoption("--screenshot", default=None)
     if screenshot is not None:

@@ -248,6 +248,24 @@ def _only_first(real: Callable[..., None], first: Callable[..., None]) -> Callab
     return call
 
 
+def test_artifacts_become_such_steps(run: Run, tmp_path: Path) -> None:
+    artifacts = Path(__file__).parents[1] / "plugin" / "artifacts" / "classifier"
+    for options in ([], ["--no-defaults"]):
+        code, _, error = run("to-stock", artifacts, tmp_path / f"step{len(options)}.onnx", *options)
+        assert code == 0, error
+    one, other = (TrainingStep.load(tmp_path / f"step{index}.onnx") for index in (0, 1))
+    assert (tmp_path / "step1.safetensors").exists() and not (tmp_path / "step0.safetensors").exists()
+    assert_equal(values_of(one), values_of(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_of_16_bits_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    x, y = batches(1, 3)[0]
+    step = export_training_step(Mlp().to(dtype), F.cross_entropy, (x.to(dtype), y), fuse=False)
+    step.save(tmp_path / "step.onnx", defaults=False)
+    assert_equal(values_of(TrainingStep.load(tmp_path / "step.onnx")), values_of(step))
+
+
 def test_the_command_writes_such_steps(run: Run, tmp_path: Path) -> None:
     onnx.save(small_models.forward(), tmp_path / "model.onnx")
     options = ["--loss", "mse", "--optimizer", "sgd", "--lr", 0.1, "--no-defaults", "--no-fuse", "--no-float64"]
