@@ -4,7 +4,7 @@
 //   node browser.mjs CHROMIUM
 //
 // CHROMIUM is the browser's path; the screenshot and the trained values (safetensors) are written to the other two.
-// Without them the page takes some steps on WebGPU, in software.
+// Without them the page takes some steps on WebGPU, in software, and so does the step in model/attention.
 
 import { spawn } from "node:child_process";
 import { writeFile } from "node:fs/promises";
@@ -126,7 +126,18 @@ async function trainOnWebgpu(address) {
   await trained.locator("#train", { hasText: "Continue" }).waitFor();
   await pause(5000);
   const { losses } = await stored(trained);
-  return { losses, footer: await text(trained, "footer") };
+  const attention = await trained.evaluate(async () => {
+    const ort = await import("./node_modules/onnxruntime-web/dist/ort.webgpu.min.mjs");
+    const [{ Trainer }, { Digits }] = await Promise.all([import("./trainer.mjs"), import("./digits.mjs")]);
+    const read = async (name) => new Uint8Array(await (await fetch(`model/${name}`)).arrayBuffer());
+    const trainer = await Trainer.create(ort, (name) => read(`attention/${name}`), { executionProviders: ["webgpu"] });
+    const taken = [];
+    for (const batch of new Digits(await read("digits.safetensors")).epoch(0).slice(0, 6)) {
+      taken.push(await trainer.step(batch));
+    }
+    return taken;
+  });
+  return { losses, footer: await text(trained, "footer"), attention };
 }
 
 /** Trains, comes back, draws, and starts over. */

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file, save_file
 from sample_runs import SAMPLES, loaded, sample
 
-from gradfuse import TrainingSession
+from gradfuse import TrainingSession, export_training_step
 
 pytestmark = pytest.mark.web
 
@@ -59,12 +59,29 @@ def batches(steps: int) -> Iterator[tuple[Any, Any]]:
         epoch += 1
 
 
-def trained(steps: int, dtype: torch.dtype) -> list[float]:
-    """The losses of PyTorch."""
+def cnn() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """What the sample trains."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = loaded("digits").Cnn().to(dtype)
-    optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
+        module = loaded("digits").Cnn()
+    return module, torch.optim.Adam(module.parameters(), lr=2e-3)
+
+
+def attention() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Another model and optimizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = loaded("digits").RowAttention()
+    return module, torch.optim.AdamW(module.parameters(), lr=2e-3)
+
+
+Make = Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer]]
+
+
+def trained(make: Make, steps: int, dtype: torch.dtype) -> list[float]:
+    """The losses of PyTorch."""
+    module, optimizer = make()
+    module.to(dtype)
     losses = []
     for images, labels in batches(steps):
         loss = F.cross_entropy(module(torch.from_numpy(images).to(dtype)), torch.from_numpy(labels))
@@ -75,10 +92,10 @@ def trained(steps: int, dtype: torch.dtype) -> list[float]:
     return losses
 
 
-def assert_trained(losses: list[float]) -> None:
+def assert_trained(losses: list[float], make: Make = cnn, step: str = "step.onnx") -> None:
     """As near to the losses in float64 as PyTorch's own in float32, and so as `TrainingSession`'s."""
-    exact, native = (np.array(trained(len(losses), dtype)) for dtype in (torch.float64, torch.float32))
-    session = TrainingSession(MODEL / "step.onnx")
+    exact, native = (np.array(trained(make, len(losses), dtype)) for dtype in (torch.float64, torch.float32))
+    session = TrainingSession(MODEL / step)
     python = np.array([session.step(*batch) for batch in batches(len(losses))])
     bound = 4 * np.abs(native - exact).max()
     assert np.abs(python - exact).max() <= bound
@@ -185,6 +202,14 @@ def browser(*arguments: object) -> dict[str, Any]:
 
 def test_webgpu_trains_as_python_does() -> None:
     """In software: the adapter of SwiftShader."""
+    module, optimizer = attention()
+    images, labels = map(torch.from_numpy, next(batches(1)))
+    shapes = ({0: "batch"}, {0: "batch"})
+    step = export_training_step(
+        module, F.cross_entropy, (images, labels), optimizer, dynamic_shapes=shapes, fuse=False, float64=False
+    )
+    (MODEL / "attention").mkdir(exist_ok=True)
+    step.save(MODEL / "attention" / "step.onnx", defaults=False)
     seen = browser()
     if "losses" not in seen:
         pytest.skip("this Chromium has no WebGPU")
@@ -192,6 +217,8 @@ def test_webgpu_trains_as_python_does() -> None:
     assert "· WebGPU ·" in seen["footer"]
     assert len(seen["losses"]) >= 8
     assert_trained(seen["losses"])
+    assert len(seen["attention"]) == 6
+    assert_trained(seen["attention"], attention, "attention/step.onnx")
 
 
 def test_the_page_trains_reads_drawings_and_keeps_the_weights(tmp_path: Path, request: pytest.FixtureRequest) -> None:
