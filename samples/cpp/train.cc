@@ -90,6 +90,9 @@ void Save(const std::string& path, const std::map<std::string, Ort::Value>& valu
   for (const auto& [name, value] : values) {
     const auto info = value.GetTensorTypeAndShapeInfo();
     const bool is_float = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    if (!is_float && info.GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64) {
+      throw std::runtime_error(name + ": is neither float nor int64");
+    }
     std::string shape;
     for (int64_t length : info.GetShape()) shape += (shape.empty() ? "" : ",") + std::to_string(length);
     header += (header.empty() ? "{\"" : ",\"") + name + "\":{\"dtype\":\"" + (is_float ? "F32" : "I64") +

@@ -33,7 +33,10 @@ export function serialize(tensors) {
   const parts = [];
   let size = 0;
   for (const [name, { type, data, dims }] of Object.entries(tensors)) {
-    const [dtype] = Object.entries(TYPES).find(([, [known]]) => known === type);
+    const dtype = Object.keys(TYPES).find((key) => TYPES[key][0] === type);
+    if (!dtype) {
+      throw new Error(`${name} has the type ${type}; expected one of ${Object.values(TYPES).map(([known]) => known)}`);
+    }
     header[name] = { dtype, shape: dims, data_offsets: [size, size + data.byteLength] };
     parts.push(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
     size += data.byteLength;

@@ -22,9 +22,12 @@ const server = createServer(async (request, response) => {
   try {
     const path = normalize(decodeURIComponent(new URL(request.url, "http://localhost").pathname));
     const file = join(import.meta.dirname, path.endsWith("/") ? `${path}index.html` : path);
-    const { size } = await stat(file);
+    const status = await stat(file);
+    if (!status.isFile()) {
+      throw new Error(`${file} is no file`);
+    }
     const type = TYPES[extname(file)] ?? "application/octet-stream";
-    response.writeHead(200, { ...HEADERS, "Content-Type": type, "Content-Length": size });
+    response.writeHead(200, { ...HEADERS, "Content-Type": type, "Content-Length": status.size });
     createReadStream(file).pipe(response);
   } catch {
     response.writeHead(404, HEADERS).end("not found");
