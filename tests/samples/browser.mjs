@@ -40,6 +40,7 @@ const complaints = [];
 
 async function open(context, address) {
   const page = await context.newPage();
+  page.setDefaultTimeout(300_000);
   page.on("console", (message) => ["error", "warning"].includes(message.type()) && complaints.push(message.text()));
   page.on("pageerror", (error) => complaints.push(error.message));
   await page.goto(address);
@@ -52,9 +53,18 @@ const text = (page, id) => page.locator(`#${id}`).textContent();
 async function trainUntil(page, epoch) {
   await page.click("#train");
   await page.waitForFunction((wanted) => Number(document.getElementById("epoch").textContent) >= wanted, epoch);
+  await stop(page);
+}
+
+/** Stops training, and waits until all of it is stored: after the step that runs still. */
+async function stop(page) {
   await page.click("#train");
-  // What was trained is stored once the worker has stopped.
   await pause(1000);
+  await page.waitForFunction(async () => {
+    const { load } = await import("./storage.mjs");
+    const points = document.querySelector("#chart polyline.loss").getAttribute("points").split(" ").length;
+    return (await load())?.progress.losses.length === points;
+  });
 }
 
 function pause(milliseconds) {
@@ -119,12 +129,8 @@ async function trainOnWebgpu(address) {
   // The first step compiles the shaders.
   await trained.waitForFunction(
     () => document.querySelector("#chart polyline.loss")?.getAttribute("points").split(" ").length >= 8,
-    null,
-    { timeout: 300_000 },
   );
-  await trained.click("#train");
-  await trained.locator("#train", { hasText: "Continue" }).waitFor();
-  await pause(5000);
+  await stop(trained);
   const { losses } = await stored(trained);
   const attention = await trained.evaluate(async () => {
     const ort = await import("./node_modules/onnxruntime-web/dist/ort.webgpu.min.mjs");
