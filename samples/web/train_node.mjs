@@ -39,7 +39,7 @@ if (options.losses) {
   await writeFile(options.losses, JSON.stringify(losses));
 }
 if (options.save) {
-  await writeFile(options.save, trainer.save());
+  await writeFile(options.save, await trainer.save());
 }
 // The threads of onnxruntime-web would keep the process.
 process.exit();

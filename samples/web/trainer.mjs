@@ -13,17 +13,19 @@ export class Trainer {
   /**
    * @param ort the module onnxruntime-web or onnxruntime-node
    * @param read name -> the bytes of a file: of step.onnx, step.eval.onnx and step.safetensors
-   * @param options those of the sessions
+   * @param options those of the sessions; with WebGPU as their first provider, values stay on the GPU
    */
   static async create(ort, read, options = {}) {
     const trainer = new Trainer();
     trainer.#ort = ort;
-    trainer.#step = await ort.InferenceSession.create(await read("step.onnx"), { logSeverityLevel: 3, ...options });
-    trainer.#evaluation = await ort.InferenceSession.create(await read("step.eval.onnx"), {
-      logSeverityLevel: 3,
-      ...options,
-    });
-    trainer.load(await read("step.safetensors"));
+    options = { logSeverityLevel: 3, ...options };
+    const start = await read("step.safetensors");
+    const [provider] = options.executionProviders ?? [];
+    const onGpu =
+      (provider?.name ?? provider) === "webgpu" ? { preferredOutputLocation: floatsOnGpu(parse(start)) } : {};
+    trainer.#step = await ort.InferenceSession.create(await read("step.onnx"), { ...options, ...onGpu });
+    trainer.#evaluation = await ort.InferenceSession.create(await read("step.eval.onnx"), options);
+    trainer.load(start);
     return trainer;
   }
 
@@ -32,7 +34,9 @@ export class Trainer {
     const results = await this.#step.run({ ...this.#values, ...this.#tensors(batch) });
     for (const [name, tensor] of Object.entries(results)) {
       if (name.endsWith(UPDATED)) {
-        this.#values[name.slice(0, -UPDATED.length)] = tensor;
+        const own = name.slice(0, -UPDATED.length);
+        this.#values[own].dispose();
+        this.#values[own] = tensor;
       }
     }
     return results.loss.data[0];
@@ -47,8 +51,12 @@ export class Trainer {
   }
 
   /** Returns all values as a safetensors file, which `load` and gradfuse's Python API read. */
-  save() {
-    return serialize(this.#values);
+  async save() {
+    const arrays = {};
+    for (const [name, tensor] of Object.entries(this.#values)) {
+      arrays[name] = { type: tensor.type, data: await tensor.getData(), dims: tensor.dims };
+    }
+    return serialize(arrays);
   }
 
   /** Takes values from a safetensors file; throws, and changes nothing, if it is of another step. */
@@ -62,6 +70,7 @@ export class Trainer {
         throw new Error(`${name} is ${describe(found)}; expected ${describe({ type, dims })}`);
       }
     }
+    Object.values(this.#values ?? {}).forEach((tensor) => tensor.dispose());
     this.#values = values;
   }
 
@@ -72,6 +81,11 @@ export class Trainer {
     ]);
     return Object.fromEntries(tensors);
   }
+}
+
+function floatsOnGpu(arrays) {
+  const floats = Object.entries(arrays).filter(([, { type }]) => type === "float32");
+  return Object.fromEntries(floats.map(([name]) => [`${name}${UPDATED}`, "gpu-buffer"]));
 }
 
 function describe(tensor) {

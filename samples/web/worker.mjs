@@ -31,7 +31,7 @@ async function open() {
   const pooling = { forceCpuNodeNames: ["node_max_pool2d_with_indices__0"] };
   trainer = await Trainer.create(ort, read, webgpu ? { executionProviders: [{ name: "webgpu", ...pooling }] } : {});
   digits = new Digits(await read("digits.safetensors"));
-  start = trainer.save();
+  start = await trainer.save();
   const stored = await storage.load();
   if (stored) {
     try {
@@ -65,7 +65,7 @@ async function train() {
       progress.batch = 0;
       postMessage({ type: "epoch", epoch: progress.epoch, step: progress.losses.length, accuracy });
     }
-    await storage.save({ values: trainer.save(), progress });
+    await storage.save({ values: await trainer.save(), progress });
   }
   running = false;
   await answer();

@@ -137,11 +137,12 @@ async function trainOnWebgpu(address) {
     const [{ Trainer }, { Digits }] = await Promise.all([import("./trainer.mjs"), import("./digits.mjs")]);
     const read = async (name) => new Uint8Array(await (await fetch(`model/${name}`)).arrayBuffer());
     const trainer = await Trainer.create(ort, (name) => read(`attention/${name}`), { executionProviders: ["webgpu"] });
-    const taken = [];
-    for (const batch of new Digits(await read("digits.safetensors")).epoch(0).slice(0, 6)) {
-      taken.push(await trainer.step(batch));
+    const digits = new Digits(await read("digits.safetensors"));
+    const losses = [];
+    for (const batch of digits.epoch(0).slice(0, 6)) {
+      losses.push(await trainer.step(batch));
     }
-    return taken;
+    return { losses, accuracy: await digits.accuracy(trainer) };
   });
   return { losses, footer: await text(trained, "footer"), attention };
 }

@@ -92,14 +92,15 @@ def trained(make: Make, steps: int, dtype: torch.dtype) -> list[float]:
     return losses
 
 
-def assert_trained(losses: list[float], make: Make = cnn, step: str = "step.onnx") -> None:
-    """As near to the losses in float64 as PyTorch's own in float32, and so as `TrainingSession`'s."""
+def assert_trained(losses: list[float], make: Make = cnn, step: str = "step.onnx") -> TrainingSession:
+    """Assert that losses, and those of a session, are as near to those in float64 as PyTorch's; return the session."""
     exact, native = (np.array(trained(make, len(losses), dtype)) for dtype in (torch.float64, torch.float32))
     session = TrainingSession(MODEL / step)
     python = np.array([session.step(*batch) for batch in batches(len(losses))])
     bound = 4 * np.abs(native - exact).max()
     assert np.abs(python - exact).max() <= bound
     assert np.abs(losses - exact).max() <= bound
+    return session
 
 
 def node(program: Path, *arguments: object) -> str:
@@ -164,11 +165,11 @@ def test_values_of_another_step_are_refused(
     save_file(values, tmp_path / "other.safetensors")
     output = evaluated(
         f"""
-        const before = trainer.save();
+        const before = await trainer.save();
         try {{
           trainer.load(await readFile({json.dumps(str(tmp_path / "other.safetensors"))}));
         }} catch (error) {{
-          console.log(error.message, Buffer.compare(before, trainer.save()));
+          console.log(error.message, Buffer.compare(before, await trainer.save()));
         }}
         """
     )
@@ -184,7 +185,7 @@ def test_a_checkpoint_of_python_is_taken(tmp_path: Path) -> None:
     stored = {**load_file(tmp_path / "python.safetensors"), "again.weight": np.ones(3, np.float32)}
     save_file(stored, tmp_path / "python.safetensors")
     ours, theirs = (json.dumps(str(tmp_path / f"{name}.safetensors")) for name in ("javascript", "python"))
-    evaluated(f"trainer.load(await readFile({theirs})); await writeFile({ours}, trainer.save());")
+    evaluated(f"trainer.load(await readFile({theirs})); await writeFile({ours}, await trainer.save());")
     found = load_file(tmp_path / "javascript.safetensors")
     assert set(found) == set(session.ort_values)
     for name, value in session.ort_values.items():
@@ -217,8 +218,13 @@ def test_webgpu_trains_as_python_does() -> None:
     assert "· WebGPU ·" in seen["footer"]
     assert len(seen["losses"]) >= 8
     assert_trained(seen["losses"])
-    assert len(seen["attention"]) == 6
-    assert_trained(seen["attention"], attention, "attention/step.onnx")
+    losses, accuracy = seen["attention"]["losses"], seen["attention"]["accuracy"]
+    assert len(losses) == 6
+    session = assert_trained(losses, attention, "attention/step.onnx")
+    data = load_file(MODEL / "digits.safetensors")
+    read = session.evaluate(data["test_images"]).argmax(1)
+    # One digit may be on the border.
+    assert abs((read == data["test_labels"]).mean() - accuracy) <= 1 / len(read)
 
 
 def test_the_page_trains_reads_drawings_and_keeps_the_weights(tmp_path: Path, request: pytest.FixtureRequest) -> None:
