@@ -7,6 +7,7 @@ from gradfuse.passes.convolution_backward import FuseConvolutionBackwardPass
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
 from gradfuse.passes.grouped_bias_add_grad import FuseGroupedBiasAddGradPass
 from gradfuse.passes.matching import FusePass
+from gradfuse.passes.max_pool_backward import FuseMaxPoolBackwardPass
 from gradfuse.passes.mse_loss_backward import FuseMseLossBackwardPass
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report
@@ -20,6 +21,7 @@ __all__ = [
     "FuseConvolutionBackwardPass",
     "FuseCrossEntropyLossGradPass",
     "FuseGroupedBiasAddGradPass",
+    "FuseMaxPoolBackwardPass",
     "FuseMseLossBackwardPass",
     "FusePass",
     "FuseScaledMaskedSoftmaxBackwardPass",

@@ -162,6 +162,7 @@ def _vectors(site: Site, root: ir.Value, stops: Sequence[ir.Value]) -> list[ir.V
         Mismatch: it is made of more than vectors.
     """
     found: dict[ir.Value, None] = {}
+    views: dict[ir.Value, ir.Value] = {}
     todo, seen = [root], {root, *stops}
     for value in todo:
         if len(todo) > _VALUES:
@@ -171,15 +172,21 @@ def _vectors(site: Site, root: ir.Value, stops: Sequence[ir.Value]) -> list[ir.V
         if (site.forms.constant(value) is not None and not _is_vector(site, value, root)) or _is_size(site, value):
             continue
         if node is None or not inner or node.op_type not in _ARITHMETIC | _REDUCTIONS or _is_inverse(site, node):
-            if not _is_vector(site, value, root):
-                raise Mismatch(f"{value.name} is part of it, which is no vector of the channels")
-            found[value] = None
+            # What has its elements in other dimensions may be viewed as a vector.
+            vector = value
+            while not _is_vector(site, vector, root):
+                if vector not in views:
+                    raise Mismatch(f"{value.name} is part of it, which is no vector of the channels")
+                vector = views[vector]
+            found[vector] = None
             continue
         operands = node.inputs if node.op_type in _ARITHMETIC - _VIEWS else node.inputs[:1]
         for other in operands:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
+                if node.op_type in _VIEWS:
+                    views[other] = value
     return list(found)
 
 
@@ -202,8 +209,26 @@ def _bound(
     x: ir.Value,
     mean: ir.Value,
 ) -> Rewrite:
+    # Any vector serves as the mean; what reads the mean of x in several forms asks to look into them.
+    try:
+        return _bound_beside(site, builder, root, region, gradient, x, mean, [mean])
+    except Mismatch:
+        if not _is_made_of(site, mean, x):
+            raise
+    return _bound_beside(site, builder, root, region, gradient, x, mean, [])
+
+
+def _bound_beside(
+    site: Site,
+    builder: Builder,
+    root: ir.Value,
+    region: _Region,
+    gradient: ir.Value,
+    x: ir.Value,
+    mean: ir.Value,
+    own_mean: Sequence[ir.Value],
+) -> Rewrite:
     stops = [gradient, x]
-    own_mean = [] if _is_made_of(site, mean, x) else [mean]
     vectors = _vectors(site, root, [*stops, *own_mean])
     if not 1 <= len(vectors) <= 2:
         raise Mismatch(f"it has {len(vectors)} vectors of the channels beside the mean, not 1 or 2")

@@ -263,12 +263,14 @@ def _grad_bias(site: Site, places: ir.Value) -> ir.Value | None:
 def _smaller(site: Site, root: ir.Value, found: _Products) -> dict[int, int]:
     """Sizes in which the convolution is as valid as in its own, by those that they stand for; none if there are none.
 
-    What is behind the last window stays, and so do kernels and, with groups, channels.
+    What is behind the last window stays, and so do kernels and, with groups, channels. Of two sizes that are the same
+    number, one may keep the other from being smaller.
     """
     window = found.window
     sizes = [[size.integer for size in site.extents(value)] for value in (found.image, found.places, root)]
     (batch, channels, *image), (_, outputs, *places), (_, _, *kernel) = sizes
-    table = {n: n for n in kernel if n is not None}
+    of_groups = (channels, outputs) if window.groups > 1 else ()
+    table = {n: n for n in (*kernel, *of_groups) if n is not None}
     spatial = len(kernel)
     for axis, (size, count, taps) in enumerate(zip(image, places, kernel, strict=True)):
         if size is None or count is None or taps is None:
@@ -276,15 +278,17 @@ def _smaller(site: Site, root: ir.Value, found: _Products) -> dict[int, int]:
         fewer = count if count <= KEPT_SIZE else _FEW
         cut = (count - fewer) * window.stride[axis]
         less = size - cut
-        if less < 1 + max(0, window.dilation[axis] * (taps - 1) - sum(window.pads[axis::spatial])):
+        too_small = less < 1 + max(0, window.dilation[axis] * (taps - 1) - sum(window.pads[axis::spatial]))
+        if too_small or table.get(count, fewer) != fewer or table.get(size, less) != less:
             fewer, less = count, size
         if table.setdefault(count, fewer) != fewer or table.setdefault(size, less) != less:
             return {}
-    for size in (batch, *((channels, outputs) if window.groups == 1 else ())):
+    for size in (batch, *(() if of_groups else (channels, outputs))):
         if size is not None:
             table.setdefault(size, size if size <= KEPT_SIZE else _FEW)
-    if window.groups > 1:
-        for size in (channels, outputs):
-            if size is not None and table.setdefault(size, size) != size:
-                return {}
+    if of_groups and batch is not None:
+        # Groups go with the batch, as the convolution of the products has it.
+        together = table[batch] * window.groups
+        if table.setdefault(batch * window.groups, together) != together:
+            return {}
     return {n: small for n, small in table.items() if n != small}

@@ -41,7 +41,7 @@ class Rewrite:
     runs: frozenset[ir.Node] = frozenset()
     """Nodes that no form expresses, and that a proof runs all the same."""
     linear: bool = False
-    """Whether results are linear in each value of the frontier, so that a proof needs few numbers."""
+    """Whether results are linear in each value of the frontier, or go by its order, so that a proof needs few numbers."""
     table: Mapping[int, int] = field(default_factory=dict)
     """With `linear`: smaller sizes for static ones, in which the nodes are valid too; if empty, there are none."""
     by_body: bool = False

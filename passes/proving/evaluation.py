@@ -1,4 +1,4 @@
-"""onnx's reference evaluator with what the proofs need: onnxruntime's operators, scatters and convolutions by numpy."""
+"""onnx's reference evaluator with what the proofs need: onnxruntime's operators, and scatters and windows by numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def evaluator_of(model: onnx.ModelProto) -> ReferenceEvaluator:
     """Return the evaluator of a model."""
     from onnx.reference import ReferenceEvaluator
 
-    return ReferenceEvaluator(model, new_ops=[*ort_training.reference_ops(), _scatter_elements(), *_convolutions()])
+    return ReferenceEvaluator(
+        model, new_ops=[*ort_training.reference_ops(), _scatter_elements(), *_convolutions(), _max_pool()]
+    )
 
 
 @cache
@@ -106,6 +108,46 @@ def _convolutions() -> tuple[type, type]:
             return (result if b is None else result + b.reshape(-1, *[1] * spatial),)
 
     return Conv, ConvTranspose
+
+
+@cache
+def _max_pool() -> type:
+    """Return MaxPool whose indices count from the beginning of the tensor: the reference's do so in some ranks only."""
+    from onnx.reference.op_run import OpRun
+
+    class MaxPool(OpRun):
+        op_domain = ""
+
+        def _run(self, x: _Array, **options: Any) -> tuple[_Array, ...]:
+            kernel = options["kernel_shape"]
+            strides, dilations, pads = _window(options, len(kernel))
+            if options.get("storage_order"):
+                raise NotImplementedError("only indices that count rows first")
+            edges = [(0, 0), (0, 0), *zip(*pads, strict=True)]
+            reach = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+            if options.get("ceil_mode"):
+                # As many windows as begin within the image.
+                for axis, (n, r, s) in enumerate(zip(x.shape[2:], reach, strides, strict=True)):
+                    begin, end = edges[axis + 2]
+                    more = -(n + begin + end - r) % s
+                    last = n + begin + end + more - r
+                    edges[axis + 2] = (begin, end + more if last < n + begin else end)
+            wide = np.pad(x, edges, constant_values=-np.inf)
+            places = np.pad(np.arange(x.size).reshape(x.shape), edges, constant_values=-1)
+            axes = tuple(range(2, x.ndim))
+            own: Any = (
+                ...,
+                *(slice(None, None, s) for s in strides),
+                *(slice(None, None, d) for d in dilations),
+            )
+            windows, indices = (np.lib.stride_tricks.sliding_window_view(a, reach, axes)[own] for a in (wide, places))
+            shape = windows.shape[: x.ndim]
+            windows, indices = (a.reshape(*shape, -1) for a in (windows, indices))
+            first = windows.argmax(-1)[..., None]
+            taken = (np.take_along_axis(a, first, -1)[..., 0] for a in (windows, indices))
+            return tuple(taken)[: len(self.output)]
+
+    return MaxPool
 
 
 def _window(options: dict[str, Any], spatial: int) -> tuple[Sequence[int], Sequence[int], tuple[list[int], list[int]]]:

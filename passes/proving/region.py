@@ -219,7 +219,7 @@ class Region:
                 protos.append(onnx.helper.make_node("Squeeze", [proto.input[1]], [depth]))
                 proto.input[1] = depth
             # The shape of a kernel follows from the kernel, which may be run in a smaller one.
-            given = [a for a in node.attributes.values() if a.name != "kernel_shape" or node not in self.rewrite.runs]
+            given = [a for a in node.attributes.values() if a.name != "kernel_shape" or "Conv" not in node.op_type]
             proto.attribute.extend(ir.serde.serialize_attribute(a) for a in given)
             _to_float64(proto)
             if node.domain == custom_ops.DOMAIN:

@@ -21,7 +21,7 @@ Table = Mapping[int, int]
 
 ELEMENT_LIMIT = 1 << 18  # of all leaves together; larger static sizes are shrunk
 FULL_LIMIT = 1 << 21  # of all leaves, where no shrinking keeps the subgraph valid
-LINEAR_LIMIT = 1 << 16  # of all leaves, where convolutions are run
+LINEAR_LIMIT = 1 << 18  # of all leaves, where convolutions are run
 KEPT_SIZE = 8  # static sizes up to this are never shrunk
 _ATTEMPTS = 9
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from autograd import model_of, numbers, require_torchs, shaped
+from node_tests import run
 from torch import Tensor
 
 from gradfuse import ModelError, differentiate
@@ -40,6 +41,15 @@ def test_ranks_that_differ_are_summed_over(a: Any, b: Any) -> None:
 
     model = model_of(f"{declared('a', a)}, {declared('b', b)}", "y = Mul(a, b)")
     require_torchs(model, shaped(a, b), lambda a, b: a * b, ["a", "b"])
+
+
+def test_relus_let_gradients_of_nan_through() -> None:
+    x = torch.tensor([torch.nan, -1.0, 0.0, 2.0], requires_grad=True)
+    seed = np.array([1, 2, 3, 4], np.float32)
+    gradient = differentiate(model_of("float[4] x", "y = Relu(x)"), ["x"], seeds={"y": "seed"})
+    found = run(gradient, {"x": x.detach().numpy(), "seed": seed}, by_onnx=False)
+    (expected,) = torch.autograd.grad(torch.relu(x), x, torch.from_numpy(seed))
+    np.testing.assert_array_equal(found["x.grad"], expected.numpy())
 
 
 @pytest.mark.parametrize(
@@ -573,3 +583,41 @@ def test_a_branch_that_draws_numbers_is_refused() -> None:
     )
     with pytest.raises(ModelError, match=r"RandomNormalLike .*draws numbers within If"):
         differentiate(model, ["a"], seeds={"y": "v"})
+
+
+SPLITS = {
+    "sizes": "sizes = Constant<value_ints = [1, 2]>() parts = SplitToSequence<axis = 1>(x, sizes)",
+    "one size": "size = Constant<value_int = 2>() parts = SplitToSequence<axis = 1>(x, size)",
+    "slices": "parts = SplitToSequence<axis = 1, keepdims = 0>(x)",
+    "parts": """
+        zero = Constant<value_ints = [0]>()  one = Constant<value_ints = [1]>()  end = Constant<value_ints = [3]>()
+        left = Slice(x, zero, one, one)  right = Slice(x, one, end, one)
+        parts = SequenceConstruct(left, right)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_elements_of_split_tensors(name: str, index: int) -> None:
+    body = f"""
+        {SPLITS[name]}
+        first = Constant<value_int = {index}>()
+        part = SequenceAt(parts, first)  again = SequenceAt(parts, first)
+        square = Mul(part, again)
+        y = ReduceSum<keepdims = 0>(square)
+    """
+
+    def by_torch(x: torch.Tensor) -> torch.Tensor:
+        cuts = {"one size": [(0, 2), (2, 3)], "slices": [(0, 1), (1, 2)]}.get(name, [(0, 1), (1, 3)])
+        begin, end = cuts[index]
+        return x[:, begin:end].square().sum()
+
+    require_torchs(model_of("float[4, 3] x", body, output="float y"), {"x": numbers(4, 3)}, by_torch, ["x"])
+
+
+def test_joined_sequences() -> None:
+    body = "parts = SequenceConstruct(x, z, x) y = ConcatFromSequence<axis = 0>(parts)"
+    feeds = {"x": numbers(2, 3), "z": numbers(4, 3, seed=1)}
+    model = model_of("float[2, 3] x, float[4, 3] z", body, output="float[8, 3] y")
+    require_torchs(model, feeds, lambda x, z: torch.cat([x, z, x]), ["x", "z"])

@@ -327,9 +327,13 @@ def test_masks_of_the_least_number_are_no_error() -> None:
     build_training_step(model, "mse", check=batch)
 
 
-def test_what_draws_numbers_is_not_checked() -> None:
+def test_what_draws_numbers_without_a_seed_is_not_checked() -> None:
+    text = "g () => (float[7, 3] noise) { noise = RandomNormal<shape = [7, 3]>() }"
+    drawn = onnx.parser.parse_graph(text)
+    other = onnx.parser.parse_graph(text)
     model = net()
-    model.graph.node.insert(0, onnx.helper.make_node("RandomNormalLike", ["x"], ["noise"]))
+    model.graph.node.insert(0, onnx.helper.make_node("If", ["c"], ["noise"], then_branch=drawn, else_branch=other))
+    model.graph.input.append(onnx.helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []))
     model.graph.node.insert(1, onnx.helper.make_node("Add", ["x", "noise"], ["noisy"]))
     model.graph.node[2].input[0] = "noisy"
     with pytest.raises(ArgumentError, match="check: the loss depends on random numbers; expected none"):

@@ -216,7 +216,10 @@ def test_differentiate_refuses_what_is_not_there() -> None:
 
 @pytest.mark.parametrize("fuse", (True, False))
 @pytest.mark.parametrize("relu", (True, False))
-def test_batch_norm_trains_as_in_torch(fuse: bool, relu: bool) -> None:
+@pytest.mark.parametrize("asked", (True, False))
+def test_batch_norm_trains_as_in_torch(fuse: bool, relu: bool, asked: bool) -> None:
+    """Where `train_batch_norm` asks for it, and where the model was exported in training mode."""
+
     def module() -> nn.Module:
         torch.manual_seed(0)
         activation = nn.ReLU() if relu else nn.Tanh()
@@ -224,7 +227,12 @@ def test_batch_norm_trains_as_in_torch(fuse: bool, relu: bool) -> None:
         return nn.Sequential(*parts, nn.Flatten(), nn.Linear(144, CLASSES))
 
     model, sgd = forward(module().eval(), X), optimizers.SGD(lr=0.1)
-    step = build_training_step(model, "cross_entropy", optimizer=sgd, train_batch_norm=True, fuse=fuse)
+    if not asked:
+        for node in model.graph.node:
+            if node.op_type == "BatchNormalization":
+                node.attribute.append(onnx.helper.make_attribute("training_mode", 1))
+                node.output.extend(f"{node.output[0]}_{statistic}" for statistic in ("mean", "var"))
+    step = build_training_step(model, "cross_entropy", optimizer=sgd, train_batch_norm=asked, fuse=fuse)
     assert len(step.buffers) == 4
     gates = [len(node.input) > 5 for node in step.model.graph.node if node.op_type == "BatchNormBackward"]
     assert gates == ([False, relu] if fuse else [])

@@ -15,6 +15,7 @@ from training_models import autograd, run
 from gradfuse import ExportError, export_training_step
 from gradfuse.export import dropout
 from gradfuse.testing import assert_gradients_close
+from gradfuse.training import draws
 
 ITEMS = 200_000
 
@@ -26,7 +27,7 @@ def _mask_in_onnx(seed: int, layer: int, p: float, shape: tuple[int, ...]) -> np
         kept = local.DropoutMask<layer={layer}, threshold={round(p * 2**31)}>(seed, x)
     }}
     <domain: "local", opset_import: ["": 20]>
-    {dropout.MASK}
+    {draws.MASK}
     """
     session = onnxruntime.InferenceSession(onnx.parser.parse_model(text).SerializeToString())
     (kept,) = session.run(None, {"seed": np.array(seed), "x": np.zeros(shape, np.float32)})

@@ -184,6 +184,7 @@ CASES = {
     "attention": Case(
         Attention, _tokens, "CrossEntropyLoss", "AdamW", {"bias_correction": False}, opset=14, rows="tokens"
     ),
+    "attention by SGD": Case(Attention, _tokens, "CrossEntropyLoss", "SGD", opset=14, rows="tokens"),
     "operators": Case(Operators, _values(4, _noise), "L1Loss", "SGD", opset=15),
     "dropout": Case(
         lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.4)), _values(4, _noise), "MSELoss", "SGD", random=True

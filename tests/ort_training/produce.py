@@ -2,11 +2,12 @@
 
 Usage: .venv-ort-training/bin/python tests/ort_training/produce.py FOLDER [CASE ...]
 
-Writes, for each case of cases.py, the artifacts into FOLDER/CASE, and beside them `trained`, the checkpoint after half
-of the steps, and `run.npz`: the batches; the losses and the parameters after all steps that onnxruntime-training had,
-with the training model and with what gradfuse.fuse makes of it, and that PyTorch has in float64; the parameters that
-the training model ends at when those that it starts from are moved by one rounding; and the output of PyTorch's module
-in eval mode for the first batch. A case that draws random numbers has the artifacts only.
+Writes, for each case of cases.py, the artifacts into FOLDER/CASE, and beside them `forward.onnx`, the model that they
+are made of; `trained`, the checkpoint after half of the steps; and `run.npz`: the batches; the losses and the
+parameters after all steps that onnxruntime-training had, with the training model and with what gradfuse.fuse makes of
+it, and that PyTorch has in float64; the parameters that the training model ends at when those that it starts from are
+moved by one rounding; and the output of PyTorch's module in eval mode for the first batch. A case that draws random
+numbers has the artifacts and the forward model only.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def export(case: Case) -> onnx.ModelProto:
 def make_artifacts(case: Case, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model = export(case)
+    onnx.save(model, folder / "forward.onnx")
     trainable = [name for name, _ in case.make().named_parameters() if name not in case.frozen]
     clip = None if case.max_norm is None else onnxblock.optim.ClipGradNorm(case.max_norm)
     artifacts.generate_artifacts(

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ort_training import environment
-from ort_training.cases import COMPARED
+from ort_training.cases import CASES, COMPARED, LEARNING_RATE
 from ort_training.runs import Run
 
+from gradfuse import build_training_step, optimizers
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.ort_training
@@ -19,6 +20,13 @@ FUSED = {
     "regressor": {"MseLossBackward"},
     "convolution": {"CrossEntropyLossGrad"},
     "attention": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
+    "attention by SGD": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
+}
+LOSSES = {
+    "CrossEntropyLoss": "cross_entropy",
+    "MSELoss": "mse",
+    "BCEWithLogitsLoss": "bce_with_logits",
+    "L1Loss": "l1",
 }
 
 
@@ -52,3 +60,33 @@ def test_training_goes_on_from_a_checkpoint(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", COMPARED)
 def test_evaluation_gives_what_the_module_gives(name: str, folder: Path) -> None:
     Run.load(folder / name).require_equal_evaluation()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    "name", [name for name in COMPARED if CASES[name].optimizer == "SGD" or not CASES[name].adam_mode]
+)
+def test_steps_of_the_same_forward_model_train_as_it_did(name: str, fuse: bool, folder: Path) -> None:
+    """Those of `build_training_step`, which derives the gradients anew. Its AdamW is the one of `adam_mode` 0."""
+    case, run = CASES[name], Run.load(folder / name)
+    sgd = optimizers.SGD(lr=LEARNING_RATE)
+    step = build_training_step(
+        folder / name / "forward.onnx",
+        LOSSES[case.loss],
+        trainable=run.parameters(),
+        optimizer=sgd if case.optimizer == "SGD" else optimizers.AdamW(lr=LEARNING_RATE, eps=1e-6, **case.options),
+        max_grad_norm=case.max_norm,
+        fuse=fuse,
+    )
+    session, losses = run.train(step)
+    assert_gradients_close(losses, run.losses("native"), run.losses("exact"), np.float32)
+    state = session.state_dict()
+    for parameter in run.parameters():
+        exact = run.parameter("exact", parameter)
+        assert_gradients_close(state[parameter], run.worst_native(parameter), exact, np.float32)
+
+
+def test_dropout_of_a_forward_model_trains(folder: Path) -> None:
+    step = build_training_step(folder / "dropout" / "forward.onnx", "mse", optimizer=optimizers.SGD(lr=LEARNING_RATE))
+    assert list(step.buffers) == ["dropout_seed"]
+    assert "Dropout" not in {node.op_type for node in step.model.graph.node}

@@ -198,7 +198,6 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, reason="in steps exported with fuse=False, the rule does not find these gradients yet")
 def test_a_step_that_torch_exported() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(4, 3, 6, 6), torch.randint(0, 3, (4,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
@@ -24,17 +24,47 @@ def running_statistics(graph: ir.Graph) -> set[str]:
     return found
 
 
-def separate_statistics(graph: ir.Graph) -> None:
-    """Give each node in inference mode running statistics of its own.
+def leave_training_mode(graph: ir.Graph) -> list[ir.Node]:
+    """Put nodes into inference mode whose new running statistics go nowhere; return them.
+
+    PyTorch's older exporter leaves the statistics so when it exports a model in training mode.
+    """
+    found = []
+    for node in graph:
+        mode = node.attributes.get("training_mode")
+        if node.op_type != "BatchNormalization" or node.domain or mode is None or not mode.as_int():
+            continue
+        given = [node.inputs[index] for index in (_MEAN, _VARIANCE)]
+        if any(value is None or value.name not in graph.initializers for value in given):
+            continue
+        if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+            continue
+        node.attributes.pop("training_mode")
+        node.resize_outputs(1)
+        found.append(node)
+    return found
+
+
+def nodes_in_inference_mode(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes that normalise by statistics of the model.
+
+    Raises:
+        ModelError: one is in a subgraph.
+    """
+    return list(_nodes(graph))
+
+
+def separate_statistics(graph: ir.Graph, nodes: Iterable[ir.Node]) -> None:
+    """Give each of some nodes in inference mode running statistics of its own.
 
     Exporters merge initializers that are equal, as those of layers that were not trained yet are.
 
     Raises:
-        ModelError: statistics are no initializers, or a node is in a subgraph.
+        ModelError: statistics are no initializers.
     """
     taken = set(graph.initializers)
     seen: set[ir.Value] = set()
-    for node in _nodes(graph):
+    for node in nodes:
         for index in (_MEAN, _VARIANCE):
             value = node.inputs[index]
             if value is None or value.const_value is None or value.name not in graph.initializers:
@@ -48,7 +78,7 @@ def separate_statistics(graph: ir.Graph) -> None:
             seen.add(value)
 
 
-def use_batch_statistics(graph: ir.Graph, tape: Tape, *, fuse: bool) -> dict[str, Tensor]:
+def use_batch_statistics(graph: ir.Graph, nodes: Iterable[ir.Node], tape: Tape, *, fuse: bool) -> dict[str, Tensor]:
     """Normalise by the mean and variance of the batch, which are computed ahead of each node.
 
     The nodes stay in inference mode: onnxruntime's kernel for training mode writes the new running statistics over the
@@ -56,6 +86,7 @@ def use_batch_statistics(graph: ir.Graph, tape: Tape, *, fuse: bool) -> dict[str
 
     Args:
         graph: the graph of a forward model.
+        nodes: those of its nodes that do, in inference mode.
         tape: where nodes are written.
         fuse: whether the gradient of a node may be `aclnn::BatchNormBackward`.
 
@@ -67,7 +98,7 @@ def use_batch_statistics(graph: ir.Graph, tape: Tape, *, fuse: bool) -> dict[str
         ModelError: the rank of a node's input is not known.
     """
     updated: dict[str, Tensor] = {}
-    for node in list(_nodes(graph)):
+    for node in nodes:
         begin = len(tape.nodes)
         x, value, old = tape.of(_given(node, 0)), _given(node, 0), [_given(node, k) for k in (_MEAN, _VARIANCE)]
         if value.shape is None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.elementwise import tanh_gelu_slope
 from gradfuse.differentiation.normalization import mean
-from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
+from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor, normal_density
 
 _MICROSOFT = "com.microsoft"
@@ -32,10 +32,37 @@ def batch_norm(call: Call) -> Iterator[Gradient]:
     if dy is None or any(other is not None for other in call.dy[1:]):
         raise call.error("the result depends on its statistics; expected on its first output only")
     relu = call.y[0] if call.attribute("relu", 0) else None
+    if not call.node.meta.get(FUSES) and relu is None:
+        yield from _batch_norm_in_nodes(call, dy)
+        return
     wanted = [int(index in call.needed) for index in range(3)]
     yield from call.tape.parts(
         "BatchNormBackward", 3, dy, x, weight, call.y[1], call.y[2], relu, domain="aclnn", output_mask=wanted
     )
+
+
+def _batch_norm_in_nodes(call: Call, dy: Tensor) -> Iterator[Gradient]:
+    """PyTorch's formula: (dy - mean(dy) - (x - m) r^2 mean(dy (x - m))) r w, where means are over all but channels."""
+    x, weight, (mean, invstd) = call.x[0], call.x[1], call.y[1:3]
+    assert x is not None
+    others = [axis for axis in range(call.rank(x)) if axis != 1]
+
+    def column(vector: Tensor) -> Tensor:
+        return vector.unsqueeze(*others)
+
+    share = 1.0 / (x.op("Size") / mean.op("Size")).cast(x.dtype)
+    distance = x - column(mean)
+    sum_dy = dy.sum(others, keepdims=False)
+    products = (dy * distance).sum(others, keepdims=False)
+
+    def of_input() -> Tensor:
+        slope = products * share * (invstd * invstd)
+        centred = dy - distance * column(slope) - column(sum_dy * share)
+        return centred * column(invstd if weight is None else invstd * weight)
+
+    yield of_input
+    yield lambda: products * invstd
+    yield sum_dy
 
 
 @gradient("LstmRecurrence", domain="aclnn")

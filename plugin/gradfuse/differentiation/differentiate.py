@@ -10,12 +10,12 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN, VERSION
+from gradfuse.differentiation import sequences
 from gradfuse.differentiation.dependence import captured_by, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of, error_of
-from gradfuse.differentiation.sequences import without_sequences
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.fusion import collection_paused
@@ -99,13 +99,15 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
     inline(model, lambda function: True)
     _raise_opset(model)
     _expand_functions(model)
-    without_sequences(model.graph, free_prefix(model.graph, "parts/"), model.opset_imports[""])
-    _put_constants_in(model.graph)
     # Constants among the initializers have shapes; what lacks one is asked for.
     for value in model.graph.initializers.values():
         if value.const_value is not None:
             value.dtype = value.const_value.dtype
             value.shape = ir.Shape(value.const_value.shape.numpy())
+    if any(node.op_type in sequences.OPERATORS and not node.domain for node in model.graph.all_nodes()):
+        infer(model)
+        sequences.without_sequences(model.graph, free_prefix(model.graph, "parts/"), model.opset_imports[""])
+    _put_constants_in(model.graph)
     infer(model)
     return model
 

@@ -181,7 +181,9 @@ def neg(call: Call) -> Iterator[Gradient]:
 
 @gradient("Relu")
 def relu(call: Call) -> Iterator[Gradient]:
-    yield _where(call, call.y[0] > 0)
+    """As `aten::threshold_backward`, which lets the gradient through where the result is NaN."""
+    dy = _dy(call)
+    yield call.y[0].op("LessOrEqual", 0.0).where(dy.tape.constant(0.0, dy.dtype), dy)
 
 
 @gradient("LeakyRelu")

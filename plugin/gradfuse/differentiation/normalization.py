@@ -87,11 +87,11 @@ def fold_relus(graph: ir.Graph) -> None:
         gate = None if gated is None else gated.producer()
         if gated is None or gate is None or gate.op_type != "Where":
             continue
-        condition, source, other = gate.inputs
-        positive = None if condition is None else condition.producer()
-        if positive is None or positive.op_type != "Greater" or len(list(gated.uses())) > 1 or gated.is_graph_output():
+        condition, other, source = gate.inputs
+        cut = None if condition is None else condition.producer()
+        if cut is None or cut.op_type != "LessOrEqual" or len(list(gated.uses())) > 1 or gated.is_graph_output():
             continue
-        output, least = positive.inputs
+        output, least = cut.inputs
         producer = None if output is None else output.producer()
         if producer is not None and producer.op_type == "Relu" and _is_zero(other) and _is_zero(least):
             node.replace_input_with(0, source)

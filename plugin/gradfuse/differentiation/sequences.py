@@ -7,12 +7,15 @@ import onnx_ir as ir
 from gradfuse.differentiation.rules import constant_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 
+OPERATORS = ("SequenceAt", "ConcatFromSequence")
+"""What takes sequences apart."""
+
 
 def without_sequences(graph: ir.Graph, prefix: str, opset: int) -> None:
     """Put Split and Slice in the place of elements of split tensors, and Concat in that of joined sequences.
 
     Args:
-        graph: the graph, which is changed, as are those within it.
+        graph: the graph, whose values have types; it is changed, as are those within it.
         prefix: what the names of new nodes begin with; nothing else in the graph begins with it.
         opset: the version of the default domain.
     """
@@ -33,7 +36,9 @@ def without_sequences(graph: ir.Graph, prefix: str, opset: int) -> None:
             result = _joined(node, source, tape)
         if result is not None:
             assert node.graph is not None and source.graph is not None
-            outputs = [result.op("Identity").value] if result.value.producer() not in tape.nodes else [result.value]
+            if result.value.producer() not in tape.nodes:
+                result = tape.op("Identity", result)
+            outputs = [result.value]
             ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, node.outputs, outputs)
             if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
                 source.graph.remove(source, safe=True)
@@ -55,15 +60,14 @@ def _element(node: ir.Node, source: ir.Node, tape: Tape, splits: dict[ir.Node, t
             assert source.graph is not None
             before = Tape(f"{tape.prefix}split/", tape.opset)
             lengths = before.ints(*(int(size) for size in sizes))
-            dtype = x.dtype or ir.DataType.FLOAT
-            splits[source] = before.parts("Split", sizes.size, before.of(x), lengths, dtype=dtype, axis=axis)
+            splits[source] = before.parts("Split", sizes.size, before.of(x), lengths, axis=axis)
             source.graph.insert_after(source, before.nodes)
         return splits[source][number]
     if number < 0:
         return None
     size = 1 if sizes is None else int(sizes.reshape(()))
     bounds = (tape.ints(number * size), tape.ints((number + 1) * size), tape.ints(axis))
-    part = tape.op("Slice", tape.of(x), *bounds, dtype=x.dtype or ir.DataType.FLOAT)
+    part = tape.op("Slice", tape.of(x), *bounds)
     return part.squeeze(axis) if sizes is None and not _int(source, "keepdims", 1) else part
 
 
@@ -79,9 +83,8 @@ def _joined(node: ir.Node, source: ir.Node, tape: Tape) -> Tensor:
     parts = [tape.of(value) for value in source.inputs if value is not None]
     if _int(node, "new_axis", 0):
         at = tape.ints(axis)
-        dtype = parts[0].value.dtype or ir.DataType.FLOAT
-        parts = [tape.op("Unsqueeze", part, at, dtype=dtype) for part in parts]
-    return tape.op("Concat", *parts, dtype=parts[0].value.dtype or ir.DataType.FLOAT, axis=axis)
+        parts = [tape.op("Unsqueeze", part, at) for part in parts]
+    return tape.op("Concat", *parts, axis=axis)
 
 
 def _int(node: ir.Node, name: str, default: int) -> int:

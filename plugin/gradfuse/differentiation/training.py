@@ -16,7 +16,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation import loss_models
-from gradfuse.differentiation.batch_statistics import running_statistics, separate_statistics, use_batch_statistics
+from gradfuse.differentiation.batch_statistics import (
+    leave_training_mode,
+    nodes_in_inference_mode,
+    running_statistics,
+    separate_statistics,
+    use_batch_statistics,
+)
 from gradfuse.differentiation.differentiate import (
     append_gradients,
     expand_on_the_way,
@@ -28,6 +34,7 @@ from gradfuse.differentiation.differentiate import (
 )
 from gradfuse.differentiation.indexing import mark_embeddings
 from gradfuse.differentiation.rules import FLOATS, FUSES
+from gradfuse.differentiation.seeded_draws import in_new_opset, seed_draws, turn_off_dropout
 from gradfuse.differentiation.self_check import check_gradients
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
@@ -75,8 +82,8 @@ def build_training_step(
         frozen: names or patterns of initializers that stay as they are.
         optimizer: an object of `gradfuse.optimizers`; None: the step ends at the gradients.
         train_batch_norm: whether BatchNormalization takes the statistics of the batch and updates the running ones,
-            which are then buffers of the step; else it takes the model's, which stay as they are. Its scale and bias
-            train either way.
+            which are then buffers of the step; else only nodes in training mode do, and the others take the model's,
+            which stay as they are. Scale and bias train either way.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over all parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
         grad_scaler: the loss is scaled as with this `gradfuse.optimizers.GradScaler` or `torch.amp.GradScaler`, and an
@@ -115,7 +122,7 @@ def build_training_step(
         )
     options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler), float64)
     with fusion.collection_paused():
-        work = prepared(reading.load(model))
+        work = in_new_opset(prepared(reading.load(model)))
         return _built(work, criterion, trainable, frozen, options, train_batch_norm, fuse, check)
 
 
@@ -153,8 +160,10 @@ def _built(
     check: bool | Mapping[str, Any],
 ) -> TrainingStep:
     graph = work.graph
+    by_batch = leave_training_mode(graph)
     if train_batch_norm:
-        separate_statistics(graph)
+        by_batch = nodes_in_inference_mode(graph)
+    separate_statistics(graph, by_batch)
     statistics = running_statistics(graph)
     initializers = {
         name: value for name, value in graph.initializers.items() if value.dtype in FLOATS and name not in statistics
@@ -164,13 +173,14 @@ def _built(
     graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
+    turn_off_dropout(evaluation.graph)
     for node in graph:
         node.meta[FUSES] = fuse
     expand_on_the_way(work, [initializers[name] for name in asked])
 
-    updated = {}
-    if train_batch_norm:
-        updated = use_batch_statistics(graph, Tape(free_prefix(graph), work.opset_imports[""]), fuse=fuse)
+    seeds = seed_draws(work, Tape(free_prefix(graph, "draws/"), work.opset_imports[""]))
+    tape = Tape(free_prefix(graph), work.opset_imports[""])
+    updated = use_batch_statistics(graph, by_batch, tape, fuse=fuse) | seeds
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     result, targets = _loss(work, tape, criterion)
     graph.extend(tape.nodes)
@@ -229,7 +239,7 @@ def _built(
         hyperparameters={} if description is None else description.hyperparameters(),
         constants={},
         state_dict_names={name: name for name in (*values, *buffers)},
-        evaluation_model=_evaluation(evaluation, (*parameters, *buffers)),
+        evaluation_model=_evaluation(evaluation, [*parameters, *(name for name in buffers if name not in seeds)]),
     )
 
 

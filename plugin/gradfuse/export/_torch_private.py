@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,15 +154,30 @@ def translations_read_once() -> Iterator[None]:
         ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
 
 
+def decompositions_of_export(opset: int, translated: Collection[Any]) -> dict[Any, Callable[..., Any]]:
+    """Return what torch.onnx.export decomposes, by overload, beside overloads with translations of one's own."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with translations_read_once():
+        registry = ONNXRegistry.from_torchlib(opset_version=opset)
+    return {key: one for key, one in _decompositions(registry).items() if key not in translated}
+
+
+def _decompositions(registry: Any) -> dict[Any, Callable[..., Any]]:
+    from torch.onnx._internal.exporter import _decomp
+
+    return _decomp.create_onnx_friendly_decomposition_table(set(_decomp.get_onnx_implemented_overloads(registry)))
+
+
 @contextlib.contextmanager
 def decomposed_once() -> Iterator[None]:
     """Let torch.onnx.export decompose programs only where they hold something that it decomposes."""
-    from torch.onnx._internal.exporter import _decomp, _fx_passes
+    from torch.onnx._internal.exporter import _fx_passes
 
     original = _fx_passes.decompose_with_registry
 
     def decompose_with_registry(program: Any, registry: Any) -> Any:
-        table = _decomp.create_onnx_friendly_decomposition_table(set(_decomp.get_onnx_implemented_overloads(registry)))
+        table = _decompositions(registry)
         graphs = [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
         if any(node.target in table for graph in graphs for node in graph.nodes):
             return original(program, registry)

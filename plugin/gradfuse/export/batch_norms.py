@@ -28,20 +28,22 @@ _NARROW = (torch.float16, torch.bfloat16)
 _FORWARD_TYPES = (torch.float32, *_NARROW)
 
 
-def fuse_batch_norms(program: ExportedProgram) -> None:
+def fuse_batch_norms(program: ExportedProgram, *, relu: bool) -> None:
     """Replace batch normalization in training mode in a program, where all tensors have one type but for the input.
 
-    A ReLU that is all that reads a result becomes part of the operator.
+    Args:
+        program: a decomposed program, which is changed.
+        relu: whether a ReLU that is all that reads a result becomes part of the operator.
     """
     graph = program.graph
     for node in list(graph.nodes):
         if node.target in KEPT:
-            _fuse_forward(node)
+            _fuse_forward(node, fold=relu)
     graph.lint()
     program.graph_module.recompile()
 
 
-def _fuse_forward(node: Node) -> None:
+def _fuse_forward(node: Node, *, fold: bool) -> None:
     *inputs, training, momentum, eps = node.args
     if node.target is _NO_STATISTICS:
         inputs += [None, None]
@@ -53,7 +55,7 @@ def _fuse_forward(node: Node) -> None:
         return
     results = [user for user in node.users if user.args[1] == 0]
     readers = [reader for result in results for reader in result.users]
-    relu = readers[0] if len(readers) == 1 and readers[0].target is aten.relu.default else None
+    relu = readers[0] if fold and len(readers) == 1 and readers[0].target is aten.relu.default else None
     with node.graph.inserting_before(node):
         if widened and isinstance(x, Node):
             inputs[0] = _cast(x, torch.float32)

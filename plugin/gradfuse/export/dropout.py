@@ -16,12 +16,7 @@ from torch import Tensor
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export.translation import function_caller
-
-_WORD = 2**32
-_SEED_FACTOR, _LAYER_FACTOR = 0x9E3779B1, 0x85EBCA77
-# Rounds of multiplication and xor-shift mix all bits; the high bits of the last product decide.
-_FACTORS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
-_SHIFTS = (15, 13)
+from gradfuse.training import draws
 
 aten = torch.ops.aten
 
@@ -38,9 +33,6 @@ torch.library.register_fake(
 
 _Draw = Callable[[Tensor], Tensor]
 """Returns numbers of [0, 1), float32, in the shape of a tensor."""
-
-_UNIFORM_BITS = 24
-"""So many bits are exact in float32 and float64 alike: a step draws the same numbers in both."""
 
 
 class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,22 +77,22 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def mask(seed: int, layer: int, input: Tensor, p: float) -> Tensor:
     """Return which elements of `input` the `layer`-th draw of a step keeps: booleans in its shape."""
-    return ((_words(seed, layer, input) >> 1) >= _threshold(p)).view(input.shape)
+    return ((_words(seed, layer, input) >> 1) >= draws.threshold(p)).view(input.shape)
 
 
 def uniform(seed: int, layer: int, input: Tensor) -> Tensor:
     """Return the numbers of [0, 1) that the `layer`-th draw of a step gives, float32 in the shape of `input`."""
-    words = _words(seed, layer, input) >> (32 - _UNIFORM_BITS)
-    return (words.float() * 2.0**-_UNIFORM_BITS).view(input.shape)
+    words = _words(seed, layer, input) >> (32 - draws.UNIFORM_BITS)
+    return (words.float() * 2.0**-draws.UNIFORM_BITS).view(input.shape)
 
 
 def _words(seed: int, layer: int, input: Tensor) -> Tensor:
     """Return hashes of 32 bits, int64, one an element of `input`."""
-    key = ((seed % 2**31) * _SEED_FACTOR + layer * _LAYER_FACTOR) % _WORD
-    word = torch.arange(input.numel(), device=input.device) * _FACTORS[0] % _WORD
-    word = (word ^ (word >> _SHIFTS[0])) + key
-    word = word * _FACTORS[1] % _WORD
-    return (word ^ (word >> _SHIFTS[1])) * _FACTORS[2] % _WORD
+    key = ((seed % 2**31) * draws.SEED_FACTOR + layer * draws.LAYER_FACTOR) % draws.WORD
+    word = torch.arange(input.numel(), device=input.device) * draws.FACTORS[0] % draws.WORD
+    word = (word ^ (word >> draws.SHIFTS[0])) + key
+    word = word * draws.FACTORS[1] % draws.WORD
+    return (word ^ (word >> draws.SHIFTS[1])) * draws.FACTORS[2] % draws.WORD
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -181,7 +173,7 @@ def _gaussian(draw: _Draw, like: Tensor, dtype: torch.dtype) -> Tensor:
 def _exponential(draw: _Draw, self: Tensor, lambd: float = 1.0, **_: Any) -> Tensor:
     numbers = draw(self).to(torch.promote_types(self.dtype, torch.float32))
     # From the middle of each interval, as 0 would be an infinite logarithm for who takes one.
-    return (-(numbers + 0.5 * 2.0**-_UNIFORM_BITS).log() / lambd).to(self.dtype)
+    return (-(numbers + 0.5 * 2.0**-draws.UNIFORM_BITS).log() / lambd).to(self.dtype)
 
 
 def _bernoulli_of(draw: _Draw, self: Tensor, p: Tensor | None = None, **_: Any) -> Tensor:
@@ -227,87 +219,12 @@ _IN_PLACE: dict[Any, Any] = {
 """Operators that write into their first argument -> what they are in traced programs."""
 
 
-def _threshold(p: float) -> int:
-    return round(p * 2**31)
-
-
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word
-
-
-# In 32 bits, as int32 where onnxruntime multiplies (products wrap around) and as uint32 where it shifts.
-_WORDS = f"""
-    seed_range = Constant<value_int={2**31}>()
-    seed_factor = Constant<value_int={_SEED_FACTOR}>()
-    layer_factor = Constant<value_int={_LAYER_FACTOR}>()
-    word_range = Constant<value_int={_WORD}>()
-    half_range = Constant<value_int={_WORD // 2}>()
-    layer_number = Constant<value_int: int = @layer>()
-    seed_part = Mod(seed, seed_range)
-    seed_product = Mul(seed_part, seed_factor)
-    layer_product = Mul(layer_number, layer_factor)
-    products = Add(seed_product, layer_product)
-    shifted_products = Add(products, half_range)
-    shifted_key = Mod(shifted_products, word_range)
-    signed_key = Sub(shifted_key, half_range)
-    key = Cast<to=6>(signed_key)
-    size = Size(input)
-    count = Cast<to=6>(size)
-    first = Constant<value=int32 {{0}}>()
-    next = Constant<value=int32 {{1}}>()
-    place = Range(first, count, next)
-    factor_0 = Constant<value=int32 {{{_signed(_FACTORS[0])}}}>()
-    factor_1 = Constant<value=int32 {{{_signed(_FACTORS[1])}}}>()
-    factor_2 = Constant<value=int32 {{{_signed(_FACTORS[2])}}}>()
-    shift_0 = Constant<value=uint32 {{{_SHIFTS[0]}}}>()
-    shift_1 = Constant<value=uint32 {{{_SHIFTS[1]}}}>()
-    product_0 = Mul(place, factor_0)
-    bits_0 = Cast<to=12>(product_0)
-    high_0 = BitShift<direction="RIGHT">(bits_0, shift_0)
-    mixed_0 = BitwiseXor(bits_0, high_0)
-    word_0 = Cast<to=6>(mixed_0)
-    keyed = Add(word_0, key)
-    product_1 = Mul(keyed, factor_1)
-    bits_1 = Cast<to=12>(product_1)
-    high_1 = BitShift<direction="RIGHT">(bits_1, shift_1)
-    mixed_1 = BitwiseXor(bits_1, high_1)
-    word_1 = Cast<to=6>(mixed_1)
-    product_2 = Mul(word_1, factor_2)
-    bits_2 = Cast<to=12>(product_2)
-    shape = Shape(input)
-"""
-
-MASK = f"""
-DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
-    {_WORDS}
-    shift_2 = Constant<value=uint32 {{1}}>()
-    high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
-    drawn = Cast<to=7>(high_2)
-    limit = Constant<value_int: int = @threshold>()
-    kept_line = GreaterOrEqual(drawn, limit)
-    kept = Reshape<allowzero=1>(kept_line, shape)
-}}
-"""
-
-UNIFORM = f"""
-UniformNumbers <layer: int> (seed, input) => (numbers) {{
-    {_WORDS}
-    shift_2 = Constant<value=uint32 {{{32 - _UNIFORM_BITS}}}>()
-    high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
-    drawn = Cast<to=1>(high_2)
-    step = Constant<value=float {{{2.0**-_UNIFORM_BITS!r}}}>()
-    numbers_line = Mul(drawn, step)
-    numbers = Reshape<allowzero=1>(numbers_line, shape)
-}}
-"""
-
-
 def translations() -> dict[Any, Callable[..., Any]]:
     """Return the functions that emit the nodes of the draws, for `custom_translation_table`."""
-    call_mask, call_uniform = function_caller(MASK), function_caller(UNIFORM)
+    call_mask, call_uniform = function_caller(draws.MASK), function_caller(draws.UNIFORM)
 
     def dropout_mask(input: Any, p: float, seed: Any, layer: int = 0) -> Any:
-        return call_mask(seed, input, layer=layer, threshold=_threshold(p))
+        return call_mask(seed, input, layer=layer, threshold=draws.threshold(p))
 
     def uniform_numbers(input: Any, seed: Any, layer: int = 0) -> Any:
         return call_uniform(seed, input, layer=layer)

@@ -48,7 +48,7 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
     free = [name for name in names if name in step.trainable or name in changed]
-    model = onnx_model.translate(tracing.decomposed(program, fuse=False), step, names, free)
+    model = onnx_model.translate(tracing.decomposed(program, fuse=False, batch_norm=False), step, names, free)
     onnx_model.arrange_evaluation(model, step, free, native, shapes)
     proto = onnx_model.in_order(ir.to_proto(model))
     truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -67,6 +68,16 @@ _RULES = [
 """Each looks at single nodes and what feeds them."""
 
 
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Return what this package translates itself, by overload, for `custom_translation_table`."""
+    return {
+        **onnx_translation_table(),
+        **recurrences.translations(),
+        **dropout.translations(),
+        **standins.translations(),
+    }
+
+
 def translate(
     program: ExportedProgram,
     step: TorchStep,
@@ -89,12 +100,6 @@ def translate(
     Raises:
         ExportError: an operator has no ONNX translation or no gradient rule, or torch.onnx.export fails.
     """
-    table = {
-        **onnx_translation_table(),
-        **recurrences.translations(),
-        **dropout.translations(),
-        **standins.translations(),
-    }
     try:
         with quiet(), private.translations_read_once(), private.decomposed_once():
             exported = torch.onnx.export(
@@ -102,7 +107,7 @@ def translate(
                 (),
                 dynamo=True,
                 opset_version=OPSET,
-                custom_translation_table=table,
+                custom_translation_table=translations(),
                 optimize=False,
                 verbose=False,
                 external_data=False,
@@ -218,6 +223,14 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
     model = ir.from_proto(proto)
     replace_scatter_nd(model)
     return ir.to_proto(model)
+
+
+def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model in standard operators alone."""
+    model = ir.from_proto(fusion.expand(exported))
+    _simplify(model)
+    proto: onnx.ModelProto = ir.to_proto(model)
+    return proto
 
 
 def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradfuse.export import batch_norms, branches, dropout, explaining, layouts, promotion, recurrences, standins
+from gradfuse.export import _torch_private as private
+from gradfuse.export import (
+    batch_norms,
+    branches,
+    dropout,
+    explaining,
+    layouts,
+    onnx_model,
+    promotion,
+    recurrences,
+    standins,
+)
 from gradfuse.export.decompositions import forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
@@ -69,24 +80,28 @@ def forward_program(
     branches.warn_of_assumptions(taken)
     explaining.warn_of_multiples(step, program)
     standins.keep_stops(program)
-    program = decomposed(program, fuse=fuse)
+    program = decomposed(program, fuse=fuse, batch_norm=True)
     _refuse_random_operators(program)
     return program
 
 
-def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
+def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> ExportedProgram:
     """Return a program without the operators that torch.onnx.export does not know, or translates wrongly.
 
     Args:
         program: a traced program.
-        fuse: whether operators of gradfuse may stand in it.
+        fuse: whether recurrent layers become operators of gradfuse.
+        batch_norm: whether batch normalisation in training mode does, until its gradient is written.
 
     Raises:
         ExportError: PyTorch fails to decompose it.
     """
-    table: dict[Any, Any] = torch.export.default_decompositions()
+    # In one pass, as each takes seconds: also what torch.onnx.export would decompose.
+    with quiet():
+        table = private.decompositions_of_export(onnx_model.OPSET, onnx_model.translations().keys())
+    table.update(torch.export.default_decompositions())
     table.update(forward.table())
-    for operator in (*standins.KEPT, *(batch_norms.KEPT if fuse else ())):
+    for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
     try:
         # Attention kernels are left for products and softmax, whose gradients fuse.
@@ -94,7 +109,8 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
             program = program.run_decompositions(table)
             if fuse:
                 recurrences.fuse_recurrences(program)
-                batch_norms.fuse_batch_norms(program)
+            if batch_norm:
+                batch_norms.fuse_batch_norms(program, relu=fuse)
                 # What does not fit the operator.
                 rest = {key: one for key, one in forward.table().items() if key in batch_norms.KEPT}
                 if any(node.target in rest for node in program.graph.nodes):

@@ -132,12 +132,11 @@ class Truth:
         self.compare_in_float64(model, which)
 
     def verify_fused(self, fused: onnx.ModelProto, unfused: onnx.ModelProto) -> None:
-        """Compare the fused model with PyTorch, after the one that it was made from.
+        """Compare the fused model with PyTorch; the one that it was made from has been compared in its own types.
 
         Raises:
             ExportError: an output differs; an error that the unfused model has too is said to be its.
         """
-        self.compare(unfused, "exported")
         self.compare(fused, "fused")
         try:
             self.compare_in_float64(fused, "fused")

@@ -25,6 +25,7 @@ class Nodes:
     def __init__(self, prefix: str) -> None:
         self.tape = ir.tape.Tape()
         self._prefix = prefix
+        self._count = 0
         self._constants: dict[tuple[float, ir.DataType], GraphTensor] = {}
         self._shared: dict[str, GraphTensor] = {}
 
@@ -37,7 +38,7 @@ class Nodes:
         attributes: Mapping[str, Any] | None = None,
     ) -> GraphTensor:
         """Append a node with one output of a type and shape."""
-        name = f"{self._prefix}/{op_type}_{len(self.tape.nodes)}"
+        name = self._name(op_type)
         output = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
         return GraphTensor(self, self.tape.op(op_type, inputs, attributes, name=name, output=output))
 
@@ -45,10 +46,15 @@ class Nodes:
         self, op_type: str, inputs: Sequence[ir.Value | None], like: ir.Value, attributes: Mapping[str, Any], count: int
     ) -> list[GraphTensor]:
         """Append a node of the domain `aclnn` with some outputs, all of the type and shape of a value."""
-        name = f"{self._prefix}/{op_type}_{len(self.tape.nodes)}"
+        name = self._name(op_type)
         outputs = [ir.Value(name=f"{name}/{index}", type=like.type, shape=like.shape) for index in range(count)]
         self.tape.op_multi_out(op_type, inputs, attributes, outputs=outputs, domain=DOMAIN, name=name)
         return [GraphTensor(self, output) for output in outputs]
+
+    def _name(self, op_type: str) -> str:
+        # The tape copies its nodes for whoever asks how many there are.
+        self._count += 1
+        return f"{self._prefix}/{op_type}_{self._count - 1}"
 
     def constant(self, number: float, dtype: ir.DataType) -> GraphTensor:
         """Return a scalar of a type; equal ones share a node."""

@@ -1,0 +1,221 @@
+"""MaxPoolBackward: the gradient of maximum pooling.
+
+Maximum pooling has no canonical form, so this rule goes by nodes and their attributes, which the proof runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+import onnx_ir as ir
+
+from gradfuse.custom_ops.max_pool_backward import MOST_SPATIAL, places
+from gradfuse.passes.matching import Builder, Context, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.proving.shrinking import KEPT_SIZE
+from gradfuse.passes.reading import attribute
+
+_VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_STEPS = 4  # views one after the other
+_INDICES = 1
+_FEW = 3  # windows, items and channels of a proof
+
+
+class FuseMaxPoolBackwardPass(FusePass):
+    """Finds a gradient g that is added up, on zeros in the shape of x, at the indices that a MaxPool of x gives.
+
+    x, g and the indices may be viewed in one dimension for it. Indices that count columns first stay.
+    """
+
+    operator = "MaxPoolBackward"
+    linear = False
+    looks_at_views = True
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        found = _scatter(site, root)
+        return None if found is None else _bound(site, builder, root, found)
+
+    def run(self, context: Context) -> bool:
+        changed = super().run(context)
+        for site in context.sites() if changed else ():
+            for node in site.graph:
+                indices = node.outputs[_INDICES] if node.op_type == "MaxPool" and len(node.outputs) > 1 else None
+                if indices is not None and not (node.domain or indices.uses() or indices.is_graph_output()):
+                    site.leave(indices)
+                    node.resize_outputs(1)
+        return changed
+
+    def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
+        """The indices cost the forward pass more than their gradient saves where they are computed all the same."""
+        pool = next(node for node in rewrite.runs if node.op_type == "MaxPool")
+        indices = pool.outputs[_INDICES]
+        read = {use.node for use in indices.uses()} - set(_behind(site, rewrite.root, indices))
+        return "something else reads the indices of the maxima" if read or indices.is_graph_output() else None
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """The sum of a gradient at the maxima of windows.
+
+    Attributes:
+        pool: the node that finds them.
+        node: the node that adds the gradient up.
+        gradient: of the shape of the maxima, or flat.
+    """
+
+    pool: ir.Node
+    node: ir.Node
+    gradient: ir.Value
+
+
+@dataclass(frozen=True)
+class _Window:
+    """How a window goes over an image: attributes of the operator."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil_mode: int
+
+
+def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
+    if not site.knows(root) or not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
+        return None
+    node = _viewed(site, root)[-1].producer()
+    if node is None or node.domain or node.op_type != "ScatterElements" or node.graph is not site.graph:
+        return None
+    data, positions, updates = node.inputs[:3]
+    if data is None or positions is None or updates is None or attribute(node, "reduction", "none") != "add":
+        return None
+    pool = _viewed(site, positions)[-1].producer()
+    if pool is None or pool.domain or pool.op_type != "MaxPool" or pool.graph is not site.graph:
+        return None
+    if len(pool.outputs) < 2 or _viewed(site, positions)[-1] is not pool.outputs[_INDICES]:
+        return None
+    maxima = pool.outputs[0]
+    if not site.knows(maxima) or any(len(site.extents(value)) != 1 for value in (data, positions, updates)):
+        return None
+    if not _is_zero(site, data):
+        return None
+    whole = (value for value in _viewed(site, updates) if site.extents(value) == site.extents(maxima))
+    return _Scatter(pool, node, next(whole, updates))
+
+
+def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
+    """A value and what it is a view of, the nearest first: all have the same elements in the same order."""
+    found = [value]
+    for _ in range(_STEPS):
+        node = found[-1].producer()
+        if node is None or node.domain or node.op_type not in _VIEWS or node.graph is not site.graph:
+            break
+        source = node.inputs[0]
+        if source is None or not site.knows(source):
+            break
+        found.append(source)
+    return found
+
+
+def _is_zero(site: Site, value: ir.Value) -> bool:
+    form = site.forms.get(value)
+    return form is not None and not form.poly
+
+
+def _behind(site: Site, root: ir.Value, end: ir.Value) -> list[ir.Node]:
+    """The nodes between a value and an earlier one."""
+    todo, found = [root], dict[ir.Node, None]()
+    for value in todo:
+        node = value.producer()
+        if node is None or node in found or node.graph is not site.graph or end in node.outputs:
+            continue
+        found[node] = None
+        todo += [v for v in node.inputs if v is not None]
+    return list(found)
+
+
+def _bound(site: Site, builder: Builder, root: ir.Value, found: _Scatter) -> Rewrite:
+    pool, gradient = found.pool, found.gradient
+    x = pool.inputs[0]
+    assert x is not None
+    if not site.knows(x) or site.extents(x) != site.extents(root):
+        raise Mismatch("it is not of the shape of what is pooled")
+    if any(value.dtype != root.dtype for value in (x, gradient)):
+        raise Mismatch("it is computed of tensors of several types")
+    if attribute(pool, "storage_order", 0):
+        raise Mismatch("its indices count columns first")
+    maxima = pool.outputs[0]
+    window = _window(pool, len(site.extents(x)) - 2)
+    _require_begins_inside(site, x, maxima, window)
+    whole = gradient
+    if site.extents(gradient) != site.extents(maxima):
+        whole = builder.reshape(gradient, site.extents(maxima))
+    outputs = builder.fused_whole(FuseMaxPoolBackwardPass.operator, [whole, x], [site.extents(root)], **asdict(window))
+    return replace(
+        builder.rewrite("max-pool-backward", [outputs[0]], outputs[0]),
+        frontier=(x, gradient),
+        runs=frozenset([pool, found.node]),
+        linear=True,
+        table=_smaller(site, x, maxima, window),
+    )
+
+
+def _window(pool: ir.Node, spatial: int) -> _Window:
+    """The window of a pooling.
+
+    Raises:
+        Mismatch: the operator has none like those of the node.
+    """
+    automatic = attribute(pool, "auto_pad", "NOTSET")
+    if automatic not in ("NOTSET", "VALID"):
+        raise Mismatch(f"its pooling has auto_pad {automatic}")
+    none, ones = (0,) * 2 * spatial, (1,) * spatial
+    kernel = tuple(attribute(pool, "kernel_shape", ones))
+    padding = none if automatic == "VALID" else tuple(attribute(pool, "pads", none))
+    dilation = tuple(attribute(pool, "dilations", ones))
+    if any(max(padding[axis::spatial]) > d * (k - 1) for axis, (k, d) in enumerate(zip(kernel, dilation, strict=True))):
+        raise Mismatch("its pads are wider than a window reaches")
+    stride, ceil_mode = tuple(attribute(pool, "strides", ones)), int(attribute(pool, "ceil_mode", 0))
+    return _Window(kernel, stride, padding, dilation, ceil_mode)
+
+
+def _require_begins_inside(site: Site, x: ir.Value, maxima: ir.Value, window: _Window) -> None:
+    """Refuse ceil_mode where a window may begin behind the image: versions of onnxruntime differ in whether it does."""
+    if not window.ceil_mode:
+        return
+    spatial = len(window.kernel_size)
+    for axis, (size, count) in enumerate(zip(site.extents(x)[2:], site.extents(maxima)[2:], strict=True)):
+        if size.integer is None or count.integer is None:
+            raise Mismatch("it has ceil_mode, and sizes that are not known")
+        pads = window.padding[axis], window.padding[axis + spatial]
+        of_axis = window.kernel_size[axis], window.stride[axis], pads, window.dilation[axis]
+        if places(size.integer, *of_axis, True) != count.integer:
+            raise Mismatch("with ceil_mode, a window begins behind the image")
+
+
+def _smaller(site: Site, x: ir.Value, maxima: ir.Value, window: _Window) -> dict[int, int]:
+    """Sizes in which the pooling is as valid as in its own, by those that they stand for; none if there are none."""
+    (batch, channels, *image), (_, _, *windows) = ([n.integer for n in site.extents(v)] for v in (x, maxima))
+    table: dict[int, int] = {}
+    for axis, (size, count) in enumerate(zip(image, windows, strict=True)):
+        if size is None or count is None:
+            continue
+        fewer = count if count <= KEPT_SIZE else _FEW
+        less = size - (count - fewer) * window.stride[axis]
+        if (
+            less <= window.dilation[axis] * (window.kernel_size[axis] - 1)
+            or table.get(count, fewer) != fewer
+            or table.get(size, less) != less
+        ):
+            fewer, less = count, size
+        if table.setdefault(count, fewer) != fewer or table.setdefault(size, less) != less:
+            return {}
+    for size in (batch, channels):
+        if size is not None:
+            table.setdefault(size, size if size <= KEPT_SIZE else _FEW)
+    for sizes in ([batch, channels, *image], [batch, channels, *windows]):
+        # A flat tensor has their product, beside symbols.
+        known = [size for size in sizes if size is not None]
+        whole, less = math.prod(known), math.prod(table.get(size, size) for size in known)
+        if table.setdefault(whole, less) != less:
+            return {}
+    return {n: small for n, small in table.items() if n != small}

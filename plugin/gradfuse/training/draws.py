@@ -1,0 +1,92 @@
+"""Random numbers that a seed determines, in standard operators: the same in every runtime, and after a resumption.
+
+Element i of the n-th draw of a step is a hash of (seed, n, i). The seed is a buffer of the step, and each step adds 1
+to it.
+"""
+
+from __future__ import annotations
+
+WORD = 2**32
+SEED_FACTOR, LAYER_FACTOR = 0x9E3779B1, 0x85EBCA77
+# Rounds of multiplication and xor-shift mix all bits; the high bits of the last product decide.
+FACTORS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
+SHIFTS = (15, 13)
+
+UNIFORM_BITS = 24
+"""So many bits are exact in float32 and float64 alike: a step draws the same numbers in both."""
+
+
+def threshold(p: float) -> int:
+    """Return the least of 31 random bits with which a dropout of share `p` keeps an element."""
+    return round(p * 2**31)
+
+
+def _signed(word: int) -> int:
+    return word - WORD if word >= WORD // 2 else word
+
+
+# In 32 bits, as int32 where onnxruntime multiplies (products wrap around) and as uint32 where it shifts.
+_WORDS_TEXT = f"""
+    seed_range = Constant<value_int={2**31}>()
+    seed_factor = Constant<value_int={SEED_FACTOR}>()
+    layer_factor = Constant<value_int={LAYER_FACTOR}>()
+    word_range = Constant<value_int={WORD}>()
+    half_range = Constant<value_int={WORD // 2}>()
+    layer_number = Constant<value_int: int = @layer>()
+    seed_part = Mod(seed, seed_range)
+    seed_product = Mul(seed_part, seed_factor)
+    layer_product = Mul(layer_number, layer_factor)
+    products = Add(seed_product, layer_product)
+    shifted_products = Add(products, half_range)
+    shifted_key = Mod(shifted_products, word_range)
+    signed_key = Sub(shifted_key, half_range)
+    key = Cast<to=6>(signed_key)
+    size = Size(input)
+    count = Cast<to=6>(size)
+    first = Constant<value=int32 {{0}}>()
+    next = Constant<value=int32 {{1}}>()
+    place = Range(first, count, next)
+    factor_0 = Constant<value=int32 {{{_signed(FACTORS[0])}}}>()
+    factor_1 = Constant<value=int32 {{{_signed(FACTORS[1])}}}>()
+    factor_2 = Constant<value=int32 {{{_signed(FACTORS[2])}}}>()
+    shift_0 = Constant<value=uint32 {{{SHIFTS[0]}}}>()
+    shift_1 = Constant<value=uint32 {{{SHIFTS[1]}}}>()
+    product_0 = Mul(place, factor_0)
+    bits_0 = Cast<to=12>(product_0)
+    high_0 = BitShift<direction="RIGHT">(bits_0, shift_0)
+    mixed_0 = BitwiseXor(bits_0, high_0)
+    word_0 = Cast<to=6>(mixed_0)
+    keyed = Add(word_0, key)
+    product_1 = Mul(keyed, factor_1)
+    bits_1 = Cast<to=12>(product_1)
+    high_1 = BitShift<direction="RIGHT">(bits_1, shift_1)
+    mixed_1 = BitwiseXor(bits_1, high_1)
+    word_1 = Cast<to=6>(mixed_1)
+    product_2 = Mul(word_1, factor_2)
+    bits_2 = Cast<to=12>(product_2)
+    shape = Shape(input)
+"""
+
+MASK = f"""
+DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
+    {_WORDS_TEXT}
+    shift_2 = Constant<value=uint32 {{1}}>()
+    high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
+    drawn = Cast<to=7>(high_2)
+    limit = Constant<value_int: int = @threshold>()
+    kept_line = GreaterOrEqual(drawn, limit)
+    kept = Reshape<allowzero=1>(kept_line, shape)
+}}
+"""
+
+UNIFORM = f"""
+UniformNumbers <layer: int> (seed, input) => (numbers) {{
+    {_WORDS_TEXT}
+    shift_2 = Constant<value=uint32 {{{32 - UNIFORM_BITS}}}>()
+    high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
+    drawn = Cast<to=1>(high_2)
+    step = Constant<value=float {{{2.0**-UNIFORM_BITS!r}}}>()
+    numbers_line = Mul(drawn, step)
+    numbers = Reshape<allowzero=1>(numbers_line, shape)
+}}
+"""

@@ -1,0 +1,198 @@
+"""Gradients of maximum pooling, as several producers write them, become one operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.parser
+import pytest
+import torch
+import torch.nn.functional as F
+from producers import run
+from torch import nn
+
+import gradfuse
+from gradfuse import fuse
+from gradfuse.passes.report import Report
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """Pooling of (items, 4, *image); `named`: with symbols for the items, and for the image."""
+
+    image: tuple[int, ...]
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    ceil_mode: bool = False
+    items: int = 3
+    named: bool = False
+    changed: tuple[tuple[str, str], ...] = ()
+
+    def by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        pool: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[len(self.image)]
+        result: torch.Tensor = pool(x, self.kernel, self.stride, self.padding, self.dilation, self.ceil_mode)
+        return result
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shape = (self.items, 4, *self.image)
+        return shape, tuple(self.by_torch(torch.zeros(shape)).shape)
+
+    def model(self) -> onnx.ModelProto:
+        rank = len(self.image)
+        declared = [", ".join(("N" if self.named else str(n), *map(str, dims))) for n, *dims in self.shapes]
+        window = (
+            f"kernel_shape = {[self.kernel] * rank}, strides = {[self.stride] * rank}, "
+            f"pads = {[self.padding] * 2 * rank}, dilations = {[self.dilation] * rank}, "
+            f"ceil_mode = {int(self.ceil_mode)}"
+        )
+        text = f"""
+            <ir_version: 10, opset_import: ["": 20]>
+            pooling (float[{declared[0]}] x, float[{declared[1]}] g)
+                => (float[{declared[1]}] y, float[{declared[0]}] dx) {{
+                y, indices = MaxPool<{window}>(x)
+                one = Constant<value_ints = [1]>()  flat = Constant<value_ints = [-1]>()
+                size = Size(x)  length = Reshape(size, one)  zeros = ConstantOfShape(length)
+                places = Reshape(indices, flat)  line = Reshape(g, flat)
+                sums = ScatterElements<axis = 0, reduction = "add">(zeros, places, line)
+                shape = Shape(x)
+                dx = Reshape<allowzero = 1>(sums, shape)
+            }}
+        """
+        for old, new in self.changed:
+            assert old in text
+            text = text.replace(old, new)
+        return onnx.parser.parse_model(text)
+
+    def feeds(self) -> dict[str, Array]:
+        """With many ties: the first of equal maxima gets the gradient."""
+        numbers = np.random.default_rng(0)
+        x, g = self.shapes
+        return {
+            "x": numbers.integers(-2, 3, x).astype(np.float32),
+            "g": numbers.integers(-9, 10, g).astype(np.float32),
+        }
+
+
+def fused(model: onnx.ModelProto, policy: Any = "profitable") -> tuple[onnx.ModelProto, Report]:
+    result = fuse(model, policy=policy, only=["MaxPoolBackward"])
+    onnx.checker.check_model(result.model, full_check=True)
+    return result.model, result.report
+
+
+POOLINGS = {
+    "one dimension": Pooling((9,), 3, stride=2, padding=1),
+    "overlapping": Pooling((8, 7), 3, stride=2, padding=1),
+    "apart": Pooling((9, 8), 2, stride=3),
+    "dilation": Pooling((9, 10), 2, stride=2, padding=1, dilation=2),
+    "three dimensions": Pooling((4, 5, 6), 2, stride=2),
+    "ceil_mode": Pooling((7, 8), 3, stride=2, ceil_mode=True),
+    "named items": Pooling((8, 7), 3, stride=2, padding=1, named=True),
+    "large": Pooling((112, 112), 3, stride=2, padding=1, items=32),
+    "large, named items": Pooling((112, 56), 2, stride=2, named=True),
+}
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_sums_at_the_indices_of_maxima(name: str) -> None:
+    pooling = POOLINGS[name]
+    result, report = fused(pooling.model())
+    assert [f.op for f in report.fusions] == ["MaxPoolBackward"], report
+    # Nothing asks for the indices any more.
+    assert [len(node.output) for node in result.graph.node if node.op_type == "MaxPool"] == [1]
+    feeds = pooling.feeds()
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    (expected,) = torch.autograd.grad(pooling.by_torch(x), x, torch.from_numpy(feeds["g"]))
+    # Whole numbers, whose sums are exact.
+    np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+PLAIN = Pooling((7, 7), 3, stride=2, padding=1)
+ALMOST = {
+    "numbers that are no zeros": (("zeros = ConstantOfShape(length)", "zeros = Expand(one_float, length)"),),
+    "a product instead of a sum": (('reduction = "add"', 'reduction = "mul"'),),
+    "no reduction": ((', reduction = "add"', ""),),
+    "columns first": (("ceil_mode = 0", "ceil_mode = 0, storage_order = 1"),),
+    "indices that are moved": (
+        (
+            "places = Reshape(indices, flat)",
+            "added = Mul(indices, one) more = Add(added, one) places = Reshape(more, flat)",
+        ),
+    ),
+    "a gradient that was turned": (
+        ("line = Reshape(g, flat)", "turned = Transpose<perm = [0, 1, 3, 2]>(g) line = Reshape(turned, flat)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_sums_that_are_almost_a_gradient(name: str) -> None:
+    """They stay, or what takes their place gives the same."""
+    changed: tuple[tuple[str, str], ...] = ALMOST[name]
+    if "one_float" in str(changed):
+        changed = (*changed, ("one = Constant", "one_float = Constant<value_float = 1.0>() one = Constant"))
+    pooling = dataclasses.replace(PLAIN, changed=changed)
+    model = pooling.model()
+    result, report = fused(model, "all")
+    if name != "a gradient that was turned":
+        assert not report.fusions, report
+    feeds = pooling.feeds()
+    if name != "indices that are moved":  # The last index would be behind the end.
+        np.testing.assert_array_equal(run(result, feeds)["dx"], run(model, feeds)["dx"])
+
+
+def test_indices_that_something_else_reads_stay() -> None:
+    model = PLAIN.model()
+    model.graph.output.append(onnx.helper.make_tensor_value_info("indices", onnx.TensorProto.INT64, PLAIN.shapes[1]))
+    _, report = fused(model, "all")
+    assert not report.fusions
+    assert [miss.reason for miss in report.near_misses] == ["something else reads the indices of the maxima"]
+
+
+def test_a_window_that_begins_behind_the_image_stays() -> None:
+    """onnx gives (4, 4) windows by 1 of every 3 pixels a fifth one, where torch has four."""
+    text = """
+        <ir_version: 10, opset_import: ["": 21]> g (float[1, 1, 4] x, float[1, 1, 3] g) => (float[1, 1, 4] dx) {
+            y, indices = MaxPool<kernel_shape = [1], strides = [3], pads = [0, 0], ceil_mode = 1>(x)
+            one = Constant<value_ints = [1]>()  flat = Constant<value_ints = [-1]>()
+            size = Size(x)  length = Reshape(size, one)  zeros = ConstantOfShape(length)
+            places = Reshape(indices, flat)  line = Reshape(g, flat)
+            sums = ScatterElements<axis = 0, reduction = "add">(zeros, places, line)
+            shape = Shape(x)  dx = Reshape(sums, shape)
+        }
+    """
+    assert not fused(onnx.parser.parse_model(text), "all")[1].fusions
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 4, 3), nn.Linear(36, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(F.max_pool2d(self.first(x).relu(), 2).flatten(1))
+        return result
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_steps_that_were_exported_without_fusing(named: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 1, 8, 8), torch.randint(0, 3, (5,))
+    shapes = ({0: "N"}, {0: "N"}) if named else None
+    step = gradfuse.export_training_step(Net(), F.cross_entropy, (x, y), fuse=False, dynamic_shapes=shapes)
+    result, report = fused(step.model)
+    assert [f.op for f in report.fusions] == ["MaxPoolBackward"]
+    feeds = {**step.parameters, step.input_names[0]: x.numpy(), step.target_names[0]: y.numpy()}
+    plain, found = run(step.model, feeds), run(result, feeds)
+    for name, array in plain.items():
+        np.testing.assert_array_equal(found[name], array)
