@@ -10,14 +10,14 @@ DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 CXX_SOURCES := CMakeLists.txt $(shell find cpp_ext -type f -not -path '*/__pycache__/*' 2>/dev/null)
 CXX_HEADERS := $(filter %.h,$(CXX_SOURCES))
-CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] benchmarks/*.c)
+CXX_FORMATTED := $(filter %.h %.cc %.cu %.cuh,$(CXX_SOURCES)) $(wildcard samples/aclnn/*.[ch] samples/cpp/*.cc benchmarks/*.c)
 # What is compiled with the headers of CUDA is left out.
 CXX_TIDIED := $(filter-out cpp_ext/capi/cuda_device.cc cpp_ext/ort/provider/cuda_gpu.cc cpp_ext/tests/%,$(filter %.cc,$(CXX_SOURCES)))
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
+.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
 	@echo "make test-models   train models of transformers, timm and scikit-learn, and compare; writes docs/models.md (some hours; MODEL_CASES='GPT2LMHeadModel ...' for some)"
+	@echo "make test-web   train in Node and in headless Chromium, and compare (needs node, npm and chromium; a minute; SCREENSHOT=docs/web.png keeps a picture)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"
@@ -127,6 +128,16 @@ $(MODELS)/.installed: $(INSTALLED)
 test-models: $(MODELS)/.installed
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests:tests/support $(MODELS)/bin/python -m real_models.run --page docs/models.md $(MODEL_CASES)
 
+WEB := samples/web
+$(WEB)/node_modules/.installed: $(WEB)/package-lock.json
+	@for program in node npm; do command -v $$program >/dev/null || { echo "there is no $$program; expected Node.js 20.11 or newer" >&2; exit 1; }; done
+	npm --prefix $(WEB) ci --silent
+	@touch $@
+
+SCREENSHOT ?= build/web.png
+test-web: $(INSTALLED) $(WEB)/node_modules/.installed
+	$(BIN)/python -m pytest -m web tests/samples/test_web.py --screenshot $(SCREENSHOT)
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/ops.py $(BENCH_ARGS)
 
@@ -213,5 +224,5 @@ wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-models .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-models $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

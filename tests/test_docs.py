@@ -90,7 +90,7 @@ def test_every_command_and_option_is_listed() -> None:
     rows = {
         option: of
         for options, of in re.findall(r"^\| (`-[^|]+) \| ([^|]+) \|", page, re.MULTILINE)
-        for option in re.findall(r"--[a-z-]+", options)
+        for option in re.findall(r"--[a-z0-9-]+", options)
     }
     for name, command in commands.items():
         for parameter in command.params:

@@ -123,6 +123,9 @@ def _note_verbose(context: click.Context, _: click.Parameter, value: bool) -> bo
 _verbose = click.option(
     "-v", "--verbose", is_flag=True, expose_value=False, callback=_note_verbose, help="Show the traceback of a bug."
 )
+_no_defaults = click.option(
+    "--no-defaults", is_flag=True, help="Write values to a .safetensors beside the step, not as defaults of inputs."
+)
 _force = click.option("--force", is_flag=True, help="Overwrite an OUT.onnx.data that is not OUT.onnx's own.")
 
 
@@ -252,9 +255,12 @@ def expand(source: str, target: str | None, in_place: bool, force: bool) -> None
 @click.argument("target", metavar="OUT.onnx")
 @click.option("--checkpoint", metavar="FILE", help="Begin at this checkpoint instead of ARTIFACTS_DIR's own.")
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
+@_no_defaults
 @_force
 @_verbose
-def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool, force: bool) -> None:
+def to_stock(
+    artifacts: str, target: str, checkpoint: str | None, no_fuse: bool, no_defaults: bool, force: bool
+) -> None:
     """Turn artifacts of onnxruntime-training into a training step for stock onnxruntime."""
     files.require_regular(target, "the training step")
     from gradfuse.ort_training import to_stock as conversion
@@ -262,7 +268,8 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
     with busy("converting"):
         step = conversion.to_stock(artifacts, checkpoint, fuse=not no_fuse)
     with busy("writing"):
-        step.save(target, inputs=conversion.files_of(artifacts, checkpoint), force=force)
+        inputs = conversion.files_of(artifacts, checkpoint)
+        step.save(target, defaults=not no_defaults, inputs=inputs, force=force)
     if step.report is not None:
         _print_report(step.report, verbose=False)
     click.echo(f"parameters {', '.join(step.parameters)}")
@@ -292,6 +299,8 @@ def to_stock(artifacts: str, target: str, checkpoint: str | None, no_fuse: bool,
 @click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
 @click.option("--check", is_flag=True, help="Compare derivatives of the loss with its differences.")
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
+@click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
+@_no_defaults
 @_force
 @_verbose
 def training_step(
@@ -310,12 +319,16 @@ def training_step(
     grad_scaler: float | None,
     check: bool,
     no_fuse: bool,
+    no_float64: bool,
+    no_defaults: bool,
     force: bool,
     **options: float | None,
 ) -> None:
     """Make a training step from a forward model, without PyTorch."""
     files.require_regular(target, "the training step")
     chosen = _optimizer(optimizer, options)
+    if no_float64 and not no_fuse:
+        raise click.UsageError("--no-float64 is given without --no-fuse; expected both or neither")
     if not lora and (lora_rank is not None or lora_alpha is not None):
         raise click.UsageError(f"--lora-{'alpha' if lora_rank is None else 'rank'} is given without --lora")
     from gradfuse import optimizers
@@ -346,9 +359,10 @@ def training_step(
             grad_scaler=None if grad_scaler is None else optimizers.GradScaler(init_scale=grad_scaler),
             fuse=not no_fuse,
             check=check,
+            float64=not no_float64,
         )
     with busy("writing"):
-        step.save(target, inputs=inputs, force=force)
+        step.save(target, defaults=not no_defaults, inputs=inputs, force=force)
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
     if step.report is not None:

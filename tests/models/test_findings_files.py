@@ -335,7 +335,7 @@ def test_the_next_run_clears_what_a_killed_one_left(
     assert snapshot(there) != before
     # A run that fails restores what was there; one that succeeds replaces it.
     with files.temporary_folder(str(there), "unrelated"), pytest.raises(OSError, match="full"):
-        files.write(there / "out.onnx", _fail, data="out.onnx.data")
+        files.write(there / "out.onnx", _fail)
     assert snapshot(there) == before
     assert run("fuse in.onnx there/out.onnx")[0] == 0
     assert sorted(os.listdir(there)) == ["out.onnx", "out.onnx.data"]

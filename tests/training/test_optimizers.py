@@ -6,8 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+import mpmath
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -17,6 +19,8 @@ from training.models import SHAPES, Batch, MakeOptimizer, Mlp, Whole, assert_tra
 
 import gradfuse
 from gradfuse import ExportError, TrainingSession, TrainingStep, export_training_step
+from gradfuse.training import rules
+from gradfuse.training.nodes import Nodes
 
 STEPS = 100
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -74,6 +78,60 @@ def test_a_hundred_steps_are_those_of_torch(name: str, fuse: bool) -> None:
     worst = max(abs(a - b) for a, b in zip(native, exact, strict=True))
     assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 4 * worst
     assert losses[0] != losses[-1]
+
+
+def types(model: onnx.ModelProto) -> set[int]:
+    """The types of all values, as onnx infers them."""
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    graphs, found = [inferred.graph], set()
+    while graphs:
+        graph = graphs.pop()
+        found |= {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output, *graph.value_info)}
+        found |= {tensor.data_type for tensor in graph.initializer}
+        for attribute in (attribute for node in graph.node for attribute in node.attribute):
+            graphs += [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else []
+            found |= {attribute.t.data_type} if attribute.type == onnx.AttributeProto.TENSOR else set()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
+)
+def test_a_hundred_steps_without_float64_are_those_of_torch(name: str) -> None:
+    torch.manual_seed(0)
+    module, data = Mlp(), batches(STEPS, 3)
+    step = export(module, VARIANTS[name], data[0], float64=False)
+    assert onnx.TensorProto.DOUBLE not in types(step.model)
+    assert onnx.TensorProto.DOUBLE in types(export(module, VARIANTS[name], data[0]).model)
+    session = TrainingSession(step)
+    for batch in data:
+        session.step(*batch)
+    _, trained = train(module, VARIANTS[name], data, torch.float32)
+    _, reference = train(module, VARIANTS[name], data, torch.float64)
+    assert_trained(session.state_dict(), trained, reference, STEPS)
+
+
+def test_all_options_do_without_float64() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    options = {"max_grad_norm": 0.3, "accumulate": 2, "grad_scaler": scaler, "float64": False}
+    step = export(Whole(), VARIANTS["adamw_groups"], batches(1, 4)[0], **options)
+    assert onnx.TensorProto.DOUBLE not in types(step.model)
+    assert np.isfinite(TrainingSession(step).step(*batches(1, 4)[0]))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999])
+def test_bias_corrections_in_float32_lose_two_roundings_at_most(beta: float) -> None:
+    nodes = Nodes("test")
+    count = ir.Value(name="count", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n"]))
+    result = rules._one_minus_power(beta, nodes.of(count)).value
+    graph = ir.Graph([count], [result], nodes=nodes.tape.nodes, opset_imports={"": 20}, name="test")
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    counts = np.unique(np.logspace(0, 7, 4000).round())
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"count": counts.astype(np.float32)})
+    with mpmath.workdps(30):
+        exact = np.array([float(1 - mpmath.mpf(beta) ** int(n)) for n in counts])
+    assert np.abs(found / exact - 1).max() <= 2 * np.finfo(np.float32).eps
 
 
 def test_clipping_groups_and_a_schedule_of_rates() -> None:
@@ -307,7 +365,7 @@ def test_autocast_keeps_parameters_in_float32_and_computes_in_float16(fuse: bool
 def refused(make: Callable[[nn.Module], Any], **options: Any) -> str:
     module = Mlp()
     with pytest.raises(ExportError) as error:
-        export_training_step(module, F.cross_entropy, batches(1, 3)[0], make(module), fuse=False, **options)
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], make(module), **{"fuse": False, **options})
     text = str(error.value)
     assert "\n" not in text
     return text
@@ -354,6 +412,11 @@ def thawed(kind: Callable[..., torch.optim.Optimizer], module: nn.Module, **opti
             lambda m: SGD(m.parameters()),
             {"autocast": torch.float64},
             "autocast is torch.float64; expected torch.float16",
+        ),
+        (
+            lambda m: SGD(m.parameters()),
+            {"float64": False, "fuse": True},
+            "float64 is False; expected fuse=False with it",
         ),
         (hooked, {}, "optimizer has a hook on its step; expected none"),
         (of_no_use, {}, "the loss depends on no parameter of the optimizer; expected at least one"),

@@ -64,6 +64,7 @@ def build_training_step(
     grad_scaler: Any = None,
     fuse: bool = True,
     check: bool | Mapping[str, Any] = False,
+    float64: bool = True,
 ) -> TrainingStep:
     """Make a training step from a forward model in ONNX, without PyTorch.
 
@@ -90,6 +91,8 @@ def build_training_step(
         fuse: whether the step is fused, as by `gradfuse.fuse`.
         check: whether derivatives of the loss along random directions are compared with its differences, in float64
             where that is possible, on a random batch; or the batch to do so on: input or target -> array.
+        float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
+            False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
@@ -113,7 +116,11 @@ def build_training_step(
     _require_options(optimizer, max_grad_norm, accumulate, grad_scaler)
     if not isinstance(check, (bool, Mapping)):
         raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
-    options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler))
+    if not float64 and fuse:
+        raise ArgumentError(
+            f"{_WHO}: float64 is False; expected fuse=False with it, as bodies of fused operators are in float64"
+        )
+    options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler), float64)
     with fusion.collection_paused():
         work = in_new_opset(prepared(reading.load(model)))
         return _built(work, criterion, trainable, frozen, options, train_batch_norm, fuse, check)
@@ -127,6 +134,7 @@ class _Options:
     max_grad_norm: float | None
     accumulate: int
     loss_scaling: optimizers.LossScaling | None
+    float64: bool
 
     def described(self, parameters: Iterable[str]) -> optimizers.Optimizer | None:
         """Return the optimizer of some parameters; None: the step ends at the gradients."""
@@ -137,6 +145,7 @@ class _Options:
             max_grad_norm=self.max_grad_norm,
             accumulate=self.accumulate,
             loss_scaling=self.loss_scaling,
+            float64=self.float64,
         )
 
 

@@ -36,6 +36,7 @@ def export_training_step(
     autocast: torch.dtype | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     evaluation: bool | None = None,
+    float64: bool = True,
     progress: Progress | bool = False,
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, verified against PyTorch.
@@ -80,6 +81,8 @@ def export_training_step(
             whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
         evaluation: whether to export `TrainingStep.evaluation_model`, without autocast; None: if there is an
             optimizer.
+        float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
+            False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
         progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
             there are; True: a bar shows that where standard error is a terminal.
 
@@ -107,6 +110,8 @@ def export_training_step(
 
     if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
         raise refusal("optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
+    if not float64 and fuse:
+        raise refusal("float64 is False; expected fuse=False with it, as bodies of fused operators are in float64")
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise refusal(f"autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
     if not verifying.has_onnxruntime():
@@ -116,7 +121,12 @@ def export_training_step(
         if optimizer is None:
             return None
         return optimizers.described(
-            optimizer, names, max_grad_norm=max_grad_norm, accumulate=accumulate, grad_scaler=grad_scaler
+            optimizer,
+            names,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            grad_scaler=grad_scaler,
+            float64=float64,
         )
 
     with Parts.shown(progress) as parts:

@@ -24,6 +24,7 @@ def described(
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     grad_scaler: torch.amp.GradScaler | None = None,
+    float64: bool = True,
 ) -> Optimizer:
     """Describe a `torch.optim.SGD`, `Adam` or `AdamW`, with the state that it has.
 
@@ -33,6 +34,7 @@ def described(
         max_grad_norm: see `Optimizer`.
         accumulate: see `Optimizer`.
         grad_scaler: how the loss is scaled, and the state to begin at; None, or one that is not enabled: it is not.
+        float64: see `Optimizer`.
 
     Raises:
         ExportError: it is another optimizer or has hooks, an option cannot be part of a graph, or a parameter is not
@@ -66,6 +68,7 @@ def described(
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
         loss_scaling=loss_scaling(grad_scaler),
+        float64=float64,
     )
     state, steps = _state(optimizer, names, description)
     return dataclasses.replace(description, state=state, steps=steps)

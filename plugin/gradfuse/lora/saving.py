@@ -15,7 +15,7 @@ import onnx
 from gradfuse.checking.execution import import_onnxruntime
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
 from gradfuse.lora.adding import adapter_names, known_modules
-from gradfuse.models import files, writing
+from gradfuse.models import files, tensor_files, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.arguments import require_path
 from gradfuse.training.session import TrainingSession
@@ -115,16 +115,11 @@ def _write_ort(path: str, modules: Mapping[str, tuple[int, float]], adapters: Ar
 
 
 def _write_peft(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays) -> None:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise GradfuseError(f"{_WHO}: safetensors is not installed; expected what gradfuse[train] installs") from error
+    content = tensor_files.content({_PEFT_PREFIX + name: array for name, array in adapters.items()}, _WHO)
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise ModelError(f"{path}: cannot make the folder: {one_line(error)}") from error
-    tensors = {_PEFT_PREFIX + name: np.ascontiguousarray(array) for name, array in adapters.items()}
-    content = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     config = json.dumps(_peft_config(modules), indent=2) + "\n"
     writing.write_file(os.path.join(path, _PEFT_TENSORS), content)
     writing.write_file(os.path.join(path, _PEFT_CONFIG), config.encode())

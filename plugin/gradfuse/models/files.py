@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from gradfuse.errors import ModelError
 
@@ -78,19 +78,19 @@ def require_other(path: str | os.PathLike[str], inputs: Iterable[str], wanted: s
             )
 
 
-def write(path: str | os.PathLike[str], make: Callable[[str], None], *, data: str | None = None) -> None:
-    """Write a file whole or not at all; where `path` is a link, its target.
+def write(path: str | os.PathLike[str], make: Callable[[str], None], *, beside: Collection[str] = ()) -> None:
+    """Write a file, and those that belong to it, whole or not at all; where `path` is a link, its target.
 
     Args:
         path: the file to write. What is there before, its mode excepted, is replaced.
-        make: writes the file to the path it is given, and beside it a file named `data` if it needs one.
-        data: the name of the second file that `make` may write, which gets the mode of the first.
+        make: writes the file to the path it is given, and beside it those files named in `beside` that it needs.
+        beside: the names of the other files that `make` may write, which get the mode of the first.
 
     Raises:
         OSError: there is no such folder, it is full, or it may not be written to. What was there before is there still.
     """
     folder, name = os.path.split(os.path.realpath(path))
-    place = _Place(folder, name, data)
+    place = _Place(folder, name, beside)
     with temporary_folder(folder, _label(name), place.roll_back) as temporary:
         new = os.path.join(temporary, _NEW)
         os.mkdir(new)
@@ -126,60 +126,56 @@ def temporary_folder(parent: str, label: str, recover: Callable[[str], None] = l
 
 
 class _Place:
-    """Where a file and its data file belong.
+    """Where a file and those beside it belong.
 
-    The temporary folder has what is new in one folder and the data file that it replaces in another. The data file goes
-    first and the other one last, so that as long as the latter is in the temporary folder, all can be undone.
+    The temporary folder has what is new in one folder, and what it replaces beside the file in another. The file itself
+    comes last, so that as long as it is in the temporary folder, all can be undone.
     """
 
-    def __init__(self, folder: str, name: str, data: str | None) -> None:
-        self._target = os.path.join(folder, name)
-        self._data_target = None if data is None else os.path.join(folder, data)
+    def __init__(self, folder: str, name: str, beside: Collection[str]) -> None:
+        self._folder, self._name, self._beside = folder, name, beside
 
     def fill(self, temporary: str) -> None:
-        """Rename the new files to where they belong; both or neither."""
-        new, _, _ = self._files(temporary)
-        if os.path.exists(self._target):
-            shutil.copymode(self._target, new)
+        """Rename the new files to where they belong; all or none."""
+        new, target = os.path.join(temporary, _NEW, self._name), os.path.join(self._folder, self._name)
+        if os.path.exists(target):
+            shutil.copymode(target, new)
         try:
-            self._move_data(temporary, new)
-            os.replace(new, self._target)
+            for name in self._beside:
+                if os.path.exists(os.path.join(temporary, _NEW, name)):
+                    shutil.copymode(new, os.path.join(temporary, _NEW, name))
+                    self._move(temporary, name)
+            os.replace(new, target)
         except BaseException:
             self.roll_back(temporary)
             raise
 
-    def _move_data(self, temporary: str, new: str) -> None:
-        _, data, old = self._files(temporary)
-        if self._data_target is None or not os.path.exists(data):
-            return
-        shutil.copymode(new, data)
-        with open(os.path.join(temporary, _MOVED), "w", encoding="ascii") as file:
-            file.write(_identity(data))
-        if os.path.exists(self._data_target):
-            os.mkdir(os.path.dirname(old))
-            os.rename(self._data_target, old)
-        os.rename(data, self._data_target)
+    def _move(self, temporary: str, name: str) -> None:
+        new, old, moved = (os.path.join(temporary, kind, name) for kind in (_NEW, _OLD, _MOVED))
+        for path in (old, moved):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(moved, "w", encoding="ascii") as file:
+            file.write(_identity(new))
+        target = os.path.join(self._folder, name)
+        if os.path.exists(target):
+            os.rename(target, old)
+        os.rename(new, target)
 
     def roll_back(self, temporary: str) -> None:
-        """Undo the renaming of the data file where the file that belongs to it has not been renamed."""
-        new, _, old = self._files(temporary)
+        """Undo the renaming of the other files where the file that they belong to has not been renamed."""
         moved = os.path.join(temporary, _MOVED)
-        if self._data_target is None or not (os.path.exists(new) and os.path.exists(moved)):
+        if not (os.path.exists(os.path.join(temporary, _NEW, self._name)) and os.path.exists(moved)):
             return
-        with open(moved, encoding="ascii") as file:
-            ours = file.read()
-        # What another process has put there since is its own.
-        if not os.path.exists(self._data_target) or _identity(self._data_target) == ours:
-            if os.path.exists(old):
-                os.replace(old, self._data_target)
-            elif os.path.exists(self._data_target):
-                os.remove(self._data_target)
-
-    def _files(self, temporary: str) -> tuple[str, str, str]:
-        """The new file, its data file, and the data file that was replaced."""
-        data = os.path.basename(self._data_target or "")
-        new = os.path.join(temporary, _NEW, os.path.basename(self._target))
-        return new, os.path.join(temporary, _NEW, data), os.path.join(temporary, _OLD, data)
+        for name in os.listdir(moved):
+            target, old = os.path.join(self._folder, name), os.path.join(temporary, _OLD, name)
+            with open(os.path.join(moved, name), encoding="ascii") as file:
+                ours = file.read()
+            # What another process has put there since is its own.
+            if not os.path.exists(target) or _identity(target) == ours:
+                if os.path.exists(old):
+                    os.replace(old, target)
+                elif os.path.exists(target):
+                    os.remove(target)
 
 
 def _label(name: str) -> str:

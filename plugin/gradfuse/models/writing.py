@@ -6,7 +6,8 @@ A model that does not fit into one protobuf message (2 GB) is written with its t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -33,6 +34,7 @@ def save(
     keep_references: bool = False,
     inputs: Iterable[str] = (),
     force: bool = False,
+    beside: Mapping[str, Callable[[str], None]] = MappingProxyType({}),
 ) -> None:
     """Write a model and its external data, whole or not at all.
 
@@ -46,6 +48,7 @@ def save(
         keep_references: external tensors keep referring to their files, which must be beside `path`.
         inputs: files that the model was made from, which must stay as they are.
         force: replace a `<path>.data` that does not belong to a model at `path`.
+        beside: name -> what writes a file of that name, which belongs to the model and replaces what is there.
 
     Raises:
         ModelError: the model cannot be written, or would replace something else: a folder, a pipe, a device, one of the
@@ -64,6 +67,8 @@ def save(
         _require_free_data(path, data_path(path), inputs, force)
 
     def make(written: str) -> None:
+        for other, write in beside.items():
+            write(os.path.join(os.path.dirname(written), other))
         if not external:
             ir.save(model, written)
             return
@@ -76,7 +81,7 @@ def save(
             os.remove(data)
 
     try:
-        files.write(path, make, data=f"{name}{_DATA}")
+        files.write(path, make, beside=[f"{name}{_DATA}", *beside])
     except ModelError:
         raise
     except Exception as error:

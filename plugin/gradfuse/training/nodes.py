@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Nodes:
         self._prefix = prefix
         self._count = 0
         self._constants: dict[tuple[float, ir.DataType], GraphTensor] = {}
+        self._shared: dict[str, GraphTensor] = {}
 
     def op(
         self,
@@ -61,6 +62,12 @@ class Nodes:
             tensor = ir.tensor(np.array(number, dtype=dtype.numpy()), dtype=dtype)
             self._constants[number, dtype] = self.op("Constant", [], dtype, (), {"value": tensor})
         return self._constants[number, dtype]
+
+    def shared(self, key: str, make: Callable[[], GraphTensor]) -> GraphTensor:
+        """Return what was made for this key before, or make it."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def of(self, value: ir.Value) -> GraphTensor:
         """Return a value with arithmetic that appends to these nodes."""
@@ -117,6 +124,9 @@ class GraphTensor:
     def __rpow__(self, other: float) -> GraphTensor:
         return self.nodes.constant(other, self.dtype).op("Pow", self)
 
+    def exp(self) -> GraphTensor:
+        return self.op("Exp")
+
     def sqrt(self) -> GraphTensor:
         return self.op("Sqrt")
 
@@ -125,6 +135,9 @@ class GraphTensor:
 
     def equals(self, number: float) -> GraphTensor:
         return self.op("Equal", number, dtype=ir.DataType.BOOL)
+
+    def less(self, number: float) -> GraphTensor:
+        return self.op("Less", number, dtype=ir.DataType.BOOL)
 
     def where(self, chosen: GraphTensor, other: GraphTensor | float) -> GraphTensor:
         """Return `chosen` where this truth value, of shape (), holds, else the other."""

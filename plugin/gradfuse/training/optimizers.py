@@ -63,6 +63,8 @@ class Optimizer:
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
         loss_scaling: how the gradients are scaled; None: they are not.
+        float64: whether scalars, such as Adam's bias correction, are computed in float64, as PyTorch does; else in
+            float32, unless a parameter is float64.
     """
 
     algorithm: str
@@ -72,6 +74,7 @@ class Optimizer:
     max_grad_norm: float | None = None
     accumulate: int = 1
     loss_scaling: LossScaling | None = None
+    float64: bool = True
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -286,11 +289,12 @@ def _conditional(
             new_scale, new_tracker = due.where(new_scale, scale), due.where(new_tracker, tracker)
         results |= {LOSS_SCALE: new_scale.value, GROWTH_TRACKER: new_tracker.value}
         # As torch.amp.GradScaler, which multiplies by the reciprocal.
-        factor = (1 / scale.cast(ir.DataType.DOUBLE)).cast(ir.DataType.FLOAT)
+        wide = ir.DataType.DOUBLE if optimizer.float64 else ir.DataType.FLOAT
+        factor = (1 / scale.cast(wide)).cast(ir.DataType.FLOAT)
         # The norm is that of all unscaled gradients; operators take the factor with the others.
         needed = [name for name in values if optimizer.max_grad_norm is not None or name not in fused]
-        wide = {name: _widened(values[name]) for name in needed}
-        unscaled = {name: gradient * factor.cast(gradient.dtype) for name, gradient in wide.items()}
+        widened = {name: _widened(values[name]) for name in needed}
+        unscaled = {name: gradient * factor.cast(gradient.dtype) for name, gradient in widened.items()}
         found = _Gradients(unscaled, values, factor)
         condition = finite if due is None else due.op("And", finite)
     if condition is None:
@@ -350,10 +354,12 @@ def _updated(
     step = nodes.of(inputs[STEP]) if optimizer.counts_steps else None
     results = {} if step is None else {STEP: (step + 1).value}
     by_nodes = [name for name in optimizer.parameters if name not in fused]
-    count = step.cast(ir.DataType.DOUBLE) if step is not None and by_nodes else None
+    is_wide = optimizer.float64 or _widest(computed.values()) == ir.DataType.DOUBLE
+    scalar = ir.DataType.DOUBLE if is_wide else ir.DataType.FLOAT
+    count = step.cast(scalar) if step is not None and by_nodes else None
     for index, group in enumerate(optimizer.groups):
         learning_rate = nodes.of(inputs[learning_rate_name(index)])
-        rate = learning_rate.cast(ir.DataType.DOUBLE) if set(by_nodes) & set(group.parameters) else learning_rate
+        rate = learning_rate.cast(scalar) if set(by_nodes) & set(group.parameters) else learning_rate
         states = optimizer.rule.states(group.options)
         for name in group.parameters:
             kept = Slot(

@@ -8,8 +8,11 @@ of Adam, is float64 in the graph too.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import onnx_ir as ir
 
 from gradfuse.custom_ops.apply_adam_w import exact_beta
 from gradfuse.training.nodes import GraphTensor
@@ -48,7 +51,7 @@ class Rule:
     update: Callable[
         [Mapping[str, Any], GraphTensor, GraphTensor | None, Slot], tuple[GraphTensor, dict[str, GraphTensor]]
     ]
-    """(options, learning rate, steps done before (both float64), slot) -> new parameter, new state."""
+    """(options, learning rate, steps done before (both float64 or both float32), slot) -> new parameter, new state."""
     fused: Callable[[Mapping[str, Any]], FusedUpdate | None] = lambda options: None
     """options -> the operator that makes the whole update; None: there is none for them."""
 
@@ -90,7 +93,7 @@ def _adam(
     parameter, gradient, dtype = slot.parameter, slot.gradient, slot.parameter.dtype
     beta1, beta2 = options["betas"]
     assert step is not None
-    count = step + 1
+    count = _count(step)
     if options["weight_decay"]:
         if options["decoupled_weight_decay"]:
             parameter = parameter * (1 - rate * options["weight_decay"]).cast(dtype)
@@ -105,9 +108,34 @@ def _adam(
     new_state = {"exp_avg": mean, "exp_avg_sq": square}
     if options["amsgrad"]:
         square = new_state["max_exp_avg_sq"] = slot.state["max_exp_avg_sq"].maximum(square)
-    step_size = rate / (1 - beta1**count)
-    denominator = square.sqrt() / (1 - beta2**count).sqrt().cast(dtype) + options["eps"]
+    step_size = rate / _one_minus_power(beta1, count)
+    denominator = square.sqrt() / _one_minus_power(beta2, count).sqrt().cast(dtype) + options["eps"]
     return parameter - mean * step_size.cast(dtype) / denominator, new_state
+
+
+def _count(step: GraphTensor) -> GraphTensor:
+    """Return the number of steps with this one."""
+    return step + 1 if step.dtype == ir.DataType.DOUBLE else step.nodes.shared("count", lambda: step + 1)
+
+
+def _one_minus_power(beta: float, count: GraphTensor) -> GraphTensor:
+    """Return 1 - beta**count, in few roundings also in float32, where beta**count would be too near to 1 to subtract.
+
+    With x = count log(beta), that is 1 - e**x. For small x, x / (e**x - 1) is a series with the numbers of Bernoulli.
+    """
+    if count.dtype == ir.DataType.DOUBLE:
+        return 1 - beta**count
+    nodes = count.nodes
+    if not beta:
+        return nodes.constant(1.0, count.dtype)
+
+    def computed() -> GraphTensor:
+        x = count * math.log(beta)
+        y = x * x
+        series = ((y * (1 / 30240) - 1 / 720) * y + 1 / 12) * y - x * 0.5 + 1
+        return x.less(-0.5).where(1 - x.exp(), -x / series)
+
+    return nodes.shared(f"1 - {beta}**count", computed)
 
 
 def _fused_adam(options: Mapping[str, Any]) -> FusedUpdate | None:
@@ -135,8 +163,8 @@ def _transformers_adamw(
     step_size = rate
     if options["correct_bias"]:
         assert step is not None
-        count = step + 1
-        step_size = rate * (1 - beta2**count).sqrt() / (1 - beta1**count)
+        count = _count(step)
+        step_size = rate * _one_minus_power(beta2, count).sqrt() / _one_minus_power(beta1, count)
     parameter = slot.parameter - mean * step_size.cast(dtype) / (square.sqrt() + options["eps"])
     if options["weight_decay"]:
         parameter = parameter - parameter * (rate * options["weight_decay"]).cast(dtype)

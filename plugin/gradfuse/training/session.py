@@ -17,8 +17,8 @@ import onnx_ir as ir
 
 from gradfuse import library
 from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, reason
-from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
-from gradfuse.models import writing
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError
+from gradfuse.models import tensor_files, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.arguments import (
     TensorType,
@@ -31,7 +31,7 @@ from gradfuse.training.arguments import (
     require_shapes,
 )
 from gradfuse.training.in_place import BARRIER, with_updates_last
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
 
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
@@ -79,10 +79,9 @@ class TrainingSession:
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
-        """What checkpoints must not take the place of: the file of the step, and its data."""
+        """What checkpoints must not take the place of: the file of the step, its data and its values."""
         if not isinstance(step, TrainingStep):
-            self._files = [os.fspath(step), writing.data_path(step)]
-            step = TrainingStep.load(step)
+            step, self._files = load_with_files(step)
         self._step = step
         step.require_consistent(_WHO)
         self._session, in_place = self._training_session()
@@ -277,12 +276,7 @@ class TrainingSession:
         if optimizer:
             # Buffers too: some are not part of the module's state_dict.
             tensors |= {name: _copied(value) for name, value in self.ort_values.items()}
-        # Contiguous, as safetensors takes an array's memory as it lies; and marked as torch's names and layouts.
-        content = _safetensors().save(
-            {name: np.asarray(array, order="C") for name, array in tensors.items()},
-            metadata={"format": "pt"},
-        )
-        writing.write_file(path, content, self._files)
+        writing.write_file(path, tensor_files.content(tensors, _WHO), self._files)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
@@ -298,15 +292,7 @@ class TrainingSession:
             GradfuseError: safetensors is not installed.
         """
         require_path(path, f"{_WHO}.load")
-        safetensors = _safetensors()
-        if os.path.exists(path) and not os.path.isfile(path):
-            # Reading a pipe would wait for a writer.
-            raise ModelError(f"{os.fspath(path)}: is no file; expected one that save wrote")
-        try:
-            tensors = safetensors.load_file(os.fsdecode(path))
-        except Exception as error:
-            # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
-            raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
+        tensors = tensor_files.read(path, _WHO, "one that save wrote")
         named = set(self._step.state_dict_names.values())
         own = [name for name in self.ort_values if name not in named]
         try:
@@ -454,11 +440,3 @@ def _device(provider: Any) -> tuple[str, int]:
 def _copied(value: Any) -> npt.NDArray[Any]:
     # On the CPU newer versions of onnxruntime give a view of the memory that a later step writes into.
     return np.array(value.numpy())
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise GradfuseError(f"{_WHO}: safetensors is not installed; expected what gradfuse[train] installs") from error
-    return safetensors.numpy

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError, one_line
-from gradfuse.models import files, reading, writing
+from gradfuse.models import files, reading, tensor_files, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import to_proto
 
@@ -33,7 +34,11 @@ STEP = "step"
 DROPOUT_SEED = "dropout_seed"
 METADATA_KEY = "gradfuse.training_step"
 
+_WHO = "TrainingStep"
 _EVALUATION = ".eval"
+_VALUES = ".safetensors"
+_EVALUATION_FILE, _VALUES_FILE = "evaluation_model", "values"
+"""Where the metadata name the files beside a step."""
 _TENSORS = ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants")
 """The fields of a step that hold arrays by name; all but the constants are inputs of its model."""
 
@@ -84,21 +89,34 @@ class TrainingStep:
     state_dict_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     evaluation_model: onnx.ModelProto | None = None
 
-    def save(self, path: str | os.PathLike[str], *, inputs: Iterable[str] = (), force: bool = False) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        defaults: bool = True,
+        inputs: Iterable[str] = (),
+        force: bool = False,
+    ) -> None:
         """Write the step as one ONNX file, whole or not at all, and its evaluation model beside it.
 
         Parameters, buffers, optimizer state and hyperparameters are stored as default values of the inputs of their
         names: an onnxruntime session of the file uses them wherever they are not fed. Beyond 2 GB the tensors are in
         `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
 
+        With `defaults=False` these inputs have no default values, as onnxruntime-web takes none. The values of
+        `step.onnx` are in `step.safetensors` then, by the names of the inputs: what to feed in the first step.
+
         Args:
-            path: the file to write. A step that is there is replaced, with its evaluation model and its data.
+            path: the file to write. A step that is there is replaced, with its evaluation model, its data and values.
+            defaults: whether the values are stored as default values of inputs.
             inputs: files that the step was made from, which must stay as they are.
-            force: replace an evaluation model or a data file that does not belong to a step at `path`.
+            force: replace an evaluation model, a file of values or a data file that does not belong to a step at
+                `path`.
 
         Raises:
             ModelError: a file cannot be written, or would replace something that is no step: a folder, a pipe, a
-                device, one of the inputs, or, without `force`, another evaluation model or data file.
+                device, one of the inputs, or, without `force`, another evaluation model, file of values or data file.
+            GradfuseError: `defaults` is False, and safetensors is not installed.
         """
         model = ir.from_proto(self.model)
         by_name = {str(value.name): value for value in model.graph.inputs}
@@ -114,76 +132,47 @@ class TrainingStep:
                     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
                     value.shape = ir.Shape(array.shape)
                     model.graph.register_initializer(value)
-        evaluation_path = _evaluation_path(path)
+        values: Arrays = {}
+        if not defaults:
+            for name, value in by_name.items():
+                if model.graph.initializers.pop(name, None) is not None and value.const_value is not None:
+                    values[name], value.const_value = value.const_value.numpy(), None
+        evaluation, beside = _evaluation_path(path), _values_path(path)
         model.metadata_props[METADATA_KEY] = json.dumps(
             {field: list(getattr(self, field)) for field in _TENSORS}
             | {
                 "inputs": self.input_names,
                 "targets": self.target_names,
                 "state_dict": dict(self.state_dict_names),
-                "evaluation_model": None if self.evaluation_model is None else os.path.basename(evaluation_path),
+                _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
+                _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
         )
         inputs = list(inputs)
+        # All before anything is written: a step without what belongs to it would be incomplete.
         if self.evaluation_model is not None:
-            # Before anything is written: a step without its evaluation model would be incomplete.
-            _require_own(path, evaluation_path, inputs, force)
-        writing.save(model, path, inputs=inputs, force=force)
+            _require_own(path, evaluation, _EVALUATION_FILE, "the evaluation model", inputs, force)
+        writers: dict[str, Callable[[str], None]] = {}
+        if not defaults:
+            if files.same(path, beside):
+                raise ModelError(f"{os.fspath(path)}: is where its values belong; expected another ending, as .onnx")
+            _require_own(path, beside, _VALUES_FILE, "the values of the step", inputs, force)
+            content = tensor_files.content(values, _WHO)
+            writers[os.path.basename(beside)] = functools.partial(_write, content)
+        writing.save(model, path, inputs=inputs, force=force, beside=writers)
         if self.evaluation_model is not None:
-            writing.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
+            writing.save(ir.from_proto(self.evaluation_model), evaluation, inputs=inputs, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
         """Read a step that `save` wrote. Its evaluation model is None where the file of it is missing.
 
         Raises:
-            ModelError: the file cannot be read, or is an ONNX model but no saved training step.
+            ModelError: the file cannot be read, or is an ONNX model but no saved training step; or the file of its
+                values is missing, damaged or of another step.
+            GradfuseError: the step was saved with `defaults=False`, and safetensors is not installed.
         """
-        loaded, defaults = reading.load_with_defaults(path)
-        model = loaded.ir
-        initializers = model.graph.initializers
-        try:
-            stored = json.loads(model.metadata_props.pop(METADATA_KEY))
-            names = {field: _names(stored[field]) for field in _TENSORS}
-            arrays = {
-                field: {n: defaults[n] if n in defaults else _array(initializers[n]) for n in own}
-                for field, own in names.items()
-            }
-            input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
-            state_dict_names, evaluation_file = dict(stored["state_dict"]), stored["evaluation_model"]
-            if evaluation_file is not None and _names([evaluation_file]) != (os.path.basename(evaluation_file),):
-                raise ValueError(f"its evaluation model is {evaluation_file!r}; expected a file beside it")
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
-            reason = one_line(ValueError(repr(error)))
-            raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
-        for field, own in names.items():
-            for name in own:
-                value = initializers.get(name)
-                if value is not None and (field != "constants" or not value.uses()):
-                    del initializers[name]
-                    value.const_value = None
-        for value in model.graph.inputs:
-            if value.name in defaults and all(value.name not in own for own in names.values()):
-                value.const_value = ir.tensor(defaults[value.name], name=value.name)
-                model.graph.register_initializer(value)
-        evaluation_model = None
-        if evaluation_file is not None:
-            beside = os.path.join(os.path.dirname(path), evaluation_file)
-            if os.path.exists(beside):
-                evaluation_model = to_proto(reading.load(beside).ir)
-        step = cls(
-            model=to_proto(model),
-            parameters=arrays["parameters"],
-            buffers=arrays["buffers"],
-            input_names=input_names,
-            target_names=target_names,
-            optimizer_state=arrays["optimizer_state"],
-            hyperparameters=arrays["hyperparameters"],
-            constants=arrays["constants"],
-            state_dict_names=state_dict_names,
-            evaluation_model=evaluation_model,
-        )
-        step.require_consistent(os.fspath(path))
+        step, _ = load_with_files(path)
         return step
 
     def require_consistent(self, who: str) -> None:
@@ -220,41 +209,161 @@ class TrainingStep:
                 raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
 
 
+def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[str]]:
+    """Read a step that `TrainingStep.save` wrote, and return it with the files that its training begins with.
+
+    Raises:
+        ModelError, GradfuseError: as for `TrainingStep.load`.
+    """
+    loaded, defaults = reading.load_with_defaults(path)
+    model = loaded.ir
+    initializers = model.graph.initializers
+    try:
+        stored = json.loads(model.metadata_props.pop(METADATA_KEY))
+        names = {field: _names(stored[field]) for field in _TENSORS}
+        values_file = _file_beside(stored, _VALUES_FILE)
+        if values_file is not None:
+            defaults |= _read_values(path, values_file, model, names)
+        arrays = {
+            field: {n: defaults[n] if n in defaults else _array(initializers[n]) for n in own}
+            for field, own in names.items()
+        }
+        input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
+        state_dict_names, evaluation_file = dict(stored["state_dict"]), _file_beside(stored, _EVALUATION_FILE)
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        reason = one_line(ValueError(repr(error)))
+        raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
+    for field, own in names.items():
+        for name in own:
+            value = initializers.get(name)
+            if value is not None and (field != "constants" or not value.uses()):
+                del initializers[name]
+                value.const_value = None
+    for value in model.graph.inputs:
+        if value.name in defaults and all(value.name not in own for own in names.values()):
+            value.const_value = ir.tensor(defaults[value.name], name=value.name)
+            model.graph.register_initializer(value)
+    evaluation_model = None
+    if evaluation_file is not None:
+        beside = os.path.join(os.path.dirname(path), evaluation_file)
+        if os.path.exists(beside):
+            evaluation_model = to_proto(reading.load(beside).ir)
+    step = TrainingStep(
+        model=to_proto(model),
+        parameters=arrays["parameters"],
+        buffers=arrays["buffers"],
+        input_names=input_names,
+        target_names=target_names,
+        optimizer_state=arrays["optimizer_state"],
+        hyperparameters=arrays["hyperparameters"],
+        constants=arrays["constants"],
+        state_dict_names=state_dict_names,
+        evaluation_model=evaluation_model,
+    )
+    step.require_consistent(os.fspath(path))
+    read_from = [os.fspath(path), writing.data_path(path)]
+    return step, read_from if values_file is None else [*read_from, _beside(path, values_file)]
+
+
 def _evaluation_path(path: str | os.PathLike[str]) -> str:
     root, extension = os.path.splitext(path)
     return root + _EVALUATION + extension
 
 
-def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Iterable[str], force: bool) -> None:
-    """Refuse to replace an evaluation model that does not belong to the step that is at `path` now."""
-    wanted = "the evaluation model"
-    files.require_regular(evaluation_path, wanted)
-    files.require_other(evaluation_path, inputs, wanted)
-    if os.path.exists(evaluation_path) and not force and _evaluation_of(path) != os.path.basename(evaluation_path):
+def _values_path(path: str | os.PathLike[str]) -> str:
+    return os.path.splitext(os.path.realpath(path))[0] + _VALUES
+
+
+def _beside(path: str | os.PathLike[str], name: str) -> str:
+    return os.path.join(os.path.dirname(os.path.realpath(path)), name)
+
+
+def _require_own(
+    path: str | os.PathLike[str], other: str, key: str, wanted: str, inputs: Iterable[str], force: bool
+) -> None:
+    """Refuse to replace a file that does not belong to the step that is at `path` now.
+
+    Args:
+        path: where the step is written.
+        other: where the file is written that belongs to it.
+        key: where the step's metadata name the file.
+        wanted: what the file is to be, for the message.
+        inputs: files that must stay as they are.
+        force: whether a file of something else is replaced.
+    """
+    files.require_regular(other, wanted)
+    files.require_other(other, inputs, wanted)
+    if os.path.exists(other) and not force and _stored_name(path, key) != os.path.basename(other):
         raise ModelError(
-            f"{evaluation_path}: exists and does not belong to a step at {os.fspath(path)}; "
+            f"{other}: exists and does not belong to a step at {os.fspath(path)}; "
             f"expected a path for {wanted}, or force"
         )
 
 
-def _evaluation_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the evaluation model of the step at `path`; None if there is no step, or it has none."""
+def _stored_name(path: str | os.PathLike[str], key: str) -> str | None:
+    """Return the file that belongs to the step at `path`; None if there is no step, or it has none."""
     try:
-        metadata = reading.read_metadata(path)
-        stored = json.loads(metadata.get(METADATA_KEY, "{}"))
+        stored = json.loads(reading.read_metadata(path).get(METADATA_KEY, "{}"))
     except (ModelError, ValueError, RecursionError):
         return None
-    name = stored.get("evaluation_model") if isinstance(stored, dict) else None
+    name = stored.get(key) if isinstance(stored, dict) else None
     return name if isinstance(name, str) else None
+
+
+def _file_beside(stored: Mapping[str, Any], key: str) -> str | None:
+    """Return the name of a file beside the step, from the step's metadata.
+
+    Raises:
+        ValueError: it would be in another folder.
+        TypeError: it is no name.
+    """
+    name = stored.get(key)
+    if name is not None and _names([name]) != (os.path.basename(name),):
+        raise ValueError(f"its {key.replace('_', ' ')} is {name!r}; expected a file beside it")
+    return name
+
+
+def _read_values(
+    path: str | os.PathLike[str], name: str, model: ir.Model, names: Mapping[str, Collection[str]]
+) -> Arrays:
+    """Return the values of inputs that are in a file beside the step; what else that file has is left out."""
+    beside = _beside(path, name)
+    stored = tensor_files.read(beside, _WHO, f"the values of {os.fspath(path)}")
+    inputs = {str(value.name): value for value in model.graph.inputs}
+    for field in _TENSORS:
+        for needed in names[field]:
+            if needed in inputs and needed not in stored:
+                raise ModelError(f"{beside}: {needed!r} is missing; expected all values of {os.fspath(path)}")
+    values = {key: _compact(array) for key, array in stored.items() if key in inputs}
+    for key, array in values.items():
+        dtype, shape = inputs[key].dtype, inputs[key].shape
+        got = ir.DataType.from_numpy(array.dtype)
+        if got != dtype or shape is None or not _fits(array.shape, shape):
+            raise ModelError(f"{beside}: {key!r} is {got}{list(array.shape)}; expected {dtype}{shape}")
+    return values
+
+
+def _fits(sizes: Sequence[int], shape: ir.Shape) -> bool:
+    return len(sizes) == len(shape) and all(
+        isinstance(dim, ir.SymbolicDim) or size == dim for size, dim in zip(sizes, shape, strict=True)
+    )
+
+
+def _write(content: bytes, path: str) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
 
 
 def _array(value: ir.Value) -> npt.NDArray[Any]:
     """Return a copy of an initializer's elements."""
     if value.const_value is None:
         raise ValueError(f"{value.name!r} has no value")
-    array = value.const_value.numpy()
-    # An optimizer's state begins with zeros: those that nobody writes take no memory.
-    return np.array(array) if np.any(array) else np.zeros(array.shape, array.dtype)
+    return _compact(np.array(value.const_value.numpy()))
+
+
+def _compact(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array that takes no memory where it is zeros that nobody writes, as an optimizer's first state."""
+    return array if np.any(array) else np.zeros(array.shape, array.dtype)
 
 
 def _names(stored: Any) -> tuple[str, ...]:

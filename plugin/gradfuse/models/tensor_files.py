@@ -1,0 +1,61 @@
+"""Files of named arrays in the format of safetensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradfuse.errors import GradfuseError, ModelError, one_line
+from gradfuse.models.arrays import Arrays
+
+
+def _safetensors(who: str) -> Any:
+    """Return the module `safetensors.numpy`.
+
+    Raises:
+        GradfuseError: safetensors is not installed; `who` begins the message.
+    """
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise GradfuseError(f"{who}: safetensors is not installed; expected what gradfuse[train] installs") from error
+    return safetensors.numpy
+
+
+def content(tensors: Mapping[str, Any], who: str) -> bytes:
+    """Return what a file of these arrays has in it, marked as torch's names and layouts.
+
+    Raises:
+        GradfuseError: safetensors is not installed; `who` begins the message.
+    """
+    # Contiguous, as safetensors takes an array's memory as it lies.
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    written: bytes = _safetensors(who).save(arrays, metadata={"format": "pt"})
+    return written
+
+
+def read(path: str | os.PathLike[str], who: str, wanted: str) -> Arrays:
+    """Read all arrays of a file.
+
+    Args:
+        path: the file.
+        who: what begins the message where safetensors is not installed.
+        wanted: what the file is to be, for the message.
+
+    Raises:
+        ModelError: there is no such file, or it cannot be read.
+        GradfuseError: safetensors is not installed.
+    """
+    module = _safetensors(who)
+    if os.path.exists(path) and not os.path.isfile(path):
+        # Reading a pipe would wait for a writer.
+        raise ModelError(f"{os.fspath(path)}: is no file; expected {wanted}")
+    try:
+        arrays: Arrays = module.load_file(os.fsdecode(path))
+    except Exception as error:
+        # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
+        raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
+    return arrays
