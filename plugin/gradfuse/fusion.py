@@ -124,7 +124,7 @@ def _run(
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pauses the search for cyclic garbage: the analysis makes millions of objects, and all stay until its end."""
+    """Pauses the search for cyclic garbage: what runs under it makes millions of objects that stay until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -78,6 +78,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
     }
 
 
+@fusion.collection_paused()
 def translate(
     program: ExportedProgram,
     step: TorchStep,

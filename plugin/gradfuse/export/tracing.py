@@ -30,9 +30,11 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
+from gradfuse.fusion import collection_paused
 from gradfuse.training.step import DROPOUT_SEED
 
 
+@collection_paused()
 def forward_program(
     step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches, *, fuse: bool
 ) -> ExportedProgram:
@@ -85,6 +87,7 @@ def forward_program(
     return program
 
 
+@collection_paused()
 def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> ExportedProgram:
     """Return a program without the operators that torch.onnx.export does not know, or translates wrongly.
 
