@@ -11,7 +11,17 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.batch_norm_backward import MAX_RANK
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
-from gradfuse.passes.matching import TOLERANCE, Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.matching import (
+    TOLERANCE,
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    is_node_of_training,
+    require_same,
+    wanted_outputs,
+)
 from gradfuse.passes.reading import Form, is_float
 
 _CHANNELS = 1  # the dimension of channels
@@ -40,6 +50,8 @@ class FuseBatchNormBackwardPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
+        if is_node_of_training(node, "BatchNormalizationGrad"):
+            return _of_training(site, builder, root)
         if node is None or node.domain or node.op_type not in _ARITHMETIC - _VIEWS:
             return None
         if not 2 <= len(site.extents(root)) <= MAX_RANK:
@@ -52,6 +64,28 @@ class FuseBatchNormBackwardPass(FusePass):
             return None
         candidates = itertools.islice(_candidates(site, root, region), _CANDIDATES)
         return self.first_bound(builder, (partial(_bound, site, builder, root, region, *c) for c in candidates))
+
+
+def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+    """The rewrite of an operator of onnxruntime-training, which computes the same."""
+    node = root.producer()
+    assert node is not None
+    given, wanted = list(node.inputs[:5]), wanted_outputs(node, 3)
+    if len(given) < 5 or None in given or next(v for v in wanted if v is not None) is not root:
+        return None
+    inputs = [value for value in given if value is not None]
+    if not all(site.knows(value) for value in inputs) or not 2 <= len(site.extents(inputs[1])) <= MAX_RANK:
+        raise Mismatch("shapes of what it reads are unknown")
+    if any(value.dtype != root.dtype for value in inputs):
+        raise Mismatch("it is computed of tensors of several types")
+    whole, vector = site.extents(inputs[1]), site.extents(inputs[2])
+    sizes = [size if value is not None else [ZERO] for size, value in zip((whole, vector, vector), wanted, strict=True)]
+    outputs = builder.fused_whole(
+        FuseBatchNormBackwardPass.operator, inputs, sizes, output_mask=[int(value is not None) for value in wanted]
+    )
+    (output, *others) = ((value, new) for value, new in zip(wanted, outputs, strict=True) if value is not None)
+    rewrite = builder.rewrite("batch-norm-backward", [output[1]], output[1])
+    return replace(rewrite, frontier=tuple(inputs), others=tuple(others), runs=frozenset([node]))
 
 
 def _is_reduction(node: ir.Node) -> bool:

@@ -6,14 +6,14 @@ A convolution has no canonical form, so this rule goes by nodes and their attrib
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from gradfuse.custom_ops.convolution_backward import MOST_SPATIAL
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, is_node_of_training, wanted_outputs
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
 from gradfuse.passes.reading import attribute
 
@@ -29,6 +29,8 @@ class FuseConvolutionBackwardPass(FusePass):
        the convolution, its dilation the stride;
     2. a Conv, or a ConvTranspose the other way, of a weight w of that shape reads x or g with these attributes.
 
+    Or a ConvGrad of onnxruntime-training, as it is.
+
     With the gradient of the weight go, where they are there, that of the input, a ConvTranspose of g by w that is cut
     or padded to the shape of x, and that of the bias, the sum of g over all but the channels.
     """
@@ -38,10 +40,31 @@ class FuseConvolutionBackwardPass(FusePass):
     looks_at_views = True
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        if is_node_of_training(root.producer(), "ConvGrad"):
+            return _of_conv_grad(site, builder, root)
         if not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
             return None
         found = _products(site, root)
         return None if found is None else _bound(site, builder, root, found)
+
+
+def _of_conv_grad(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+    node = root.producer()
+    assert node is not None
+    places, image, weight = node.inputs[:3]
+    wanted = wanted_outputs(node, 3)
+    if places is None or image is None or weight is None or next(v for v in wanted if v is not None) is not root:
+        return None
+    if not all(site.knows(value) for value in (places, image, weight)):
+        raise Mismatch("shapes of what it reads are unknown")
+    window = _window(node, len(site.extents(weight)) - 2)
+    if window is None:
+        raise Mismatch("it has an automatic padding")
+    if len(site.extents(weight)) > MOST_SPATIAL + 2:
+        raise Mismatch(f"it has more than {MOST_SPATIAL} spatial dimensions")
+    if any(value.dtype != root.dtype for value in (places, image, weight)):
+        raise Mismatch("it is computed of tensors of several types")
+    return _rewrite(site, builder, wanted, _Products(image, places, window, node), weight, (node,))
 
 
 @dataclass(frozen=True)
@@ -159,16 +182,27 @@ def _read(node: ir.Node | None, kind: str) -> ir.Value | None:
 
 
 def _bound(site: Site, builder: Builder, root: ir.Value, found: _Products) -> Rewrite:
-    image, places, window = found.image, found.places, found.window
+    image, places = found.image, found.places
     weight = _weight(site, root, found)
     if weight is None:
         raise Mismatch("no convolution reads a weight of its shape with these strides, dilations and pads")
     if any(value.dtype != root.dtype for value in (image, places, weight)):
         raise Mismatch("it is computed of tensors of several types")
     grad_input, runs = _grad_input(site, weight, found)
-    grad_bias = _grad_bias(site, places)
-    wanted = [grad_input, root, grad_bias]
-    channels: Sequence[Sequence[Poly]] = [site.extents(image), site.extents(root), [site.extents(places)[1]]]
+    return _rewrite(site, builder, [grad_input, root, _grad_bias(site, places)], found, weight, (found.node, *runs))
+
+
+def _rewrite(
+    site: Site,
+    builder: Builder,
+    wanted: Sequence[ir.Value | None],
+    found: _Products,
+    weight: ir.Value,
+    runs: Iterable[ir.Node],
+) -> Rewrite:
+    """The operator for the gradients of input, weight and bias, as far as they are wanted."""
+    image, places, window = found.image, found.places, found.window
+    channels: Sequence[Sequence[Poly]] = [site.extents(image), site.extents(weight), [site.extents(places)[1]]]
     sizes = [own if value is not None else [ZERO] for own, value in zip(channels, wanted, strict=True)]
     outputs = builder.fused_whole(
         FuseConvolutionBackwardPass.operator,
@@ -182,15 +216,15 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Products) -> Re
         groups=window.groups,
         output_mask=[int(value is not None) for value in wanted],
     )
-    others = [(value, outputs[k]) for k, value in ((0, grad_input), (2, grad_bias)) if value is not None]
-    rewrite = builder.rewrite("convolution-backward", [outputs[1]], outputs[1])
+    replaced = [(value, output) for value, output in zip(wanted, outputs, strict=True) if value is not None]
+    (output,) = (output for value, output in replaced if value is builder.root)
     return replace(
-        rewrite,
+        builder.rewrite("convolution-backward", [output], output),
         frontier=(image, places, weight),
-        others=tuple(others),
-        runs=frozenset([found.node, *runs]),
+        others=tuple(pair for pair in replaced if pair[0] is not builder.root),
+        runs=frozenset(runs),
         linear=True,
-        table=_smaller(site, root, found),
+        table=_smaller(site, weight, found),
     )
 
 
@@ -260,14 +294,14 @@ def _grad_bias(site: Site, places: ir.Value) -> ir.Value | None:
     return None
 
 
-def _smaller(site: Site, root: ir.Value, found: _Products) -> dict[int, int]:
+def _smaller(site: Site, weight: ir.Value, found: _Products) -> dict[int, int]:
     """Sizes in which the convolution is as valid as in its own, by those that they stand for; none if there are none.
 
     What is behind the last window stays, and so do kernels and, with groups, channels. Of two sizes that are the same
     number, one may keep the other from being smaller.
     """
     window = found.window
-    sizes = [[size.integer for size in site.extents(value)] for value in (found.image, found.places, root)]
+    sizes = [[size.integer for size in site.extents(value)] for value in (found.image, found.places, weight)]
     (batch, channels, *image), (_, outputs, *places), (_, _, *kernel) = sizes
     of_groups = (channels, outputs) if window.groups > 1 else ()
     table = {n: n for n in (*kernel, *of_groups) if n is not None}

@@ -18,10 +18,17 @@ _LIKE_INPUT = {
     **dict.fromkeys(("ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad"), 0),
     **dict.fromkeys(("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX"), 0),
     **dict.fromkeys(("SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13", "DropoutGrad"), 0),
-    **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad", "BatchNormalizationGrad"), 0),
+    **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"), 0),
     **dict.fromkeys(("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad"), 1),
 }
-_SKIP = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
+# Those of which several outputs do: output -> input.
+_LIKE_INPUTS = {
+    "SkipLayerNormalization": {0: 0, 3: 0},
+    "SkipSimplifiedLayerNormalization": {0: 0, 3: 0},
+    "ConvGrad": {0: 1, 1: 2},
+    "BatchNormInternal": {0: 0, 1: 3, 2: 4, 3: 1, 4: 1},
+    "BatchNormalizationGrad": {0: 1, 1: 2, 2: 2},
+}
 _QUANTISED = ("MatMulNBits", "GatherBlockQuantized")
 # Those whose first output has the type of one input, and the shape that another one holds.
 _OF_SHAPE = {"GatherGrad": (2, 0), "GatherNDGrad": (2, 0), "GatherElementsGrad": (0, 1), "SliceGrad": (0, 1)}
@@ -71,8 +78,10 @@ def _prepared(model: ir.Model) -> onnx.ModelProto:
     copy = model.clone()
     for graph in (copy.graph, *(f.graph for f in copy.functions.values())):
         for node in list(graph.all_nodes()):
-            if node.op_type in _SKIP and node.domain == "com.microsoft":
+            if node.op_type in _LIKE_INPUTS and node.domain == "com.microsoft":
                 _put_identities(node)
+            if node.op_type == "ConvGrad" and node.domain == "com.microsoft" and len(node.outputs) > 2:
+                _put_bias(node)
             quantised = node.op_type in _QUANTISED and node.domain == "com.microsoft" and len(node.inputs) > 2
             if quantised and graph is copy.graph:
                 _put_floats(graph, node)
@@ -100,15 +109,32 @@ def _take_large_initializers_out(graph: ir.Graph) -> None:
 
 
 def _put_identities(node: ir.Node) -> None:
-    """Put copies of a node's input in the place of its first output and of its fourth, which is the sum."""
-    graph = node.graph
+    """Put copies of a node's inputs in the place of outputs of their types and shapes."""
+    for output, index in _LIKE_INPUTS[node.op_type].items():
+        if output < len(node.outputs) and index < len(node.inputs) and node.inputs[index] is not None:
+            _replace(node, output, [ir.node("Identity", [node.inputs[index]])])
+
+
+def _put_bias(node: ir.Node) -> None:
+    """Put a vector of the weight's first dimension in the place of the gradient of a convolution's bias."""
+    weight = node.inputs[2]
+    if weight is None:
+        return
+    rows = ir.node("Flatten", [weight], {"axis": 1})
+    places = ir.node("ArgMax", [rows.outputs[0]], {"axis": 1, "keepdims": 0})
+    rows.outputs[0].name, places.outputs[0].name = (f"{node.outputs[2].name} of ConvGrad/{kind}" for kind in "ab")
+    _replace(node, 2, [rows, places, ir.node("CastLike", [places.outputs[0], weight])])
+
+
+def _replace(node: ir.Node, output: int, new: Sequence[ir.Node]) -> None:
+    """Put the last of some nodes in the place of an output of a node, if it is there."""
+    graph, value = node.graph, node.outputs[output]
     assert graph is not None
-    for value in (*node.outputs[:1], *node.outputs[3:4]):
-        if value.name:
-            copy = ir.node("Identity", node.inputs[:1])
-            copy.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
-            graph.insert_after(node, copy)
-            value.replace_all_uses_with(copy.outputs[0], replace_graph_outputs=True)
+    if value.name:
+        last = new[-1].outputs[0]
+        last.name, value.name = value.name, f"{value.name} of {node.op_type}"
+        graph.insert_after(node, new)
+        value.replace_all_uses_with(last, replace_graph_outputs=True)
 
 
 def _put_floats(graph: ir.Graph, node: ir.Node) -> None:
@@ -147,19 +173,12 @@ def _gathered_from(node: ir.Node, stored: ir.Value | None) -> list[int] | None:
 
 def _put_embeddings(node: ir.Node) -> None:
     """Put what has their types in the place of the results of embedding: normalised, lengths, and their sum."""
-    graph = node.graph
-    assert graph is not None
     ids, words = node.inputs[0], node.inputs[2]
     largest = ir.node("ArgMax", [ids], {"axis": 1, "keepdims": 0})
     largest.outputs[0].name = f"{node.outputs[0].name} of {node.op_type}/largest"
     lengths = ir.node("Cast", [largest.outputs[0]], {"to": int(ir.DataType.INT32)})
-    for value, kin in zip(node.outputs, (None, lengths, None), strict=False):
-        if not value.name:
-            continue
-        stand_in = kin or ir.node("Gather", [words, ids])
-        stand_in.outputs[0].name, value.name = value.name, f"{value.name} of {node.op_type}"
-        graph.insert_after(node, [largest, stand_in] if kin else stand_in)
-        value.replace_all_uses_with(stand_in.outputs[0], replace_graph_outputs=True)
+    for output, kin in zip(range(len(node.outputs)), (None, lengths, None), strict=False):
+        _replace(node, output, [largest, kin] if kin else [ir.node("Gather", [words, ids])])
 
 
 def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:

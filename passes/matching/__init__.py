@@ -8,7 +8,7 @@ compares costs, has the rewrite proved, and puts it in.
 from gradfuse.passes.matching.builder import Builder
 from gradfuse.passes.matching.context import Context, ContextPass
 from gradfuse.passes.matching.fuse_pass import FusePass, Policy
-from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, names_of
+from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, is_node_of_training, names_of, wanted_outputs
 from gradfuse.passes.matching.materialise import find_mask, materialise
 from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, bypassed, require_same
 from gradfuse.passes.matching.site import Site
@@ -28,8 +28,10 @@ __all__ = [
     "bypassed",
     "divides",
     "find_mask",
+    "is_node_of_training",
     "materialise",
     "names_of",
     "require_same",
     "softmaxes",
+    "wanted_outputs",
 ]

@@ -23,6 +23,17 @@ def names_of(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
     return tuple(str(n.name or n.outputs[0].name) for n in nodes if n.op_type != "Constant" or n.domain)
 
 
+def is_node_of_training(node: ir.Node | None, op_type: str) -> bool:
+    """Whether a node is an operator of onnxruntime-training."""
+    return node is not None and node.op_type == op_type and node.domain == "com.microsoft"
+
+
+def wanted_outputs(node: ir.Node, count: int) -> list[ir.Value | None]:
+    """The first outputs of a node, None for what nothing reads."""
+    found = [value if value.uses() or value.is_graph_output() else None for value in node.outputs[:count]]
+    return [*found, *[None] * (count - len(found))]
+
+
 def graphs_in(node: ir.Node) -> list[ir.Graph]:
     """The branches or the body of a node, and the graphs nested in them."""
     kinds = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)

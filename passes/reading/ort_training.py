@@ -226,7 +226,7 @@ def reference_ops() -> list[type]:
 
         return type(name, (OpRun,), {"op_domain": DOMAIN, "_run": _run, "__abstractmethods__": frozenset()})
 
-    return [op(name, run) for name, run in ON_ARRAYS.items()]
+    return [op(name, run) for name, run in (ON_ARRAYS | WITHOUT_FORM).items()]
 
 
 def _scale_array(x: Array, factor: Array, scale_down: int = 0) -> Array:
@@ -336,6 +336,42 @@ def _concat_training_array(*parts: Array, axis: int = 0) -> tuple[Array, ...]:
     return np.concatenate(parts, axis), np.asarray([p.shape[axis] for p in parts], np.int64)
 
 
+def _conv_grad_array(dy: Array, x: Array, w: Array, group: int = 1, **options: Any) -> tuple[Array, ...]:
+    """The gradients of x, w and the bias, tap by tap."""
+    spatial = w.ndim - 2
+    others, ones = (0, *range(2, w.ndim)), [1] * spatial
+    strides, dilations = (options.get(name) or ones for name in ("strides", "dilations"))
+    pads = options.get("pads") or [0] * 2 * spatial
+    edges = list(zip(pads[:spatial], pads[spatial:], strict=True))
+    wide = np.pad(x, [(0, 0), (0, 0), *edges])
+    dx, dw = np.zeros_like(wide), np.zeros_like(w)
+    gradients, images = (np.split(a, group, 1) for a in (dy, wide))
+    for tap in np.ndindex(*w.shape[2:]):
+        own: Any = (..., *tap)
+        steps = zip(tap, dilations, strides, dy.shape[2:], strict=True)
+        places: Any = (..., *(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, s, n in steps))
+        kernels = np.split(w[own], group)
+        dx[places] += np.concatenate(
+            [np.einsum("no...,oc->nc...", g, k) for g, k in zip(gradients, kernels, strict=True)], 1
+        )
+        parts = [np.tensordot(g, i[places], (others, others)) for g, i in zip(gradients, images, strict=True)]
+        dw[own] = np.concatenate(parts)
+    inner: Any = (..., *(slice(p, n - q) for (p, q), n in zip(edges, wide.shape[2:], strict=True)))
+    return dx[inner], dw, dy.sum(others)
+
+
+def _batch_normalization_grad_array(
+    dy: Array, x: Array, scale: Array, mean: Array, invstd: Array, **_: Any
+) -> tuple[Array, ...]:
+    others = (0, *range(2, x.ndim))
+    column = [1, -1, *[1] * (x.ndim - 2)]
+    normalized = (x - mean.reshape(column)) * invstd.reshape(column)
+    d_scale, d_bias = (dy * normalized).sum(others), dy.sum(others)
+    count = x.size / max(x.shape[1], 1)
+    centred = dy - (d_bias.reshape(column) + normalized * d_scale.reshape(column)) / count
+    return centred * (scale * invstd).reshape(column), d_scale, d_bias
+
+
 ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "Scale": _scale_array,
     "SoftmaxGrad_13": _softmax_grad_array,
@@ -354,3 +390,9 @@ ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "ConcatTraining": _concat_training_array,
     "SplitTraining": lambda x, split, axis=0: tuple(np.split(x, np.cumsum(split)[:-1], axis)),
 }
+
+WITHOUT_FORM: dict[str, Callable[..., tuple[Array, ...]]] = {
+    "ConvGrad": _conv_grad_array,
+    "BatchNormalizationGrad": _batch_normalization_grad_array,
+}
+"""Those that are not read, which rules know by name."""

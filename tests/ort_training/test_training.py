@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ort_training
 FUSED = {
     "classifier": {"CrossEntropyLossGrad"},
     "regressor": {"MseLossBackward"},
-    "convolution": {"CrossEntropyLossGrad"},
+    "convolution": {"CrossEntropyLossGrad", "ConvolutionBackward", "BatchNormBackward"},
     "attention": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
     "attention by SGD": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
 }

@@ -136,6 +136,22 @@ def test_sizes_that_are_too_large_to_be_run() -> None:
     assert not operators(fused(onnx_model(wrong, (16, 64, 48, 48)))[1])
 
 
+@pytest.mark.parametrize("shape", [(6, 5), (3, 4, 5, 2), ("N", 4, 5, 2)])
+def test_the_operator_of_onnxruntime_training(shape: tuple[Any, ...]) -> None:
+    text = """
+        dx, dw, db = com.microsoft.BatchNormalizationGrad<epsilon = 0.00001>(dy, x, weight, mean, invstd)
+        grad_input = Identity(dx)  grad_weight = Identity(dw)  grad_bias = Identity(db)
+    """
+    result, report = fused(onnx_model(text, shape))
+    assert operators(report) == ["BatchNormBackward"], report
+    arrays = feeds(tuple(3 if size == "N" else size for size in shape))
+    exact, native = (of_torch(arrays, d, weighted=True, gated=False) for d in (torch.float64, torch.float32))
+    results = run(result, {v.name: arrays[v.name] for v in result.graph.input})
+    for name, value in exact.items():
+        terms = float(np.abs(arrays["dy"]).sum())
+        assert_gradients_close(results[name], native[name], value, np.float32, terms=terms)
+
+
 ORT = """
     y, new_mean, new_var, saved_mean, saved_invstd = com.microsoft.BatchNormInternal<epsilon = 0.00001, momentum = 0.9>(
         x, weight, mean, mean, invstd)

@@ -152,6 +152,49 @@ def test_gradients_of_torchs_decomposition(name: str) -> None:
             assert_gradients_close(got[output], native[output], value, np.float32, terms=terms)
 
 
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("outputs", ["dx, dw, db", ", dw", "dx, dw", ", , db"])
+def test_operators_of_onnxruntime_training(name: str, outputs: str) -> None:
+    convolution = CONVOLUTIONS[name]
+    rank = len(convolution.kernel)
+    declared = ", ".join(f"float{list(shape)} {key}" for key, shape in convolution.shapes.items())
+    shapes = {"dx": convolution.shapes["x"], "dw": convolution.shapes["w"], "db": (convolution.outputs,)}
+    wanted = [key for key in outputs.replace(" ", "").split(",") if key]
+    options = (
+        f"strides = {[convolution.stride] * rank}, dilations = {[convolution.dilation] * rank}, "
+        f"pads = {[convolution.padding] * 2 * rank}, group = {convolution.groups}, "
+        f"kernel_shape = {list(convolution.kernel)}"
+    )
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g ({declared}) => ({", ".join(f"float{list(shapes[key])} {key}_out" for key in wanted)}) {{
+            {outputs} = com.microsoft.ConvGrad<{options}>(g, x, w)
+            {" ".join(f"{key}_out = Identity({key})" for key in wanted)}
+        }}"""
+    )
+    result, report = fused(model)
+    assert [f.op for f in report.fusions] == ["ConvolutionBackward"], report
+    if name.startswith("large"):
+        return
+    exact, native = (list(convolution.of_torch(dtype).values()) for dtype in (torch.float64, torch.float32))
+    got = run(result, convolution.feeds())
+    for key in wanted:
+        index = ["dx", "dw", "db"].index(key)
+        terms = float(np.sqrt(np.prod(convolution.shapes["g"]))) * 4
+        assert_gradients_close(got[f"{key}_out"], native[index], exact[index], np.float32, terms=terms)
+
+
+def test_an_automatic_padding_of_onnxruntime_training_stays() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g (float[1, 2, 5] g, float[1, 2, 5] x, float[2, 2, 3] w) => (float[2, 2, 3] dw) {
+            dx, dw, db = com.microsoft.ConvGrad<auto_pad = "SAME_UPPER", kernel_shape = [3]>(g, x, w)
+        }"""
+    )
+    _, report = fused(model)
+    assert not report.fusions and [miss.reason for miss in report.near_misses] == ["it has an automatic padding"]
+
+
 PLAIN = Convolution((7, 7), (3, 3), stride=2, padding=1)
 ALMOST = {
     "other pads": [("pads = [1, 1, 1, 1]>(turned", "pads = [0, 0, 2, 2]>(turned")],
