@@ -86,21 +86,28 @@ def test_steps_write_where_the_step_before_read(step: TrainingStep, monkeypatch:
     session = TrainingSession(step)
     changing = [name for name in session.ort_values if not name.startswith(("learning_rate", "spare"))]
     addresses = [{name: session.ort_values[name].data_ptr() for name in changing}]
-    read = []
-    numpy = onnxruntime.OrtValue.numpy
+    passed: dict[str, list[Any]] = {"numpy": [], "update_inplace": []}
 
-    def reading(value: Any) -> Any:
-        read.append(value)
-        return numpy(value)
+    def watched(method: str) -> Callable[..., Any]:
+        original = getattr(onnxruntime.OrtValue, method)
 
-    monkeypatch.setattr(onnxruntime.OrtValue, "numpy", reading)
-    for method in ("update_inplace", "ortvalue_from_numpy", "ortvalue_from_shape_and_type"):
+        def call(value: Any, *arguments: Any) -> Any:
+            passed[method].append(value)
+            return original(value, *arguments)
+
+        return call
+
+    for method in passed:
+        monkeypatch.setattr(onnxruntime.OrtValue, method, watched(method))
+    for method in ("ortvalue_from_numpy", "ortvalue_from_shape_and_type"):
         monkeypatch.setattr(onnxruntime.OrtValue, method, None)
     losses = []
     for batch in DATA[:4]:
         losses.append(session.step(*batch))
         addresses.append({name: session.ort_values[name].data_ptr() for name in changing})
-    assert [tuple(value.shape()) for value in read] == [()] * 4
+    for values in passed.values():
+        assert len(values) == 4 and len({value.data_ptr() for value in values}) == 1
+        assert [tuple(value.shape()) for value in values] == [()] * 4
     monkeypatch.undo()
     assert addresses[0] == addresses[2] == addresses[4]
     assert addresses[1] == addresses[3]

@@ -78,13 +78,16 @@ def require_other(path: str | os.PathLike[str], inputs: Iterable[str], wanted: s
             )
 
 
-def write(path: str | os.PathLike[str], make: Callable[[str], None], *, data: str | None = None) -> None:
+def write(
+    path: str | os.PathLike[str], make: Callable[[str], None], *, data: str | None = None, durable: bool = False
+) -> None:
     """Write a file whole or not at all; where `path` is a link, its target.
 
     Args:
         path: the file to write. What is there before, its mode excepted, is replaced.
         make: writes the file to the path it is given, and beside it a file named `data` if it needs one.
         data: the name of the second file that `make` may write, which gets the mode of the first.
+        durable: return only when the disk has what was written.
 
     Raises:
         OSError: there is no such folder, it is full, or it may not be written to. What was there before is there still.
@@ -95,7 +98,12 @@ def write(path: str | os.PathLike[str], make: Callable[[str], None], *, data: st
         new = os.path.join(temporary, _NEW)
         os.mkdir(new)
         make(os.path.join(new, name))
+        if durable:
+            for written in os.scandir(new):
+                _sync(written.path)
         place.fill(temporary)
+        if durable:
+            _sync(folder)
 
 
 @contextlib.contextmanager
@@ -180,6 +188,17 @@ class _Place:
         data = os.path.basename(self._data_target or "")
         new = os.path.join(temporary, _NEW, os.path.basename(self._target))
         return new, os.path.join(temporary, _NEW, data), os.path.join(temporary, _OLD, data)
+
+
+def _sync(path: str) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    if os.path.isdir(path) and os.name == "nt":  # Windows opens no folders.
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _label(name: str) -> str:
