@@ -26,9 +26,9 @@ def test_the_page_names_every_sample() -> None:
 
 
 @pytest.mark.long
-def test_speech_is_recognised() -> None:
+def test_speech_is_recognised(tmp_path: Path) -> None:
     options = ["--utterances", 192, "--test", 12, "--epochs", 10, "--batch-size", 8, "--width", 32, "--rate", 0.006]
-    output = sample("ctc_speech", *options, "--error-rate", 0.6)
+    output = sample("ctc_speech", *options, "--error-rate", 0.6, "--checkpoint", tmp_path / "state")
     assert re.search(r"^exported in .*, with .*\bCtcLoss, CtcLossBackward\b", output, re.MULTILINE)
     first, last = numbers("loss # in the first, # in the last", output)
     assert last < first / 2
@@ -51,8 +51,9 @@ def test_labels_are_counted_and_decoded_right() -> None:
 
 
 @pytest.mark.long
-def test_a_gpt_learns_letters() -> None:
+def test_a_gpt_learns_letters(tmp_path: Path) -> None:
     options = ["--steps", 40, "--batch-size", 8, "--context", 16, "--width", 16, "--heads", 2, "--blocks", 1]
+    options += ["--checkpoint", tmp_path / "state"]
     output = sample("tiny_gpt", *options, "--rate", 0.02, "--letters", 20, "--perplexity", 1, status=1)
     assert re.findall(r"^  (\w+): 1 fused$", output, re.MULTILINE) == [
         "CrossEntropyLossGrad",
@@ -141,7 +142,7 @@ WITHOUT_TORCH = (
 
 
 WITHOUT_INSTALLED_TORCH = """
-import runpy, sys
+import os, runpy, sys
 
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
@@ -150,6 +151,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 sys.argv[:] = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
