@@ -252,6 +252,34 @@ def test_the_evaluation_model_is_saved_beside_the_step(step: TrainingStep, tmp_p
         session.evaluate(DATA[0][0])
 
 
+def test_the_trained_module_is_served_from_a_file_of_its_own(step: TrainingStep, tmp_path: Path) -> None:
+    step.save(tmp_path / "step.onnx")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    session = TrainingSession(tmp_path / "step.onnx")
+    for batch in DATA[:3]:
+        session.step(*batch)
+    for name, error in (("step.onnx", ModelError), ("step.eval.onnx", ModelError), (None, ArgumentError)):
+        with pytest.raises(error):
+            session.save_evaluation_model(tmp_path / name if name else 3)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="which the input is read from"):
+        session.save(tmp_path / "step.eval.onnx")
+    session.save_evaluation_model(tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert [value.name for value in model.graph.input] == ["x"]
+    served = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    trained = session.evaluate(X)
+    np.testing.assert_allclose(served.run(None, {"x": X.numpy()})[0], trained, rtol=1e-6, atol=1e-6)
+    session.step(*DATA[3])
+    assert not np.array_equal(session.evaluate(X), trained)
+    np.testing.assert_allclose(served.run(None, {"x": X.numpy()})[0], trained, rtol=1e-6, atol=1e-6)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    without = TrainingSession(dataclasses.replace(step, evaluation_model=None))
+    with pytest.raises(GradfuseError, match="save_evaluation_model: the step has no evaluation model"):
+        without.save_evaluation_model(tmp_path / "other.onnx")
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "model.onnx"}
+
+
 def test_a_fused_file_trains_on(step: TrainingStep, tmp_path: Path) -> None:
     plain = dataclasses.replace(step, model=gradfuse.expand(step.model))
     plain.save(tmp_path / "step.onnx")

@@ -32,7 +32,7 @@ from gradfuse.training.arguments import (
     require_shapes,
 )
 from gradfuse.training.in_place import BARRIER, with_updates_last
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, evaluation_path
 
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
@@ -80,9 +80,11 @@ class TrainingSession:
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
-        """What checkpoints must not take the place of: the file of the step, and its data."""
+        """What nothing may take the place of: the files of the step and its evaluation model, and their data."""
         if not isinstance(step, TrainingStep):
-            self._files = [os.fspath(step), writing.data_path(step)]
+            self._files = [
+                file for of in (step, evaluation_path(step)) for file in (os.fspath(of), writing.data_path(of))
+            ]
             step = TrainingStep.load(step)
         self._step = step
         step.require_consistent(_WHO)
@@ -183,9 +185,7 @@ class TrainingSession:
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
         self._background.raise_error()
-        model = self._step.evaluation_model
-        if model is None:
-            raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
+        model = self._evaluation_model("evaluate")
         known = {value.name: TensorType.of(value) for value in model.graph.input}
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
@@ -319,6 +319,29 @@ class TrainingSession:
         path = os.path.abspath(path)
         self._background.start(lambda: checkpoints.write(path, tensors, text, files, where))
 
+    def save_evaluation_model(self, path: str | os.PathLike[str]) -> None:
+        """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
+
+        Its inputs and outputs are those of `evaluate`; any runtime can serve it. The file is written whole or not at
+        all; beyond 2 GB the tensors are in `<path>.data`.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ArgumentError: `path` is no path.
+            GradfuseError: the step was exported without an evaluation model, or its file is missing.
+            ModelError: the file cannot be written, or is the one of the step.
+        """
+        require_path(path, f"{_WHO}.save_evaluation_model")
+        model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
+        graph = model.graph
+        for value in [value for value in graph.inputs if value.name in self.ort_values]:
+            value.const_value = ir.tensor(_copied(self.ort_values[str(value.name)]), name=value.name)
+            graph.inputs.remove(value)
+            graph.register_initializer(value)
+        writing.save(model, path, inputs=self._files)
+
     def wait(self) -> None:
         """Wait until the file that `save(wait=False)` writes is on the disk.
 
@@ -366,6 +389,12 @@ class TrainingSession:
         self._assign(loaded)
         self._steps_before = step_count - self._runs
         return extra
+
+    def _evaluation_model(self, method: str) -> onnx.ModelProto:
+        model = self._step.evaluation_model
+        if model is None:
+            raise GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected one exported with it")
+        return model
 
     def _tensors(self, optimizer: bool, *, copy: bool = False) -> Arrays:
         """Return what a checkpoint holds, by name; unless copied it may be the memory that the next step changes."""

@@ -114,23 +114,23 @@ class TrainingStep:
                     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
                     value.shape = ir.Shape(array.shape)
                     model.graph.register_initializer(value)
-        evaluation_path = _evaluation_path(path)
+        beside = evaluation_path(path)
         model.metadata_props[METADATA_KEY] = json.dumps(
             {field: list(getattr(self, field)) for field in _TENSORS}
             | {
                 "inputs": self.input_names,
                 "targets": self.target_names,
                 "state_dict": dict(self.state_dict_names),
-                "evaluation_model": None if self.evaluation_model is None else os.path.basename(evaluation_path),
+                "evaluation_model": None if self.evaluation_model is None else os.path.basename(beside),
             }
         )
         inputs = list(inputs)
         if self.evaluation_model is not None:
             # Before anything is written: a step without its evaluation model would be incomplete.
-            _require_own(path, evaluation_path, inputs, force)
+            _require_own(path, beside, inputs, force)
         writing.save(model, path, inputs=inputs, force=force)
         if self.evaluation_model is not None:
-            writing.save(ir.from_proto(self.evaluation_model), evaluation_path, inputs=inputs, force=force)
+            writing.save(ir.from_proto(self.evaluation_model), beside, inputs=inputs, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -220,19 +220,20 @@ class TrainingStep:
                 raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
 
 
-def _evaluation_path(path: str | os.PathLike[str]) -> str:
+def evaluation_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of the evaluation model of a step at `path`."""
     root, extension = os.path.splitext(path)
     return root + _EVALUATION + extension
 
 
-def _require_own(path: str | os.PathLike[str], evaluation_path: str, inputs: Iterable[str], force: bool) -> None:
+def _require_own(path: str | os.PathLike[str], beside: str, inputs: Iterable[str], force: bool) -> None:
     """Refuse to replace an evaluation model that does not belong to the step that is at `path` now."""
     wanted = "the evaluation model"
-    files.require_regular(evaluation_path, wanted)
-    files.require_other(evaluation_path, inputs, wanted)
-    if os.path.exists(evaluation_path) and not force and _evaluation_of(path) != os.path.basename(evaluation_path):
+    files.require_regular(beside, wanted)
+    files.require_other(beside, inputs, wanted)
+    if os.path.exists(beside) and not force and _evaluation_of(path) != os.path.basename(beside):
         raise ModelError(
-            f"{evaluation_path}: exists and does not belong to a step at {os.fspath(path)}; "
+            f"{beside}: exists and does not belong to a step at {os.fspath(path)}; "
             f"expected a path for {wanted}, or force"
         )
 
