@@ -160,8 +160,8 @@ class Reducer:
         self._sums = [torch.zeros_like(bucket) for bucket in step.buckets]
         # Rows, the sum of their losses, and the ranks that are asked to stop.
         self._totals = torch.zeros(3, dtype=torch.float64, device=step.buckets[0].device)
-        # The step is exported within the patience of the default group, which is longer.
-        self._group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
+        # The default group has more patience, as all wait for the first rank to export.
+        self._timeout = datetime.timedelta(seconds=timeout)
 
     def __call__(self, pieces: Sequence[tuple[Tensor, Tensor]], stop: bool) -> tuple[float, bool]:
         """Put the gradients of the batch where the step has those of a piece.
@@ -186,7 +186,7 @@ class Reducer:
                 for total, bucket in zip(self._sums, self._step.buckets, strict=True):
                     total.add_(bucket, alpha=count)
         for tensor in (self._totals, *self._sums):
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, async_op=True).wait(self._timeout)
         rows, losses, stops = self._totals.tolist()
         for total, bucket in zip(self._sums, self._step.buckets, strict=True):
             torch.div(total, rows, out=bucket)

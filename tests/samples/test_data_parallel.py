@@ -147,16 +147,16 @@ def assert_same(saved: dict[str, Any], whole: dict[str, Any]) -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
 def test_the_others_end_where_a_rank_is_lost(tmp_path: Path, whole: dict[str, Any], lost: int, number: int) -> None:
-    with ranks(4, *options(tmp_path), "--timeout", 4) as started:
+    with ranks(4, *options(tmp_path), "--timeout", 15) as started:
         processes = started.processes
         wait_for(tmp_path / "state", processes[0])
         processes[lost].send_signal(number)
         start = time.monotonic()
         others = [process for rank, process in enumerate(processes) if rank != lost]
         for process in others:
-            process.wait(60)
+            process.wait(120)
         # All of them, with the seconds that the machine may take to let them run.
-        assert time.monotonic() - start < 4 + 20
+        assert time.monotonic() - start < 15 + 30
         processes[lost].kill()
         results = started.end()
     for rank, (status, _, stderr) in enumerate(results):
