@@ -28,13 +28,14 @@ The exit status is 1 below the wanted accuracy.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 import numpy as np
@@ -71,6 +72,19 @@ class Classifier(nn.Module):
         features = F.relu(self.second(F.relu(self.first(image))))
         logits: Tensor = self.head(F.max_pool2d(features, 2).flatten(1))
         return logits
+
+
+class Lost(Exception):
+    """Another rank does not answer any more."""
+
+
+@contextlib.contextmanager
+def noticing_loss() -> Iterator[None]:
+    """Turn errors of communication, which gloo and NCCL have no common class for, into `Lost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Lost(" ".join(str(error).split())) from error
 
 
 class GradientStep:
@@ -185,8 +199,9 @@ class Reducer:
                 self._totals[:2] += torch.stack([torch.full_like(loss, count), count * loss])
                 for total, bucket in zip(self._sums, self._step.buckets, strict=True):
                     total.add_(bucket, alpha=count)
-        for tensor in (self._totals, *self._sums):
-            dist.all_reduce(tensor, async_op=True).wait(self._timeout)
+        with noticing_loss():
+            for tensor in (self._totals, *self._sums):
+                dist.all_reduce(tensor, async_op=True).wait(self._timeout)
         rows, losses, stops = self._totals.tolist()
         for total, bucket in zip(self._sums, self._step.buckets, strict=True):
             torch.div(total, rows, out=bucket)
@@ -237,7 +252,8 @@ def from_first_rank(
             content = [(step.model.SerializeToString(), kept)]
         except click.ClickException as error:
             content = [error]
-    dist.broadcast_object_list(content)
+    with noticing_loss():
+        dist.broadcast_object_list(content)
     if isinstance(content[0], click.ClickException):
         raise content[0]
     found: tuple[bytes, dict[str, Any] | None] = content[0]
@@ -265,6 +281,9 @@ def train(
         losses = kept["losses"]
         console.print(f"going on after {len(losses)} steps")
     reduce = Reducer(GradientStep(model, module), options["timeout"])
+    # From here on all go in step, so that who does not answer in time is lost.
+    with noticing_loss():
+        dist.barrier()
 
     def save() -> None:
         if rank == 0:
@@ -326,8 +345,15 @@ def main(
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        with noticing_loss():
+            store, rank, world = next(dist.rendezvous("env://"))
+            # Where torchrun starts the ranks again, the store still has the addresses of those before.
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            backend = "nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    except Lost as error:
+        raise click.ClickException(f"the ranks do not reach each other, see docs/distributed.md: {error}") from error
     parts = _checked_shares(shares, world)
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -342,13 +368,10 @@ def main(
     start = time.perf_counter()
     try:
         losses = train(module, (images, labels, chosen), file, console, parts, **options)
-    except dist.DistError as error:
-        _end_without(rank, error)
-    except RuntimeError as error:
-        # gloo's errors have no class of their own.
-        if "gloo" not in str(error):
-            raise
-        _end_without(rank, error)
+    except Lost as error:
+        print(f"rank {rank} ends: another rank is lost or silent ({error})", file=sys.stderr, flush=True)
+        # Connections that are broken must not be waited for.
+        os._exit(LOST)
     if losses is None:
         console.print(f"stopped; {checkpoint} is written, run the same command again to go on")
         dist.destroy_process_group()
@@ -378,13 +401,6 @@ def _checked_shares(shares: str | None, world: int) -> list[int]:
     if len(parts) != world or not all(part.isdecimal() for part in parts) or not any(map(int, parts)):
         raise click.BadParameter(f"--shares is {shares}; expected {world} whole numbers, one a rank, not all 0")
     return [int(part) for part in parts]
-
-
-def _end_without(rank: int, error: Exception) -> NoReturn:
-    reason = " ".join(str(error).split())
-    print(f"rank {rank} ends: another rank is lost or silent ({reason})", file=sys.stderr, flush=True)
-    # Connections that are broken must not be waited for.
-    os._exit(LOST)
 
 
 if __name__ == "__main__":

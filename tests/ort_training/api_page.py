@@ -90,7 +90,7 @@ def main(example: str, result: str) -> None:
         model.ir_version = min(model.ir_version, 8)
         save(model, path, *rest, **options)
 
-    onnx.save = with_known_version
+    onnx.save = with_known_version  # type: ignore[assignment]
     exec(Path(example).read_text(encoding="utf-8"), given)
     served = onnxruntime.InferenceSession("served.onnx", providers=["CPUExecutionProvider"])
     state = given["state"]
