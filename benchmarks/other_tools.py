@@ -124,7 +124,7 @@ def onnxsim_training() -> Iterator[str]:
             return (difference * difference).mean()
 
     torch_loop = onnxsim.compile_torch_training_loop(Net(), (torch.from_numpy(X), torch.from_numpy(Y)))
-    losses = [torch_loop({key: value for key, value in zip(("x", "y"), (X, Y), strict=True)}, 0.05) for _ in range(50)]
+    losses = [torch_loop({"x": X, "y": Y}, 0.05) for _ in range(50)]
     assert losses[-1] < losses[0] / 2
     yield f"{name}: compile_torch_training_loop trains a PyTorch module"
 

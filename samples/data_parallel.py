@@ -50,6 +50,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 import gradfuse
 
@@ -347,9 +349,9 @@ def main(
         os.environ.setdefault(name, value)
     try:
         with noticing_loss():
-            store, rank, world = next(dist.rendezvous("env://"))
+            store, rank, world = next(rendezvous("env://"))
             # Where torchrun starts the ranks again, the store still has the addresses of those before.
-            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             backend = "nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     except Lost as error:
