@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
+.PHONY: help compare-tools demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
+	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its table (two minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
@@ -154,6 +155,21 @@ $(ONNX_AD)/.installed: $(INSTALLED)
 bench-onnx-ad: $(ONNX_AD)/.installed
 	$(ONNX_AD)/bin/python benchmarks/onnx_ad_side_by_side.py --page docs/onnx-training.md
 
+# ExecuTorch names old versions of what it needs; what is here serves for training.
+TOOLS := .venv-tools
+$(TOOLS)/.installed: $(INSTALLED)
+	$(BIN)/python tools/create_venv.py $(TOOLS)
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	echo "import site; site.addsitedir('$$site')" > \
+	    $$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps onnx-ad==0.3.0 onnxsim==0.8.1 \
+	    executorch==1.5.1 torchao==0.18.0 expecttest kgb pandas parameterized python-dateutil pytorch-tokenizers pytz \
+	    pyyaml ruamel.yaml six tabulate
+	@touch $@
+
+compare-tools: $(TOOLS)/.installed
+	$(TOOLS)/bin/python benchmarks/other_tools.py
+
 bench-aclnn: $(INSTALLED)
 	@mkdir -p build
 	library=$$($(BIN)/python -c "import gradfuse; print(gradfuse.get_aclnn_library_path())") && \
@@ -224,5 +240,5 @@ wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-models $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-tools .venv-models $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

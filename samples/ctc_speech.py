@@ -10,7 +10,8 @@ digits of a row without being told when each is said. The sample
 2. trains in onnxruntime,
 3. decodes rows of digits by voices that were not in the training, and counts the wrong labels.
 
-The exit status is 1 if the label error rate is above the wanted one.
+Ctrl-C ends it with a checkpoint, from which the same command goes on. The exit status is 1 if the label error rate is
+above the wanted one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import pathlib
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -26,10 +28,10 @@ import click
 import espeakng_loader
 import numpy as np
 import numpy.typing as npt
+import running
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 import gradfuse
@@ -187,8 +189,22 @@ def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
 @click.option("--rate", default=3e-3, help="Learning rate of AdamW at first; it falls to zero.")
 @click.option("--seed", default=0, help="Seed of everything that is drawn.")
 @click.option("--error-rate", default=0.05, type=click.FloatRange(0), help="Wanted label error rate.")
+@click.option(
+    "--checkpoint",
+    default="build/samples/ctc_speech.safetensors",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="What Ctrl-C leaves, and where the same command goes on.",
+)
 def main(
-    count: int, test: int, epochs: int, batch_size: int, width: int, rate: float, seed: int, error_rate: float
+    count: int,
+    test: int,
+    epochs: int,
+    batch_size: int,
+    width: int,
+    rate: float,
+    seed: int,
+    error_rate: float,
+    checkpoint: pathlib.Path,
 ) -> None:
     """Train a recogniser of spoken digits with the CTC loss; exit 1 above the wanted label error rate."""
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
@@ -220,17 +236,21 @@ def main(
     console.print(f"exported in {time.perf_counter() - start:.1f} s, with {', '.join(operators)}")
 
     session = gradfuse.TrainingSession(step)
-    generator = np.random.default_rng(seed)
-    start, means = time.perf_counter(), []
-    for epoch in track(range(epochs), "training", console=console, disable=not console.is_terminal):
+    options = {"utterances": count, "epochs": epochs, "batch": batch_size, "width": width, "rate": rate, "seed": seed}
+    batches = -(-count // batch_size)
+    run = running.Training(session, epochs * batches, console, checkpoint, options)
+    start = time.perf_counter()
+    for index in run:
+        epoch, place = divmod(index, batches)
         session.learning_rate = rate * (1 - epoch / epochs)
-        order = [training[index] for index in generator.permutation(count)]
-        losses = [session.step(*scale.batch(order[i : i + batch_size])) for i in range(0, count, batch_size)]
-        means.append(np.mean(losses))
+        order = np.random.default_rng((seed, epoch)).permutation(count)
+        rows = order[place * batch_size :][:batch_size]
+        run.losses.append(session.step(*scale.batch([training[row] for row in rows])))
     seconds = time.perf_counter() - start
-    console.print(
-        f"trained {epochs} epochs in {seconds:.1f} s, loss {means[0]:.4f} in the first, {means[-1]:.4f} in the last"
-    )
+    first, last = np.mean(run.losses[:batches]), np.mean(run.losses[-batches:])
+    console.print(f"trained {epochs} epochs in {seconds:.1f} s, loss {first:.4f} in the first, {last:.4f} in the last")
+    console.print(running.plot(run.losses))
+    run.forget()
 
     wrong = total = 0
     for index in range(0, test, batch_size):

@@ -10,7 +10,8 @@ and the texts are what Python ships. The sample
 5. serves them with `onnxruntime.LoraAdapter`: the int4 file gives what was trained with the adapter, and what it gave
    before without.
 
-The exit status is 1 if the loss on source code that was left out is above the wanted one, or if outputs disagree.
+Ctrl-C ends it with a checkpoint in the folder, from which the same command goes on. The exit status is 1 if the loss on
+source code that was left out is above the wanted one, or if outputs disagree.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ import numpy.typing as npt
 import onnx
 import onnx.parser
 import onnxruntime
+import running
 from onnx import numpy_helper
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from rich.console import Console
-from rich.progress import track
 
 import gradfuse
 
@@ -209,22 +210,32 @@ def main(
     """Fine-tune an int4 GPT on source code; exit 1 if the loss falls too little, or what is served differs."""
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
     reference, code = texts()
     code, left_out = np.split(code, [len(code) * 9 // 10])
     letters, following = pieces(left_out, np.linspace(0, len(left_out) - context - 1, 64, dtype=np.int64), context)
 
-    def train(session: gradfuse.TrainingSession, text: Ints, count: int, rate: float, what: str) -> None:
+    sizes = {"width": width, "heads": heads, "blocks": blocks, "context": context, "batch": batch_size, "seed": seed}
+
+    def train(
+        session: gradfuse.TrainingSession, text: Ints, count: int, rate: float, what: str, **options: float
+    ) -> running.Training:
+        checkpoint = folder / f"lora_int4_{what.split()[-1]}.safetensors"
+        run = running.Training(session, count, console, checkpoint, sizes | options | {"steps": count}, what)
         start = time.perf_counter()
-        for index in track(range(count), what, console=console, disable=not console.is_terminal):
+        for index in run:
+            rng = np.random.default_rng((seed, index))
             session.learning_rate = rate * min(1.0, 10 * (index + 1) / count) * (1 - index / count)
-            session.step(*pieces(text, rng.integers(0, len(text) - context, batch_size), context))
+            run.losses.append(session.step(*pieces(text, rng.integers(0, len(text) - context, batch_size), context)))
         console.print(f"{what}: {count} steps in {time.perf_counter() - start:.1f} s")
+        console.print(running.plot(run.losses))
+        return run
 
     model = gpt(width, heads, blocks, context, seed)
     step = gradfuse.build_training_step(model, "cross_entropy", optimizer=gradfuse.optimizers.AdamW(lr=1e-3))
     session = gradfuse.TrainingSession(step)
-    train(session, reference, base_steps, 4e-3, "training the base model")
+    base_run = train(session, reference, base_steps, 4e-3, "training the base model")
+    # Where the adapters are interrupted, the model is not trained again.
+    base_run.save()
     model = with_weights(model, session.state_dict())
     base = folder / "gpt_int4.onnx"
     onnx.save(in_int4(model), base)
@@ -240,7 +251,7 @@ def main(
     console.print(f"{count} numbers of adapters are trained beside {total} that stay")
     session = gradfuse.TrainingSession(step)
     before = mean_loss(session.evaluate(letters), following)
-    train(session, code, steps, 1e-2, "training the adapters")
+    run = train(session, code, steps, 1e-2, "training the adapters", base=base_steps, rank=rank, alpha=alpha)
     trained = session.evaluate(letters)
     after = mean_loss(trained, following)
     console.print(f"loss on source code that was left out: {before:.4f} before, {after:.4f} after")
@@ -258,6 +269,8 @@ def main(
     console.print(f"served with the adapter, the loss is {mean_loss(with_adapter, following):.4f}")
     difference = float(np.abs(with_adapter - trained).max() / np.abs(trained).max())
     console.print(f"outputs differ from the trained model's by at most {difference:.1e} of the largest")
+    for each in (base_run, run):
+        each.forget()
     same = np.array_equal(without, of_base)
     console.print(f"without the adapter, outputs {'are' if same else 'are not'} those of the int4 model")
     if before - after < wanted or difference > 1e-4 or not same:

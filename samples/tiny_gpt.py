@@ -9,13 +9,15 @@ ships as `pydoc_data.topics`, so nothing is downloaded. The sample
 3. measures the perplexity of text that was left out, before and after, and lets the model continue a text, both by
    `TrainingSession.evaluate`.
 
-The exit status is 1 if the perplexity is above the wanted one.
+Ctrl-C ends it with a checkpoint, from which the same command goes on. The exit status is 1 if the perplexity is above
+the wanted one.
 """
 
 from __future__ import annotations
 
 import collections
 import math
+import pathlib
 import pydoc_data.topics
 import sys
 import time
@@ -23,10 +25,10 @@ import time
 import click
 import numpy as np
 import numpy.typing as npt
+import running
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 import gradfuse
@@ -135,6 +137,12 @@ def write(session: gradfuse.TrainingSession, prompt: str, count: int, context: i
 @click.option("--seed", default=0, help="Seed of everything that is drawn.")
 @click.option("--letters", default=200, type=click.IntRange(0), help="Letters to write at the end.")
 @click.option("--perplexity", "wanted", default=6.0, type=click.FloatRange(1), help="Wanted perplexity of a letter.")
+@click.option(
+    "--checkpoint",
+    default="build/samples/tiny_gpt.safetensors",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="What Ctrl-C leaves, and where the same command goes on.",
+)
 def main(
     steps: int,
     batch_size: int,
@@ -146,6 +154,7 @@ def main(
     seed: int,
     letters: int,
     wanted: float,
+    checkpoint: pathlib.Path,
 ) -> None:
     """Train a tiny GPT on Python's own documentation; exit 1 above the wanted perplexity."""
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
@@ -155,13 +164,13 @@ def main(
 
     torch.manual_seed(seed)
     module = Gpt(width, heads, blocks, context)
-    generator = np.random.default_rng(seed)
 
-    def batch() -> tuple[Ints, Ints]:
+    def batch(index: int) -> tuple[Ints, Ints]:
+        generator = np.random.default_rng((seed, index))
         return windows(training, generator.integers(0, len(training) - context, batch_size), context)
 
     start = time.perf_counter()
-    example = tuple(map(torch.from_numpy, batch()))
+    example = tuple(map(torch.from_numpy, batch(0)))
     axes = {0: "batch", 1: "length"}
     with console.status("exporting"):
         step = gradfuse.export_training_step(
@@ -180,12 +189,17 @@ def main(
 
     session = gradfuse.TrainingSession(step)
     before = perplexity(session, left_out, context, 128)
-    start, loss, rising = time.perf_counter(), float("nan"), max(1, steps // 10)
-    for index in track(range(steps), "training", console=console, disable=not console.is_terminal):
+    options = {"steps": steps, "batch": batch_size, "context": context, "rate": rate, "seed": seed}
+    options |= {"width": width, "heads": heads, "blocks": blocks}
+    run, rising = running.Training(session, steps, console, checkpoint, options), max(1, steps // 10)
+    start = time.perf_counter()
+    for index in run:
         falling = 0.5 + 0.5 * math.cos(math.pi * index / steps)
         session.learning_rate = rate * min(1.0, (index + 1) / rising) * falling
-        loss = session.step(*batch())
-    console.print(f"trained {steps} steps in {time.perf_counter() - start:.1f} s, loss {loss:.4f}")
+        run.losses.append(session.step(*batch(index)))
+    console.print(f"trained {steps} steps in {time.perf_counter() - start:.1f} s, loss {run.losses[-1]:.4f}")
+    console.print(running.plot(run.losses))
+    run.forget()
     after = perplexity(session, left_out, context, 128)
     if letters:
         console.print("it writes:")

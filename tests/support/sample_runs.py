@@ -13,6 +13,8 @@ import torch
 from click.testing import CliRunner
 
 SAMPLES = Path(__file__).parents[2] / "samples"
+# As where a sample is run: some import what they share.
+sys.path.append(str(SAMPLES))
 
 
 def run(*arguments: object, status: int = 0) -> str:

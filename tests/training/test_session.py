@@ -86,21 +86,28 @@ def test_steps_write_where_the_step_before_read(step: TrainingStep, monkeypatch:
     session = TrainingSession(step)
     changing = [name for name in session.ort_values if not name.startswith(("learning_rate", "spare"))]
     addresses = [{name: session.ort_values[name].data_ptr() for name in changing}]
-    read = []
-    numpy = onnxruntime.OrtValue.numpy
+    passed: dict[str, list[Any]] = {"numpy": [], "update_inplace": []}
 
-    def reading(value: Any) -> Any:
-        read.append(value)
-        return numpy(value)
+    def watched(method: str) -> Callable[..., Any]:
+        original = getattr(onnxruntime.OrtValue, method)
 
-    monkeypatch.setattr(onnxruntime.OrtValue, "numpy", reading)
-    for method in ("update_inplace", "ortvalue_from_numpy", "ortvalue_from_shape_and_type"):
+        def call(value: Any, *arguments: Any) -> Any:
+            passed[method].append(value)
+            return original(value, *arguments)
+
+        return call
+
+    for method in passed:
+        monkeypatch.setattr(onnxruntime.OrtValue, method, watched(method))
+    for method in ("ortvalue_from_numpy", "ortvalue_from_shape_and_type"):
         monkeypatch.setattr(onnxruntime.OrtValue, method, None)
     losses = []
     for batch in DATA[:4]:
         losses.append(session.step(*batch))
         addresses.append({name: session.ort_values[name].data_ptr() for name in changing})
-    assert [tuple(value.shape()) for value in read] == [()] * 4
+    for values in passed.values():
+        assert len(values) == 4 and len({value.data_ptr() for value in values}) == 1
+        assert [tuple(value.shape()) for value in values] == [()] * 4
     monkeypatch.undo()
     assert addresses[0] == addresses[2] == addresses[4]
     assert addresses[1] == addresses[3]
@@ -243,6 +250,34 @@ def test_the_evaluation_model_is_saved_beside_the_step(step: TrainingStep, tmp_p
     assert session.step(*DATA[0]) == TrainingSession(step).step(*DATA[0])
     with pytest.raises(GradfuseError, match="no evaluation model"):
         session.evaluate(DATA[0][0])
+
+
+def test_the_trained_module_is_served_from_a_file_of_its_own(step: TrainingStep, tmp_path: Path) -> None:
+    step.save(tmp_path / "step.onnx")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    session = TrainingSession(tmp_path / "step.onnx")
+    for batch in DATA[:3]:
+        session.step(*batch)
+    for name, error in (("step.onnx", ModelError), ("step.eval.onnx", ModelError), (None, ArgumentError)):
+        with pytest.raises(error):
+            session.save_evaluation_model(tmp_path / name if name else 3)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="which the input is read from"):
+        session.save(tmp_path / "step.eval.onnx")
+    session.save_evaluation_model(tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert [value.name for value in model.graph.input] == ["x"]
+    served = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    trained = session.evaluate(X)
+    np.testing.assert_allclose(served.run(None, {"x": X.numpy()})[0], trained, rtol=1e-6, atol=1e-6)
+    session.step(*DATA[3])
+    assert not np.array_equal(session.evaluate(X), trained)
+    np.testing.assert_allclose(served.run(None, {"x": X.numpy()})[0], trained, rtol=1e-6, atol=1e-6)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    without = TrainingSession(dataclasses.replace(step, evaluation_model=None))
+    with pytest.raises(GradfuseError, match="save_evaluation_model: the step has no evaluation model"):
+        without.save_evaluation_model(tmp_path / "other.onnx")
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "model.onnx"}
 
 
 def test_a_fused_file_trains_on(step: TrainingStep, tmp_path: Path) -> None:

@@ -78,13 +78,20 @@ def require_other(path: str | os.PathLike[str], inputs: Iterable[str], wanted: s
             )
 
 
-def write(path: str | os.PathLike[str], make: Callable[[str], None], *, beside: Collection[str] = ()) -> None:
+def write(
+    path: str | os.PathLike[str],
+    make: Callable[[str], None],
+    *,
+    beside: Collection[str] = (),
+    durable: bool = False,
+) -> None:
     """Write a file, and those that belong to it, whole or not at all; where `path` is a link, its target.
 
     Args:
         path: the file to write. What is there before, its mode excepted, is replaced.
         make: writes the file to the path it is given, and beside it those files named in `beside` that it needs.
         beside: the names of the other files that `make` may write, which get the mode of the first.
+        durable: return only when the disk has what was written.
 
     Raises:
         OSError: there is no such folder, it is full, or it may not be written to. What was there before is there still.
@@ -95,7 +102,12 @@ def write(path: str | os.PathLike[str], make: Callable[[str], None], *, beside: 
         new = os.path.join(temporary, _NEW)
         os.mkdir(new)
         make(os.path.join(new, name))
+        if durable:
+            for written in os.scandir(new):
+                _sync(written.path)
         place.fill(temporary)
+        if durable:
+            _sync(folder)
 
 
 @contextlib.contextmanager
@@ -176,6 +188,17 @@ class _Place:
                     os.replace(old, target)
                 elif os.path.exists(target):
                     os.remove(target)
+
+
+def _sync(path: str) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    if os.path.isdir(path) and os.name == "nt":  # Windows opens no folders.
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _label(name: str) -> str:

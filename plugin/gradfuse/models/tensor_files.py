@@ -12,7 +12,7 @@ from gradfuse.errors import GradfuseError, ModelError, one_line
 from gradfuse.models.arrays import Arrays
 
 
-def _safetensors(who: str) -> Any:
+def safetensors_numpy(who: str) -> Any:
     """Return the module `safetensors.numpy`.
 
     Raises:
@@ -33,12 +33,12 @@ def content(tensors: Mapping[str, Any], who: str) -> bytes:
     """
     # Contiguous, as safetensors takes an array's memory as it lies.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    written: bytes = _safetensors(who).save(arrays, metadata={"format": "pt"})
+    written: bytes = safetensors_numpy(who).save(arrays, metadata={"format": "pt"})
     return written
 
 
-def read(path: str | os.PathLike[str], who: str, wanted: str) -> Arrays:
-    """Read all arrays of a file.
+def read(path: str | os.PathLike[str], who: str, wanted: str) -> tuple[Arrays, dict[str, str]]:
+    """Read all arrays of a file, and its metadata.
 
     Args:
         path: the file.
@@ -49,13 +49,16 @@ def read(path: str | os.PathLike[str], who: str, wanted: str) -> Arrays:
         ModelError: there is no such file, or it cannot be read.
         GradfuseError: safetensors is not installed.
     """
-    module = _safetensors(who)
+    safetensors_numpy(who)
+    import safetensors
+
     if os.path.exists(path) and not os.path.isfile(path):
         # Reading a pipe would wait for a writer.
         raise ModelError(f"{os.fspath(path)}: is no file; expected {wanted}")
     try:
-        arrays: Arrays = module.load_file(os.fsdecode(path))
+        # Opened once: another process may put a newer file at the path meanwhile.
+        with safetensors.safe_open(os.fsdecode(path), framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
     except Exception as error:
         # safetensors' own exception shares no base with those of files, and types that numpy lacks are KeyErrors.
         raise ModelError(f"{os.fspath(path)}: cannot read the file: {one_line(error)}") from error
-    return arrays

@@ -89,29 +89,51 @@ def save(
         raise ModelError(f"{path}: cannot write the model: {one_line(error)}") from error
 
 
-def write_file(path: str | os.PathLike[str], content: bytes, inputs: Iterable[str] = ()) -> None:
+def write_file(
+    path: str | os.PathLike[str],
+    content: bytes | Callable[[str], None],
+    inputs: Iterable[str] = (),
+    *,
+    durable: bool = False,
+) -> None:
     """Write a file whole or not at all.
 
     Args:
         path: the file to write; where it is a link, its target.
-        content: what is in it.
+        content: what is in it, or a function that writes it to the path it is given.
         inputs: files that must stay as they are.
+        durable: return only when the disk has the file, so that a power cut leaves the old file or the new one.
 
     Raises:
         ModelError: the file cannot be written, or would replace a folder, a pipe, a device or an input.
     """
     path = os.fspath(path)
-    files.require_regular(path, "a file")
-    files.require_other(path, inputs, "a file")
+    require_free(path, inputs)
 
     def make(written: str) -> None:
+        if callable(content):
+            content(written)
+            return
         with open(written, "wb") as file:
             file.write(content)
 
     try:
-        files.write(path, make)
-    except OSError as error:
+        files.write(path, make, durable=durable)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Errors of the disk and of what writes the content have no common base. All mean that nothing was written.
         raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
+
+
+def require_free(path: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """Refuse a path that `write_file` would not write to.
+
+    Raises:
+        ModelError: it is a folder, a pipe, a device or an input.
+    """
+    files.require_regular(path, "a file")
+    files.require_other(path, inputs, "a file")
 
 
 def data_path(path: str | os.PathLike[str]) -> str:

@@ -20,6 +20,7 @@ from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_se
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError
 from gradfuse.models import tensor_files, writing
 from gradfuse.models.arrays import Arrays
+from gradfuse.training import checkpoints
 from gradfuse.training.arguments import (
     TensorType,
     as_array,
@@ -79,7 +80,7 @@ class TrainingSession:
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
-        """What checkpoints must not take the place of: the file of the step, its data and its values."""
+        """What nothing may take the place of: the files of the step and its evaluation model, their data and values."""
         if not isinstance(step, TrainingStep):
             step, self._files = load_with_files(step)
         self._step = step
@@ -107,8 +108,13 @@ class TrainingSession:
             if name.endswith(GRADIENT_SUFFIX)
         }
         self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
-        self._turn = 0
-        """Which of the two sets of values and bindings is next."""
+        self._runs = 0
+        """The steps that this session has done; whether they are even tells which of the two sets is next."""
+        self._steps_before = 0
+        """The steps done by other sessions before `load`, less those that this one had done by then."""
+        self._run_has_failed = False
+        self._no_loss = _no_result(outputs[LOSS].dtype)
+        self._background = checkpoints.BackgroundWork(self)
         self._has_run = False
         values = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
@@ -135,8 +141,13 @@ class TrainingSession:
 
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape; or all inputs are empty.
-            ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost.
+            ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost. Or an
+                earlier `save(wait=False)` has failed.
+
+        An exception that a signal's handler raises meanwhile, such as Ctrl-C, finds the step done or not begun;
+        `step_count` tells which.
         """
+        self._background.raise_error()
         names, known = self._step.input_names, self._inputs
         feeds = self._batch_of(inputs, names, "step", "inputs", known)
         feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", known)
@@ -147,10 +158,14 @@ class TrainingSession:
             got = TensorType(first.dtype, first.shape)
             raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
         self._has_run = False
-        self._run(self._session, self._bindings[self._turn], feeds, "step")
-        self._turn = 1 - self._turn
+        self._run_and_count(feeds)
         self._has_run = True
         return float(self._loss.numpy())
+
+    @property
+    def step_count(self) -> int:
+        """How many calls of `step` are done, with those before what `load` has read."""
+        return self._steps_before + self._runs
 
     def evaluate(self, inputs: Any) -> Any:
         """Return what the module gives in eval mode, with the parameters and buffers as they are now.
@@ -164,11 +179,10 @@ class TrainingSession:
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape.
             GradfuseError: the step was exported without an evaluation model, or its file is missing.
-            ModelError: onnxruntime cannot load or run it.
+            ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
-        model = self._step.evaluation_model
-        if model is None:
-            raise GradfuseError(f"{_WHO}.evaluate: the step has no evaluation model; expected one exported with it")
+        self._background.raise_error()
+        model = self._evaluation_model("evaluate")
         known = {value.name: TensorType.of(value) for value in model.graph.input}
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
@@ -229,7 +243,7 @@ class TrainingSession:
 
         They are the session's own, not copies: the next steps write into them.
         """
-        return self._values[self._turn]
+        return self._values[self._runs % 2]
 
     def state_dict(self) -> Arrays:
         """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
@@ -256,43 +270,104 @@ class TrainingSession:
         """
         self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
 
-    def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
-        """Write a safetensors file, whole or not at all.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        optimizer: bool = True,
+        wait: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a safetensors file that training resumes from: the old file or the new one is there, never a part.
 
         It holds `state_dict()` and, under the names of the model's inputs, what resuming needs: the optimizer's state,
-        the number of steps, and the learning rates.
+        buffers and the seed of dropout, and the learning rates; in its metadata `step_count` and `extra`. The file is
+        written beside `path`, synced to the disk, and renamed, so that neither a process that is killed nor a power cut
+        leaves half of it.
 
         Args:
             path: the file.
-            optimizer: False leaves out all but `state_dict()`.
+            optimizer: False leaves out all but `state_dict()` and `extra`.
+            wait: False returns as soon as everything is copied, and a thread writes the copies while training goes on.
+                Until the file is there this takes the memory of all parameters, buffers and optimizer state once more:
+                three times the parameters' with Adam. An error of the thread is raised by the next call of `step`,
+                `evaluate`, `save`, `load` or `wait`. One file is written at a time: the next `save` waits for the one
+                before, and the end of the program waits as well.
+            extra: what `load` is to return, in the same file: the state of a random number generator, say. Whatever
+                JSON can hold; tuples come back as lists.
+
+        Raises:
+            ArgumentError: `path` is no path, or JSON cannot hold `extra`.
+            ModelError: the file cannot be written, or is the one of the step; or an earlier `save(wait=False)` has
+                failed.
+            GradfuseError: safetensors is not installed.
+        """
+        where = f"{_WHO}.save"
+        require_path(path, where)
+        text = checkpoints.text_of(self.step_count if optimizer else None, {} if extra is None else extra, where)
+        tensor_files.safetensors_numpy(where)
+        writing.require_free(path, self._files)
+        self._background.wait()
+        if wait:
+            checkpoints.write(path, self._tensors(optimizer), text, self._files, where)
+            return
+        tensors, files = self._tensors(optimizer, copy=True), list(self._files)
+        # Relative to the folder of now.
+        path = os.path.abspath(path)
+        self._background.start(lambda: checkpoints.write(path, tensors, text, files, where))
+
+    def save_evaluation_model(self, path: str | os.PathLike[str]) -> None:
+        """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
+
+        Its inputs and outputs are those of `evaluate`; any runtime can serve it. The file is written whole or not at
+        all; beyond 2 GB the tensors are in `<path>.data`.
+
+        Args:
+            path: the file.
 
         Raises:
             ArgumentError: `path` is no path.
+            GradfuseError: the step was exported without an evaluation model, or its file is missing.
             ModelError: the file cannot be written, or is the one of the step.
-            GradfuseError: safetensors is not installed.
         """
-        require_path(path, f"{_WHO}.save")
-        tensors = self.state_dict()
-        if optimizer:
-            # Buffers too: some are not part of the module's state_dict.
-            tensors |= {name: _copied(value) for name, value in self.ort_values.items()}
-        writing.write_file(path, tensor_files.content(tensors, _WHO), self._files)
+        require_path(path, f"{_WHO}.save_evaluation_model")
+        model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
+        graph = model.graph
+        for value in [value for value in graph.inputs if value.name in self.ort_values]:
+            value.const_value = ir.tensor(_copied(self.ort_values[str(value.name)]), name=value.name)
+            graph.inputs.remove(value)
+            graph.register_initializer(value)
+        writing.save(model, path, inputs=self._files)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def wait(self) -> None:
+        """Wait until the file that `save(wait=False)` writes is on the disk.
+
+        Raises:
+            ModelError: it could not be written.
+        """
+        self._background.wait()
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
         With the optimizer's state, resuming is bit-identical, given the same model, kernels and number of threads.
         Without it, the optimizer starts as it does in `training_step`, and so do buffers that are not in
-        `state_dict()`.
+        `state_dict()`; `step_count` becomes 0.
+
+        Returns:
+            What `save` was given as `extra`; else nothing.
 
         Raises:
             ArgumentError: `path` is no path.
             ModelError: the file cannot be read, or does not hold what the step needs (as for `load_state_dict`, or
-                only a part of the optimizer's state). Nothing is changed then.
+                only a part of the optimizer's state). Nothing is changed then. Or an earlier `save(wait=False)` has
+                failed.
             GradfuseError: safetensors is not installed.
         """
-        require_path(path, f"{_WHO}.load")
-        tensors = tensor_files.read(path, _WHO, "one that save wrote")
+        where = f"{_WHO}.load"
+        require_path(path, where)
+        self._background.wait()
+        tensors, step_count, extra = checkpoints.read(path, where)
         named = set(self._step.state_dict_names.values())
         own = [name for name in self.ort_values if name not in named]
         try:
@@ -309,6 +384,26 @@ class TrainingSession:
             begin = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded)
+        self._steps_before = step_count - self._runs
+        return extra
+
+    def _evaluation_model(self, method: str) -> onnx.ModelProto:
+        model = self._step.evaluation_model
+        if model is None:
+            raise GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected one exported with it")
+        return model
+
+    def _tensors(self, optimizer: bool, *, copy: bool = False) -> Arrays:
+        """Return what a checkpoint holds, by name; unless copied it may be the memory that the next step changes."""
+        step, values = self._step, self.ort_values
+        needed = set(values) if optimizer else {*step.state_dict_names.values()} & set(values)
+        arrays = {name: _copied(values[name]) if copy else values[name].numpy() for name in needed}
+        by_name = {
+            name: step.constants[source] if source in step.constants else arrays[source]
+            for name, source in step.state_dict_names.items()
+        }
+        # Buffers too: some are not part of the module's state_dict.
+        return by_name | arrays if optimizer else by_name
 
     def _training_session(self) -> tuple[Any, frozenset[str]]:
         """Return a session of the step, and the names of inputs that it writes in place."""
@@ -354,12 +449,27 @@ class TrainingSession:
         for name, array in {name: contiguous(array) for name, array in arrays.items()}.items():
             self.ort_values[name].update_inplace(array)
 
+    def _run_and_count(self, feeds: Arrays) -> None:
+        """Run the step; it is done as a whole or not at all, whatever a signal's handler raises and when."""
+        runs, self._run_has_failed = self._runs, False
+        self._loss.update_inplace(self._no_loss)
+        try:
+            self._run(self._session, self._bindings[runs % 2], feeds, "step")
+            self._runs = runs + 1
+        except BaseException:
+            # Handlers run before or after onnxruntime, never within: with a loss, the step has run to its end.
+            if not self._run_has_failed and self._loss.numpy().tobytes() != self._no_loss.tobytes():
+                self._runs = runs + 1
+            raise
+
     def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
         try:
             for name, array in feeds.items():
                 binding.bind_cpu_input(name, array)
             session.run_with_iobinding(binding)
         except Exception as error:
+            # First of all, before a signal's handler can raise.
+            self._run_has_failed = True
             # onnxruntime's exception classes share no public base.
             raise ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}") from error
 
@@ -440,3 +550,9 @@ def _device(provider: Any) -> tuple[str, int]:
 def _copied(value: Any) -> npt.NDArray[Any]:
     # On the CPU newer versions of onnxruntime give a view of the memory that a later step writes into.
     return np.array(value.numpy())
+
+
+def _no_result(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return a number that no arithmetic gives: a signalling NaN, shape ()."""
+    bits = {2: 0x7D00, 4: 0x7FA00000, 8: 0x7FF4000000000000}[dtype.itemsize]
+    return np.array(bits, f"uint{8 * dtype.itemsize}").view(dtype)

@@ -261,7 +261,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         evaluation_model=evaluation_model,
     )
     step.require_consistent(os.fspath(path))
-    read_from = [os.fspath(path), writing.data_path(path)]
+    read_from = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), writing.data_path(of))]
     return step, read_from if values_file is None else [*read_from, _beside(path, values_file)]
 
 
@@ -328,7 +328,7 @@ def _read_values(
 ) -> Arrays:
     """Return the values of inputs that are in a file beside the step; what else that file has is left out."""
     beside = _beside(path, name)
-    stored = tensor_files.read(beside, _WHO, f"the values of {os.fspath(path)}")
+    stored, _ = tensor_files.read(beside, _WHO, f"the values of {os.fspath(path)}")
     inputs = {str(value.name): value for value in model.graph.inputs}
     for field in _TENSORS:
         for needed in names[field]:
