@@ -197,6 +197,28 @@ def test_convolutions_with_auto_pad(auto_pad: str, stride: int) -> None:
     require_torchs(model, shaped((2, 3, 7, 8), (4, 3, 3, 2)), by_torch, ["a", "b"])
 
 
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "AveragePool <": lambda x: F.avg_pool1d(x, 2, 4),
+    "LpPool <p = 2,": lambda x: F.lp_pool1d(x, 2, 2, 4),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("auto_pad, begin", [("SAME_UPPER", 1), ("SAME_LOWER", 0)])
+def test_pools_with_auto_pad_and_a_stride_that_leaps_over_elements(pool: str, auto_pad: str, begin: int) -> None:
+    """onnxruntime cuts off what no window reaches: two of eight elements, which is a padding of less than nothing."""
+    body = f'y = {pool} kernel_shape = [2], strides = [4], auto_pad = "{auto_pad}"> (x)'
+    model = model_of("float[2, 3, 8] x", body, opset=19, output="float[2, 3, 2] y")
+    require_torchs(model, {"x": numbers(2, 3, 8)}, lambda x: POOLS[pool](x[..., begin : begin + 6]), ["x"])
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_pools_with_auto_pad_and_dilations_are_refused(pool: str) -> None:
+    body = f'y = {pool} kernel_shape = [2], dilations = [2], auto_pad = "SAME_UPPER"> (x)'
+    with pytest.raises(ModelError, match="auto_pad is SAME_UPPER with dilations; expected pads"):
+        differentiate(model_of("float[2, 3, 8] x", body, 19, "float[2, 3, n] y"), ["x"], seeds={"y": "v"})
+
+
 @pytest.mark.parametrize(
     "group, options",
     [
@@ -598,7 +620,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, -1])
 def test_elements_of_split_tensors(name: str, index: int) -> None:
     body = f"""
         {SPLITS[name]}
@@ -609,11 +631,39 @@ def test_elements_of_split_tensors(name: str, index: int) -> None:
     """
 
     def by_torch(x: torch.Tensor) -> torch.Tensor:
-        cuts = {"one size": [(0, 2), (2, 3)], "slices": [(0, 1), (1, 2)]}.get(name, [(0, 1), (1, 3)])
+        cuts = {"one size": [(0, 2), (2, 3)], "slices": [(0, 1), (1, 2), (2, 3)]}.get(name, [(0, 1), (1, 3)])
         begin, end = cuts[index]
         return x[:, begin:end].square().sum()
 
     require_torchs(model_of("float[4, 3] x", body, output="float y"), {"x": numbers(4, 3)}, by_torch, ["x"])
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_sequences_from_outside_a_branch(taken: bool) -> None:
+    body = """
+        size = Constant<value_int = 2>()  zero = Constant<value_int = 0>()  end = Constant<value_int = -1>()
+        parts = SplitToSequence<axis = 1>(x, size)  both = SequenceConstruct(x, z)
+        y = If(p) <
+            then_branch = one () => (float[4, a] t) { left = SequenceAt(parts, zero) t = Mul(left, left) },
+            else_branch = two () => (float[4, b] u) {
+                last = SequenceAt(parts, end) joined = ConcatFromSequence<axis = 1>(both) u = Mul(joined, last)
+            }
+        >
+    """
+    model = model_of("float[4, 5] x, float[4, 1] z, bool p", body, output="float[4, c] y")
+    feeds = {"x": numbers(4, 5), "z": numbers(4, 1, seed=1), "p": np.array(taken)}
+
+    def by_torch(x: Tensor, z: Tensor, p: Tensor) -> Tensor:
+        return x[:, :2].square() + 0 * z.sum() if p else torch.cat([x, z], 1) * x[:, 4:]
+
+    require_torchs(model, feeds, by_torch, ["x", "z"])
+
+
+@pytest.mark.parametrize("made", ["SequenceConstruct(x, x)", "SplitToSequence(x, sizes)"])
+def test_an_element_that_a_sequence_lacks_is_refused(made: str) -> None:
+    body = f"sizes = Constant<value_ints = [1, 3]>()  at = Constant<value_int = 2>()  s = {made}  y = SequenceAt(s, at)"
+    with pytest.raises(ModelError, match=r"SequenceAt .*: its index is 2, of a sequence of 2"):
+        differentiate(model_of("float[4, 3] x", body, output="float[a, 3] y"), ["x"], seeds={"y": "v"})
 
 
 def test_joined_sequences() -> None:

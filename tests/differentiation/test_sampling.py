@@ -1,11 +1,15 @@
-"""Gradients of GridSample and CumProd against torch.autograd in float64."""
+"""Gradients of GridSample and CumProd against torch.autograd, and of RoiAlign against differences, in float64."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from autograd import model_of, numbers, require_torchs
+from node_tests import run
+
+from gradfuse import differentiate
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
@@ -62,3 +66,31 @@ def test_cumulative_products_with_zeros(reverse: int, exclusive: int) -> None:
         return y.flip(1) if reverse else y
 
     require_torchs(model, {"x": x}, by_torch, ["x"], has_kernel=False)
+
+
+@pytest.mark.parametrize("mode", ["avg", "max"])
+@pytest.mark.parametrize("opset", [16, 17, 20])
+@pytest.mark.parametrize("regions", [0, 1, 3])
+def test_regions_of_all_opsets(mode: str, opset: int, regions: int) -> None:
+    model = model_of(
+        "double[2, 2, 6, 5] x, double[K, 4] regions, int64[K] items",
+        f"""y = RoiAlign <mode = "{mode}", output_height = 2, output_width = 3,
+            coordinate_transformation_mode = "half_pixel"> (x, regions, items)""",
+        opset=opset,
+        output="double[K, 2, 2, 3] y",
+    )
+    draws = np.random.default_rng(0)
+    corners = draws.uniform(0.5, 2, (regions, 2))
+    feeds = {
+        "x": draws.standard_normal((2, 2, 6, 5)),
+        "regions": np.concatenate([corners, corners + draws.uniform(1, 2.5, (regions, 2))], 1),
+        "items": draws.integers(0, 2, regions),
+    }
+    seed = draws.standard_normal((regions, 2, 2, 3))
+    found = run(differentiate(model, ["x", "regions"], seeds={"y": "seed"}), {**feeds, "seed": seed}, by_onnx=False)
+    np.testing.assert_allclose(found["y"], run(model, feeds, by_onnx=False)["y"], rtol=1e-12, atol=1e-12)
+    for name in ("x", "regions"):
+        moved = draws.standard_normal(feeds[name].shape)
+        ends = [run(model, {**feeds, name: feeds[name] + h * moved}, by_onnx=False)["y"] for h in (1e-6, -1e-6)]
+        difference = ((ends[0] - ends[1]) * seed).sum() / 2e-6
+        assert abs((found[f"{name}.grad"] * moved).sum() - difference) <= 1e-7 * max(1, abs(difference))

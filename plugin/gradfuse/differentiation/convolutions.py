@@ -24,7 +24,16 @@ class Window:
         kernel, strides, dilations, begin, end: d integers each; `begin` and `end` are the padding of the image.
     """
 
-    def __init__(self, call: Call, image: Tensor, places: Tensor, kernel: list[int], *, padded: bool = True) -> None:
+    def __init__(
+        self,
+        call: Call,
+        image: Tensor,
+        places: Tensor,
+        kernel: list[int],
+        *,
+        padded: bool = True,
+        pooling: bool = False,
+    ) -> None:
         self.call, self.image, self.places, self.kernel = call, image, places, kernel
         self.axes = len(kernel)
         self.strides: list[int] = call.attribute("strides", [1] * self.axes)
@@ -37,22 +46,28 @@ class Window:
         if auto_pad == "VALID" or not padded:
             self.begin, self.end = [0] * self.axes, [0] * self.axes
         elif auto_pad != "NOTSET":
-            self._set_same(auto_pad)
+            self._set_same(auto_pad, pooling)
         self.unused = self.behind()
 
-    def _set_same(self, auto_pad: str) -> None:
-        """Pad so that there are as many places as elements, divided by the stride and rounded up."""
+    def _set_same(self, auto_pad: str, pooling: bool) -> None:
+        """Pad so that there are as many places as elements, divided by the stride and rounded up.
+
+        As onnxruntime does it, pooling cuts off what a stride leaps over: its padding may be negative. What it makes of
+        dilations beside that contradicts ONNX's shapes.
+        """
+        if pooling and any(reach >= k for reach, k in zip(self.reach, self.kernel, strict=True)):
+            raise self.call.error(f"auto_pad is {auto_pad} with dilations; expected pads")
         self.begin, self.end = [0] * self.axes, [0] * self.axes
         for axis, size in enumerate(self.call.dims(self.image)[2:]):
             stride, total = self.strides[axis], self.reach[axis]
             if stride > 1:
                 if not isinstance(size, int):
                     raise self.call.error(f"auto_pad is {auto_pad} with a stride; expected pads, or a known size")
-                total = max((-(-size // stride) - 1) * stride + self.reach[axis] + 1 - size, 0)
-            half = total // 2
-            self.begin[axis], self.end[axis] = (
-                (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
-            )
+                total += (-(-size // stride) - 1) * stride + 1 - size
+                total = total if pooling else max(total, 0)
+            # Halves are rounded towards 0.
+            self.begin[axis] = int((total + int(auto_pad == "SAME_LOWER")) / 2)
+            self.end[axis] = total - self.begin[axis]
 
     def behind(self) -> list[int] | None:
         """How many elements of the padded image lie behind the last window, by axis; None where sizes are unknown."""
@@ -82,10 +97,11 @@ class Window:
         """Return the image's part of values over the padded image, which may end with the last window."""
         tape, axes = self.call.tape, self.call.tape.ints(*range(2, 2 + self.axes))
         # Less than a stride of the padded image is behind the last window; where ceil_mode adds one, nothing is.
-        missing = [max(s - 1 - e, 0) + e for s, e in zip(self.strides, self.end, strict=True)]
-        none = tape.ints(*[0] * self.axes)
-        full = padded(self.call, full, axes, none, tape.ints(*missing), 2 + self.axes)
-        begin = tape.ints(*self.begin)
+        missing = [max(s - 1 - e, 0) + max(e, 0) for s, e in zip(self.strides, self.end, strict=True)]
+        # Negative padding cut off elements, which have a gradient of 0.
+        ahead = tape.ints(*(max(-b, 0) for b in self.begin))
+        full = padded(self.call, full, axes, ahead, tape.ints(*missing), 2 + self.axes)
+        begin = tape.ints(*(max(b, 0) for b in self.begin))
         sizes = self.call.shape(self.image).slice(tape.ints(2), tape.ints(2 + self.axes), tape.ints(0))
         return full.slice(begin, begin + sizes, axes)
 

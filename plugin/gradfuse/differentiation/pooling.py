@@ -58,7 +58,7 @@ def _of_operator(call: Call, x: Tensor) -> dict[str, Any] | None:
         return None
     if len(kernel) > MOST_SPATIAL or call.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         return None
-    window = Window(call, x, call.y[0], kernel)
+    window = Window(call, x, call.y[0], kernel, pooling=True)
     if any(max(pads) > reach for *pads, reach in zip(window.begin, window.end, window.reach, strict=True)):
         return None
     ceil_mode = call.attribute("ceil_mode", 0)
@@ -87,7 +87,7 @@ def _begin_in_image(call: Call, window: Window) -> bool:
 @gradient("AveragePool")
 def average_pool(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)
-    window = Window(call, x, call.y[0], call.attribute("kernel_shape"))
+    window = Window(call, x, call.y[0], call.attribute("kernel_shape"), pooling=True)
     yield _spread_in_channels(window, dy / _count(window))
 
 
@@ -170,7 +170,7 @@ def lp_pool(call: Call) -> Iterator[Gradient]:
     """(sum of |x|^p)^(1/p)."""
     x, dy = _operands(call)
     p, y = call.attribute("p", 2), call.y[0]
-    window = Window(call, x, y, call.attribute("kernel_shape"))
+    window = Window(call, x, y, call.attribute("kernel_shape"), pooling=True)
     share = (dy * y.op("Pow", 1.0 - p)).masked(y > 0)
     spread = _spread_in_channels(window, share)
     yield spread * x.sign() * x.op("Abs").op("Pow", p - 1.0) if p != 1 else spread * x.sign()

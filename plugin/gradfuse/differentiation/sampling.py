@@ -209,7 +209,9 @@ def roi_align(call: Call) -> list[Tensor | None]:
         length = (end - begin) if half else (end - begin).op("Max", 1.0)
         width = length / float(number)
         grid = width.op("Ceil") if ratio <= 0 else width.ones() * float(ratio)
-        points = grid.op("ReduceMax", keepdims=0).cast(ir.DataType.INT64)
+        # One at least: there may be no regions, or only some without an extent.
+        points = tape.concat([grid, tape.constant([1.0], grid.dtype)]).op("ReduceMax", keepdims=0)
+        points = points.cast(ir.DataType.INT64)
         inner = tape.op("Range", zero, points, one).cast(regions.dtype)
         outer = tape.op("Range", zero, tape.constant(number), one).cast(regions.dtype).unsqueeze(1)
         # (regions, bins, points)
@@ -219,7 +221,8 @@ def roi_align(call: Call) -> list[Tensor | None]:
         wide = size.cast(regions.dtype)
         beyond = (at < -1.0).op("Or", at > wide)
         clipped = at.op("Max", 0.0).op("Min", wide - 1)
-        shape = tape.concat([count, *([tape.ints(-1, 1)] if axis == 0 else [tape.ints(1, -1)])])
+        every, one_each = points.reshape([1]) * number, tape.ints(1)
+        shape = tape.concat([count, *([every, one_each] if axis == 0 else [one_each, every])])
         taps.append([])
         for index, weight in _linear(clipped):
             assert weight is not None
@@ -239,10 +242,14 @@ def roi_align(call: Call) -> list[Tensor | None]:
     # Regions of other sizes have other numbers of samples; those behind the last one do not count.
     takes = counted[0].unsqueeze(1, 3, 4).op("And", counted[1].unsqueeze(1, 2, 3))
     if largest:
-        lowest = values.op("ReduceMin", keepdims=0)
-        rest = tape.ints(3, 5) if tape.opset >= _AXES_ARE_INPUT else None
-        axes = None if rest is not None else [3, 5]
-        result = takes.where(values, lowest).op("ReduceMax", rest, axes=axes, keepdims=0)
+        # A bin without samples is 0.
+        least = tape.concat([values.reshape([-1]), tape.constant([0.0], values.dtype)])
+        lowest = least.op("ReduceMin", keepdims=0)
+        chosen = takes.where(values, lowest)
+        if tape.opset >= _AXES_ARE_INPUT:
+            result = chosen.op("ReduceMax", tape.ints(3, 5), keepdims=0)
+        else:
+            result = chosen.op("ReduceMax", axes=[3, 5], keepdims=0)
     else:
         samples = (grids[0] * grids[1]).op("Max", 1.0).reshape([-1, 1, 1]).cast(x.dtype)
         result = values.masked(takes).sum([3, 5], keepdims=False) / samples

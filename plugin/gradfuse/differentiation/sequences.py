@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.rules import constant_of
+from gradfuse.differentiation.rules import constant_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 
 OPERATORS = ("SequenceAt", "ConcatFromSequence")
@@ -18,12 +18,15 @@ def without_sequences(graph: ir.Graph, prefix: str, opset: int) -> None:
         graph: the graph, whose values have types; it is changed, as are those within it.
         prefix: what the names of new nodes begin with; nothing else in the graph begins with it.
         opset: the version of the default domain.
+
+    Raises:
+        ModelError: a sequence has no element of an index.
     """
     number = 0
     splits: dict[ir.Node, tuple[Tensor, ...]] = {}
     for node in list(graph.all_nodes()):
         source = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        if node.domain or source is None or source.domain or node.graph is not source.graph:
+        if node.domain or source is None or source.domain:
             continue
         number += 1
         tape = Tape(f"{prefix}{number}/", opset)
@@ -56,6 +59,7 @@ def _element(node: ir.Node, source: ir.Node, tape: Tape, splits: dict[ir.Node, t
     if given is not None and sizes is None:
         return None
     if sizes is not None and sizes.ndim:
+        _require_within(node, number, sizes.size)
         if source not in splits:
             assert source.graph is not None
             before = Tape(f"{tape.prefix}split/", tape.opset)
@@ -63,19 +67,29 @@ def _element(node: ir.Node, source: ir.Node, tape: Tape, splits: dict[ir.Node, t
             splits[source] = before.parts("Split", sizes.size, before.of(x), lengths, axis=axis)
             source.graph.insert_after(source, before.nodes)
         return splits[source][number]
-    if number < 0:
-        return None
     size = 1 if sizes is None else int(sizes.reshape(()))
-    bounds = (tape.ints(number * size), tape.ints((number + 1) * size), tape.ints(axis))
-    part = tape.op("Slice", tape.of(x), *bounds)
+    begin = tape.ints(number * size)
+    if number < 0:
+        # Of the parts, the last of which may be smaller.
+        begin = ((tape.of(x).size(axis) + (size - 1)) / tape.ints(size) + number) * size
+    part = tape.of(x).slice(begin, begin + size, tape.ints(axis))
     return part.squeeze(axis) if sizes is None and not _int(source, "keepdims", 1) else part
 
 
 def _constructed(node: ir.Node, source: ir.Node, tape: Tape) -> Tensor | None:
     index = node.inputs[1]
     at = None if index is None else constant_of(index)
-    value = None if at is None else source.inputs[int(at.reshape(()))]
+    if at is None:
+        return None
+    number = int(at.reshape(()))
+    _require_within(node, number, len(source.inputs))
+    value = source.inputs[number]
     return None if value is None else tape.of(value)
+
+
+def _require_within(node: ir.Node, number: int, count: int) -> None:
+    if not -count <= number < count:
+        raise error_of(node, f"its index is {number}, of a sequence of {count}")
 
 
 def _joined(node: ir.Node, source: ir.Node, tape: Tape) -> Tensor:
