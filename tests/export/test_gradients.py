@@ -83,7 +83,7 @@ class Positions(nn.Module):
         self.positions = torch.arange(4.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.positions.type_as(x).detach().clone())
+        return self.layer(x + self.positions.type_as(x).detach().clone())  # type: ignore[no-any-return]
 
 
 def test_constants_that_are_detached() -> None:

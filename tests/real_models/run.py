@@ -83,6 +83,7 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"no case {unknown[0]!r}; expected some of {', '.join(known)}", file=sys.stderr)
         return 2
+
     def timed(name: str) -> tuple[Result, float]:
         begin = time.perf_counter()
         limit = options.seconds

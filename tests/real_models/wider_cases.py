@@ -14,7 +14,6 @@ from real_models.further_cases import (
     BOXES,
     DECODER,
     DETR,
-    STAGES,
     TRANSLATOR,
     Output,
     backbone,
@@ -93,7 +92,14 @@ add(
         "Glm4ForCausalLM": {**GROUPED, **SPECIAL, "partial_rotary_factor": 0.5},
         "NemotronForCausalLM": {**DECODER, "head_dim": 8},
         "Lfm2ForCausalLM": {**DECODER, "layer_types": ["conv", "full_attention"]},
-        "CTRLLMHeadModel": {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "dff": 24, "n_layer": 2, "n_head": 2},
+        "CTRLLMHeadModel": {
+            "vocab_size": VOCABULARY,
+            "n_positions": 64,
+            "n_embd": 16,
+            "dff": 24,
+            "n_layer": 2,
+            "n_head": 2,
+        },
         "OpenAIGPTLMHeadModel": {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2},
         "ModernBertDecoderForCausalLM": {**TINY, **SPECIAL, "local_attention": 6},
         "Ernie4_5ForCausalLM": GROUPED,
@@ -641,7 +647,11 @@ def mask_former(name: str) -> Callable[..., nn.Module]:
             )
             return Output(transformers.Mask2FormerForUniversalSegmentation(config), "masks_queries_logits")
         resnet = transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic", out_features=features
+            embedding_size=8,
+            hidden_sizes=[8, 8, 16, 16],
+            depths=[1, 1, 1, 1],
+            layer_type="basic",
+            out_features=features,
         )
         detr = transformers.DetrConfig(
             **{key: value for key, value in DETR.items() if key != "num_labels"}, backbone_config=backbone()
@@ -774,7 +784,7 @@ add(
 
 
 def seeing_and_telling(**changed: Any) -> nn.Module:
-    from transformers import GPT2Config, ViTConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel
+    from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
     told = GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, add_cross_attention=True, is_decoder=True
@@ -900,10 +910,10 @@ WIDER_TIMM: Mapping[str, Mapping[str, Any]] = {
     "xcit_nano_12_p16_224": {"img_size": 64, "depth": 2, "embed_dim": 16, "num_heads": 2},
     "nf_resnet26": {},
 }
-for name, settings in WIDER_TIMM.items():
+for name, given in WIDER_TIMM.items():
     CASES[f"timm {name}"] = StepCase(
         "timm",
-        timm_model(name, **settings),
+        timm_model(name, **given),
         lambda items, length: {"x": images(items, 64), "labels": classes(items)},
         {"x": BATCH, "labels": BATCH},
         target="labels",

@@ -88,6 +88,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool) -> ExportedProgram:
     table.update(forward.table())
     for operator in (*standins.KEPT, *(batch_norms.KEPT if fuse else ())):
         table.pop(operator, None)
+    layouts.copy_where_needed(program)
     try:
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
