@@ -43,9 +43,11 @@ class Asking(nn.Module):
 
 
 class Checking(Asking):
-    """A check of the values, one of a distribution's arguments, one for infinities, and a length from `len`."""
+    """Checks of the values, one of a distribution's arguments, one for infinities, and a length from `len`."""
 
     def asked(self, x: Tensor) -> Tensor:
+        assert torch.all(x < 1000.0).item(), "too large"
+        torch._check_tensor_all_with(ValueError, x > -1000.0, lambda: "too small")  # type: ignore[no-untyped-call]
         if x.abs().max() > 1000.0:
             raise ValueError(f"too large: {x}")
         hidden = torch.distributions.Normal(x, x.exp()).mean
@@ -134,6 +136,55 @@ class Selecting(nn.Module):
         if rows.size(0) > 0:
             return F.cross_entropy(logits.gather(0, rows.expand(-1, logits.size(1))), labels.masked_select(labels >= 0))
         return logits.sum() * 0.0
+
+
+class Masked(nn.Module):
+    """A loss of what a mask selects, from several tensors."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        mask = (labels >= 0).unsqueeze(1).expand_as(logits)
+        wanted = labels.unsqueeze(1).expand_as(logits).to(logits.dtype)
+        absolute = F.l1_loss(logits.masked_select(mask), wanted.masked_select(mask))
+        return absolute + F.mse_loss(logits[mask], wanted[mask])
+
+
+def test_what_one_mask_selects_has_one_size() -> None:
+    torch.manual_seed(0)
+    module, loss = Asking(), Masked()
+    batch = (torch.randn(4, 6),), (torch.tensor([1, -1, 3, -1]),)
+    step = export_training_step(module, loss, batch, dynamic_shapes=DYNAMIC)
+    other = (torch.randn(7, 6),), (torch.tensor([1, -1, 3, -1, 0, 2, 2]),)
+    results = run(step, other, kernels=False)
+    native, exact = (autograd(module, loss, other, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        assert_gradients_close(result, native[name], exact[name], np.float32, terms=8.0)
+
+
+class Heads(Asking):
+    """Views of what attention gives, which lies in another order than the traced tensor did."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        heads = x.view(-1, 1, 3, 2).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads)
+        return mixed.transpose(1, 2).view(-1, 1, 1, 6).view(-1, 6)
+
+
+class Splitting(Asking):
+    """Parts whose sizes are those of the batch."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        first, second = torch.split(torch.cat([x, x * x]), [x.shape[0], x.shape[0]])
+        return first * second.cos()
+
+
+def test_parts_of_any_size_export() -> None:
+    torch.manual_seed(0)
+    _compared(Splitting(), _batch(4))
+
+
+def test_views_of_attention_export() -> None:
+    torch.manual_seed(0)
+    _compared(Heads(), _batch(4))
 
 
 def test_nonzero_is_taken_to_find_something_with_a_warning() -> None:

@@ -74,6 +74,8 @@ class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = self.channels(self.module(self.inner(x).relu()))
         inner = inner + self.all(inner)
+        # A draw that nothing reads has a number too.
+        self.channels(inner)
         states, _ = self.recurrent(inner)
         mixed = F.scaled_dot_product_attention(states, inner, inner, dropout_p=0.2 if self.training else 0.0)
         return self.outer(mixed.mean(1))  # type: ignore[no-any-return]

@@ -74,6 +74,26 @@ def test_gradients_end_where_the_module_says(function: Callable[[Tensor], Tensor
     require_torchs(step, module, batches[1])
 
 
+class Positions(nn.Module):
+    """Adds positions that are no buffer, as video models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.positions = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.positions.type_as(x).detach().clone())  # type: ignore[no-any-return]
+
+
+def test_constants_that_are_detached() -> None:
+    torch.manual_seed(0)
+    batches = [((torch.randn(n, 4),), (torch.randn(n, 4),)) for n in (3, 5)]
+    module = Positions()
+    step = export_training_step(module, F.mse_loss, batches[0], dynamic_shapes=DYNAMIC)
+    require_torchs(step, module, batches[1])
+
+
 class Words(nn.Module):
     def __init__(self, padding: int | None, by_frequency: bool) -> None:
         super().__init__()

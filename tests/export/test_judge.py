@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -198,3 +199,48 @@ def test_adam_on_a_gradient_that_is_0_but_for_rounding() -> None:
     module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(245, 5))
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
     export_training_step(module, F.cross_entropy, (torch.randn(7, 3, 9, 9), torch.randint(0, 5, (7,))), optimizer)
+
+
+class Distances(nn.Module):
+    """A bias by the bucket of a distance, as in T5: at 16, the logarithm of the bucket is a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(8, 1)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        distance = (places[:, None] - places).abs()
+        far = 2 + (torch.log(distance.float().clamp(min=1) / 2) / math.log(64) * 2).to(torch.long)
+        scores = self.bias(torch.where(distance < 2, distance, far)).squeeze(-1)
+        return scores.softmax(-1) @ self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_what_follows_from_whole_numbers_is_decided_in_the_models_own_types() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(2, 20, 4), torch.randn(2, 20, 4)
+    # It is compared while it is exported; the logarithms of a fixed length would be constants.
+    step = export_training_step(
+        Distances(), F.mse_loss, batch, dynamic_shapes=(({1: "length"},), ({1: "length"},)), fuse=False
+    )
+    assert "Log" in {node.op_type for node in step.model.graph.node}
+
+
+class Masking(nn.Module):
+    """Adds the least number of its type twice, which is no number in float64 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x)
+        mask = (torch.arange(4) > 1) * torch.finfo(torch.float32).min
+        share = mask if scores.dtype == torch.float32 else mask.double() * torch.inf
+        return (scores + share).softmax(-1)  # type: ignore[no-any-return]
+
+
+def test_a_module_without_numbers_in_float64_is_compared_in_its_own_type() -> None:
+    torch.manual_seed(0)
+    export_training_step(Masking(), F.mse_loss, (torch.randn(3, 4), torch.randn(3, 4)), fuse=False)

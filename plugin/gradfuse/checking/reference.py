@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +15,8 @@ import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx_ir.passes.common import InlinePass
 
-from gradfuse.checking.execution import FLOATS, import_onnxruntime, reason, widened
+from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, widened
+from gradfuse.differentiation.dependence import captured_by
 from gradfuse.errors import ModelError
 from gradfuse.models import scatters
 from gradfuse.models.arrays import Arrays
@@ -99,6 +100,60 @@ def moved(model: ir.Model, size: float) -> ir.Model:
         for value in node.outputs:
             if value.dtype in FLOATS and value.name:
                 graph.insert_after(node, _moving(value, size, next(seeds)))
+    return copy
+
+
+_ROUNDS = frozenset(("Ceil", "Floor", "Mod", "Round"))
+"""Operators that decide as comparisons do, with results of their operands' type."""
+
+
+def with_own_decisions(model: ir.Model, feeds: Arrays, wide: Collection[str], source: str) -> ir.Model | None:
+    """Return a copy in which what follows from whole numbers alone is rounded and compared in the model's own types.
+
+    A copy in float64 has constants that were rounded to a narrower type, and floor(log(8) / log(2)) is 2 or 3 by that.
+
+    Args:
+        model: the model.
+        feeds: its inputs.
+        wide: the names of floating point inputs and initializers.
+        source: what to call it in messages.
+
+    Returns:
+        None where nothing is decided so.
+
+    Raises:
+        GradfuseError: onnxruntime cannot run the model.
+    """
+    known = {value for value in (*model.graph.inputs, *model.graph.initializers.values()) if value.name not in wide}
+    found: list[str] = []
+    for node in model.graph:
+        # Shapes are whole numbers, whatever has them.
+        sized = node.op_type in ("Shape", "Size") and not node.domain
+        unknown = any(value is not None and value not in known for value in node.inputs)
+        if (unknown and not sized) or captured_by(node):
+            continue
+        known.update(node.outputs)
+        if not sized and any(value is not None and value.dtype in FLOATS for value in node.inputs):
+            found += [
+                str(value.name)
+                for value in node.outputs
+                if value.name and (value.dtype not in FLOATS or (node.op_type in _ROUNDS and not node.domain))
+            ]
+    if not found:
+        return None
+    observed = copy_model(model)
+    values = {str(value.name): value for node in observed.graph for value in node.outputs}
+    observed.graph.outputs[:] = [values[name] for name in found]
+    decided = Session(observed, source).run(feeds)
+    copy = copy_model(model)
+    values = {str(value.name): value for node in copy.graph for value in node.outputs}
+    for name, array in decided.items():
+        tensor = ir.tensor(array, name=f"{name}/decided")
+        constant = ir.Value(
+            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+        )
+        copy.graph.register_initializer(constant)
+        ir.convenience.replace_all_uses_with(values[name], constant)
     return copy
 
 

@@ -49,6 +49,9 @@ _KEEPS = frozenset(
 )
 """Functions whose results are of the kind of their arguments."""
 
+_ASKS = (torch.Tensor.__bool__, torch.Tensor.item)
+_SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
+
 _MOST = 64
 """More branches than that are not looked at one by one."""
 
@@ -141,18 +144,28 @@ def answered(step: TorchStep, branches: Branches) -> Iterator[None]:
 
 
 class _Decided(TorchFunctionMode):
-    """Answer the branches that are decided, and sample grids in operators whose gradients are known."""
+    """Answer the branches that are decided, and sample grids in operators whose gradients are known.
+
+    What the same mask selects has one size.
+    """
 
     def __init__(self, branches: Branches) -> None:
         super().__init__()
         self._branches = branches
+        self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _caller()
-        if func is torch.Tensor.__bool__ and place in self._branches.decided:
+        if func in _ASKS and place in self._branches.decided:
             return self._branches.decided[place]
         func = _IN_OTHER_OPERATORS.get(func, func)
         result = func(*args, **(kwargs or {}))
+        if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            # With the mask itself, so that no other gets its id; written into, it is another one.
+            key = id(args[1]), args[1]._version
+            _, count = self._selected.setdefault(key, (args[1], result.shape[0]))
+            if count is not result.shape[0]:
+                private.assume(result.shape[0] == count)
         if place in self._branches.found and isinstance(result, Tensor):
             private.assume(result.shape[0] > 0)
             self._branches.assumed.add(place)
@@ -188,7 +201,7 @@ class _Observed(TorchFunctionMode):
             kind = "random"
         elif name in _KEEPS or func is torch.Tensor.__bool__:
             kind = next((self._kinds[id(one)][0] for one in args if id(one) in self._kinds), None)
-        if func is torch.Tensor.__bool__:
+        if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and isinstance(result, bool)):
             place = _caller()
             answers, kinds = self.asked.setdefault(place, (set(), set()))
             answers.add(result)

@@ -31,6 +31,10 @@ torch.library.register_fake(
     "gradfuse::uniform", lambda input, *_: torch.empty_like(input, dtype=torch.float32), lib=_library
 )
 
+# A draw has its number even if nothing reads it, as PyTorch makes it as well.
+for _overload in (torch.ops.gradfuse.dropout_mask.default, torch.ops.gradfuse.uniform.default):
+    torch.fx.node.has_side_effect(_overload)
+
 _Draw = Callable[[Tensor], Tensor]
 """Returns numbers of [0, 1), float32, in the shape of a tensor."""
 

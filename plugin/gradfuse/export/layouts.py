@@ -21,6 +21,16 @@ _STRIDED = (aten.as_strided.default, aten.as_strided_copy.default)
 _SCATTERED = (aten.as_strided_scatter.default,)
 
 
+def copy_where_needed(program: ExportedProgram) -> None:
+    """Replace `view` by `reshape` in a traced program: decompositions may give tensors that have no such view."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target is aten.view.default:
+                    node.target = aten.reshape.default
+            module.recompile()
+
+
 def forget_layouts(program: ExportedProgram) -> None:
     """Replace views that copy nothing by ones that may, and strided views of all of a tensor by its values.
 

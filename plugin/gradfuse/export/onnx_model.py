@@ -39,11 +39,19 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 OPSET = 20
 """Default-domain opset of exported steps: the newest that onnxruntime 1.18 runs in full."""
 
+# onnxscript's own rules of these take 1e-8 for 0, as the epsilon of a normalisation is, and 1.000005 for 1.
+_ZERO, _ONE = (rewriter.pattern.Constant(number, rel_tol=0.0, abs_tol=0.0) for number in (0, 1))
+
+
+def _same(op: Any, x: ir.Value) -> Any:
+    return op.Identity(x)
+
+
 _RULES = [
-    *rules.mul_by_1_rule.commute(),
-    *rules.add_0_rule.commute(),
-    rules.sub_0_rule,
-    rules.div_by_1_rule,
+    *rewriter.pattern.RewriteRule(lambda op, x: op.Mul(x, _ONE), _same).commute(),
+    *rewriter.pattern.RewriteRule(lambda op, x: op.Add(x, _ZERO), _same).commute(),
+    rewriter.pattern.RewriteRule(lambda op, x: op.Sub(x, _ZERO), _same),
+    rewriter.pattern.RewriteRule(lambda op, x: op.Div(x, _ONE), _same),
     rules.two_reshapes_matmul_reshape_rule,
     rules.one_reshape_matmul_reshape_rule,
     rules.cast_constant_of_shape_rule,

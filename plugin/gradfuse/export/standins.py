@@ -58,6 +58,8 @@ _SUMMED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("stop_gradient(Tensor input) -> Tensor")
 torch.library.register_fake("gradfuse::stop_gradient", lambda input: torch.empty_like(input), lib=_library)
+# Decompositions compute what depends on constants of the module alone.
+_library.impl("stop_gradient", lambda input: input.clone(), "CompositeExplicitAutograd")
 
 
 def keep_stops(program: ExportedProgram) -> None:

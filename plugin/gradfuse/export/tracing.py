@@ -106,6 +106,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
     table.update(forward.table())
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
+    layouts.copy_where_needed(program)
     try:
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):

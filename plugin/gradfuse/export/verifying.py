@@ -5,6 +5,7 @@ This module imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from gradfuse.checking import bounds
 from gradfuse.checking.execution import Session, float_types, widened
-from gradfuse.checking.reference import ReferenceSession
+from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
@@ -65,7 +66,7 @@ class Truth:
     Attributes:
         step: the step.
         own: the outputs in the step's own types.
-        exact: the outputs in float64; None if the module insists on another type.
+        exact: the outputs in float64; None if the module insists on another type, or gives no finite numbers in it.
         kernels: what the rounding of another runtime's kernels may do.
         constants: what the rounding of a model's constants may do.
         run: runs the step.
@@ -88,6 +89,9 @@ class Truth:
             exact = run(step, _widen)
         except Exception:
             # A user's module may raise anything.
+            exact = None
+        if exact is not None and any((np.isfinite(own[key]) & ~np.isfinite(one)).any() for key, one in exact.items()):
+            # The least float64, where a mask has the least of the module's type twice, gives no numbers.
             exact = None
         reference = own if exact is None else exact
 
@@ -175,8 +179,9 @@ class Truth:
         by up to one rounding to the step's own types, in which the model's constants are. (They are moved by 2^-10 of
         that, which decides nothing near a kink, and the change is taken 2^10 times; it is the median of three runs.)
         Gradients may differ by 8 roundings to float64 of the largest of them besides.
-        What does not pass must pass at parameters and a batch that are a thousandth larger or smaller: a constant whose
-        rounding moves an activation over a kink will not do so there. Without float64 kernels for the model, or a
+        What does not pass must pass with the decisions of whole numbers, such as the bucket of a distance, that the
+        model makes in its own types; or at parameters and a batch that are a thousandth larger or smaller: a constant
+        whose rounding moves an activation over a kink will not do so there. Without float64 kernels for the model, or a
         float64 run of the module, nothing is compared.
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
@@ -189,6 +194,9 @@ class Truth:
         try:
             self._judge_in_float64(results, which)
         except ExportError as error:
+            with contextlib.suppress(GradfuseError):
+                self._judge_in_float64(self._with_own_decisions(model, which), which)
+                return
             for seed in range(bounds.OTHER_NUMBERS):
                 try:
                     other = self.elsewhere(seed)
@@ -198,6 +206,19 @@ class Truth:
                     # Refused again, or numbers that the module does not take.
                     continue
             raise error
+
+    def _with_own_decisions(self, model: onnx.ModelProto, which: str) -> Arrays:
+        """Return what the model gives in float64, with decisions of whole numbers made in its own types.
+
+        Raises:
+            GradfuseError: there are none, or there is no kernel for a node.
+        """
+        feeds, source = self.feeds(model), f"{WHO}: the {which} model"
+        wide = {name for name, tensor in (self.step.state | self.step.batch).items() if tensor.is_floating_point()}
+        decided = with_own_decisions(ir.from_proto(model), feeds, {*wide, optimizers.LOSS_SCALE}, source)
+        if decided is None:
+            raise refusal(f"the {which} model decides nothing by whole numbers; expected something")
+        return ReferenceSession(decided, source).run(feeds)
 
     def feeds(self, model: onnx.ModelProto) -> Arrays:
         """Return the inputs of a model at the values of the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,22 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.linear.default: linear,
         aten.empty_permuted.default: backward.empty_permuted,
         aten.copy.default: backward.copy,
+        aten.split_with_sizes.default: split_with_sizes,
+        # Checks of values, whose results nothing reads.
+        aten._is_all_true.default: lambda self: self.all(),
+        aten._is_any_true.default: lambda self: self.any(),
     }
+
+
+def split_with_sizes(self: Tensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
+    """aten::split_with_sizes as slices, where sizes vary: torch.onnx would make a sequence of them."""
+    if all(isinstance(size, int) for size in split_sizes):
+        return NotImplemented
+    parts, begin = [], 0
+    for size in split_sizes:
+        parts.append(self.narrow(dim, begin, size))
+        begin = begin + size
+    return parts
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
