@@ -62,12 +62,15 @@ def _reshape(node: Node, source: Any, whole: Any, view: Sequence[Any]) -> None:
         return
     graph = node.graph
     with graph.inserting_before(node):
-        size = [
-            one if isinstance(one, int) else graph.call_function(aten.sym_size.int, (whole, axis))
-            for axis, one in enumerate(node.meta["val"].shape)
-        ]
         if node.target in _STRIDED:
             size = list(view[0])
+        else:
+            size = []
+            for axis, one in enumerate(node.meta["val"].shape):
+                if not isinstance(one, int):
+                    known, one = one, graph.call_function(aten.sym_size.int, (whole, axis))
+                    one.meta["val"] = known
+                size.append(one)
         reshaped = graph.call_function(aten.reshape.default, (source, size))
     reshaped.meta = dict(node.meta)
     node.replace_all_uses_with(reshaped)

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 
 from gradfuse import fusion
 from gradfuse.custom_ops import functions
+from gradfuse.differentiation.differentiate import infer
 from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout, explaining, gradients, recurrences, standins
@@ -238,6 +239,7 @@ def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model in standard operators alone."""
     model = ir.from_proto(fusion.expand(exported))
     _simplify(model)
+    infer(model)
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 
