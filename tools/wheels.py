@@ -79,7 +79,10 @@ def build(name: str) -> Path:
 
     platform = PLATFORMS[name]
     folder = BUILD / name
-    headers = {key: fetch_headers.fetch(fetch_headers.HEADERS[key], BUILD / "headers" / key) for key in ("onnxruntime", "highway")}
+    headers = {
+        key: fetch_headers.fetch(fetch_headers.HEADERS[key], BUILD / "headers" / key)
+        for key in ("onnxruntime", "highway")
+    }
     settings = {
         # Given, as headers that lie beside this machine's own of C would bring those along.
         "cmake.define.GRADFUSE_ORT_INCLUDE_DIR": str(headers["onnxruntime"]),
