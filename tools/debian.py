@@ -13,6 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpp_ext" / "tools"))
 import fetch_headers
+from fetch_headers import FetchError
+
+__all__ = ["FetchError", "fetch_headers", "program", "unpack"]
 
 
 def unpack(
@@ -28,7 +31,7 @@ def unpack(
         beside_installed: leave out what is installed on this machine.
 
     Raises:
-        fetch_headers.FetchError: apt fails.
+        FetchError: apt fails.
     """
     if folder.is_dir():
         return folder
@@ -64,7 +67,7 @@ def unpack(
     download = ("--yes", "--no-install-recommends", "--download-only", "install")
     failure = fetch_headers.error_of(*get, *download, *packages, cwd=work) and (failure or f"there is no {packages[0]}")
     if failure:
-        raise fetch_headers.FetchError(failure)
+        raise FetchError(failure)
     for package in sorted((work / "archives").glob("*.deb")):
         subprocess.run(["dpkg-deb", "--extract", str(package), str(work / "unpacked")], check=True)
     (work / "unpacked").rename(folder)

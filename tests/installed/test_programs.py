@@ -88,7 +88,7 @@ def test_all_loops_that_the_processor_runs_are_there(describe: Any) -> None:
 
 
 def test_the_library_has_the_operators_of_the_package(describe: Any) -> None:
-    assert [op["name"] for op in describe("gradfuse_describe_ops")] == list(OPS)
+    assert {op["name"] for op in describe("gradfuse_describe_ops")} == set(OPS)
 
 
 def test_a_program_gets_what_numpy_gives_of_every_operator(describe: Any, tmp_path: Path) -> None:
