@@ -44,6 +44,26 @@ done
 printf '#!/bin/sh\\nexec {run} %s "$@"\\n' "$program.foreign" > "$program"
 chmod +x "$program"
 """
+# Windows looks for libraries on its PATH, and not where a linker says.
+IN_WINE = """\
+options=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -o) program=$2; shift ;;
+        -Wl,-rpath,*) libraries=${{1#-Wl,-rpath,}} ;;
+        -pthread | -ldl) ;;
+        *) options+=("$1") ;;
+    esac
+    shift
+done
+{compiler} "${{options[@]}}" -o "$program.exe" || exit
+cat > "$program" <<END
+#!/bin/sh
+export WINEPREFIX={folder}/wine WINEDEBUG=-all WINEPATH='Z:${{libraries//\\//\\\\}}'
+exec {wine} $program.exe "\\$@"
+END
+chmod +x "$program"
+"""
 PYTHONS = range(10, 15)
 """The minor versions of Python 3 that wheels are for."""
 
@@ -72,6 +92,7 @@ class Platform:
 PLATFORMS = {
     "linux-x86_64": Platform("x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64", "Linux", "x86_64"),
     "linux-aarch64": Platform("aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64", "Linux", "aarch64"),
+    "windows-x86_64": Platform("x86_64-windows-gnu", "win_amd64", "Windows", "AMD64"),
 }
 
 
@@ -256,6 +277,28 @@ def _pytest(python: Path, variables: Mapping[str, str], *names: str) -> None:
     run(python, "-m", "pytest", *options, *(installed / name for name in names or [""]), cwd=BUILD, env=environment)
 
 
+def _wine() -> Path:
+    """A wine of this machine, or of packages that are unpacked and made to run from there."""
+    found = shutil.which("wine64") or shutil.which("wine")
+    if found:
+        return Path(found)
+    folder = debian.unpack(BUILD / "wine", "wine64", beside_installed=True)
+    libraries = folder / "usr" / "lib" / "x86_64-linux-gnu"
+    # Debian has the first as a script with absolute paths, and the second as a link to one.
+    for link, target in (
+        (folder / "usr" / "lib" / "wine" / "wineserver", "wineserver64"),
+        (libraries / "wine" / "x86_64-windows" / "zlib1.dll", folder / "usr/x86_64-w64-mingw32/lib/zlib1.dll"),
+    ):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    script = folder / "wine.sh"
+    script.write_text(
+        f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {folder}/usr/lib/wine/wine64 "$@"\n', encoding="utf-8"
+    )
+    script.chmod(0o755)
+    return script
+
+
 def _compiler(name: str) -> Path:
     """A compiler of programs for a platform, which start here: by themselves, or in an emulator."""
     platform = PLATFORMS[name]
@@ -265,6 +308,8 @@ def _compiler(name: str) -> Path:
         emulator = debian.program("qemu-aarch64-static", "qemu-user-static", BUILD / "qemu")
         system = debian.unpack(BUILD / "aarch64-system", "libc6", architecture="arm64")
         compile = EMULATED.format(compiler=f"{zig()} c++ -target {platform.target}", run=f"{emulator} -L {system}")
+    elif platform.system == "Windows":
+        compile = IN_WINE.format(compiler=f"{zig()} c++ -target {platform.target}", wine=_wine(), folder=script.parent)
     script.write_text(f"#!/usr/bin/env bash\n{compile}", encoding="utf-8")
     script.chmod(0o755)
     return script

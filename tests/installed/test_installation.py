@@ -18,28 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from installed.one_node import ONNX_TYPES, feeds_of, model_of
 from installed.processor import expected_loops
-from onnx import TensorProto, helper
 
 import gradfuse
-from gradfuse.custom_ops import DOMAIN, OPS, VERSION
-from gradfuse.custom_ops.functions import attach
+from gradfuse.custom_ops import OPS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpp_ext" / "tests" / "device"))
 from case import Case
 from cases import cases
-
-ONNX_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float64": TensorProto.DOUBLE,
-    "float16": TensorProto.FLOAT16,
-    "int32": TensorProto.INT32,
-    "int64": TensorProto.INT64,
-    "bool": TensorProto.BOOL,
-}
 
 
 @cache
@@ -59,31 +48,6 @@ def test_all_loops_that_the_processor_runs_are_there_and_the_widest_are_used() -
     assert json.loads(done.stdout)["library"]["simd"] == wanted[-1]
 
 
-def model_of(case: Case, *, body: bool) -> bytes:
-    """A model of one node with the arguments of a case, with or without the operator's function body."""
-    operator = OPS[case.op]
-    given = list(zip(operator.inputs, case.inputs, strict=False))
-    names = [one.name if values is not None else "" for one, values in given]
-    inputs = [
-        helper.make_tensor_value_info(one.name, ONNX_TYPES[values.dtype], values.bits.shape)
-        for one, values in given
-        if values is not None
-    ]
-    outputs = [
-        helper.make_tensor_value_info(output.name, ONNX_TYPES[case.dtype], [None] * exact.ndim)
-        for output, exact in zip(operator.outputs, case.expected, strict=True)
-    ]
-    node = helper.make_node(case.op, names, [output.name for output in outputs], domain=DOMAIN)
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in case.attributes.items())
-    imports = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
-    graph = helper.make_graph([node], "one_node", inputs, outputs)
-    model = ir.from_proto(helper.make_model(graph, opset_imports=imports, ir_version=8))
-    if body:
-        attach(model)
-    serialized: bytes = ir.to_proto(model).SerializeToString()
-    return serialized
-
-
 SUMS_OF_BODIES = 32
 """How much more than of a kernel's is allowed for the rounding on the way to a function body's results."""
 
@@ -95,12 +59,7 @@ def run(case: Case, *, kernel: bool) -> list[npt.NDArray[np.float64]]:
     if kernel:
         gradfuse.register(options)
     session = ort.InferenceSession(model_of(case, body=not kernel), options, providers=["CPUExecutionProvider"])
-    feeds = {
-        one.name: values.bits.astype(bool) if values.dtype == "bool" else values.bits
-        for one, values in zip(OPS[case.op].inputs, case.inputs, strict=False)
-        if values is not None
-    }
-    return [np.asarray(result, np.float64) for result in session.run(None, feeds)]
+    return [np.asarray(result, np.float64) for result in session.run(None, feeds_of(case))]
 
 
 @pytest.mark.parametrize("op", OPS)
