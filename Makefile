@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
-    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs sdist wheel wheels bench-wheels clean
+    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions sdist wheel wheels bench-wheels clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -47,6 +47,7 @@ help:
 	@echo "make docs    build the documentation's site into build/docs"
 	@echo "make wheel   build a wheel for this machine into dist/"
 	@echo "make wheels  build the source archive and the wheels of a release into dist/, and test them (half an hour)"
+	@echo "make test-versions   test with old and new versions of what gradfuse depends on; writes their table (a quarter of an hour)"
 	@echo "make bench-wheels   compare the speed of this machine's wheel with the build of gcc (a quarter of an hour)"
 	@echo "make clean   remove everything that was built or installed"
 
@@ -229,6 +230,10 @@ sdist: $(WHEELS)/.installed
 wheels: sdist
 	$(WHEELS)/bin/python tools/wheels.py build $(WHEEL_PLATFORMS)
 	$(WHEELS)/bin/python tools/wheels.py test $(WHEEL_PLATFORMS)
+
+VERSIONS_ARGS ?= --page docs/support.md
+test-versions: $(WHEELS)/.installed wheel
+	$(WHEELS)/bin/python tools/versions.py $$(ls dist/gradfuse-*-py3-none-linux_*.whl) $(VERSIONS_ARGS)
 
 bench-wheels: $(INSTALLED)
 	$(BIN)/python benchmarks/wheel_against_gcc.py $$(ls dist/gradfuse-*-manylinux_*_$$(uname -m).whl)

@@ -194,10 +194,10 @@ def test(name: str) -> None:
     if name == "linux-x86_64":
         for python, path in pythons().items():
             print(f"Python {python}", flush=True)
-            _pytest(_environment(f"{name}-{python}", path, wheel), {"CXX": str(_compiler(name))})
+            pytest(environment(f"{name}-{python}", path, wheel), {"CXX": str(_compiler(name))})
         return
     (native,) = DIST.glob(f"gradfuse-*-{PLATFORMS['linux-x86_64'].tag}.whl")
-    python = _environment(name, Path(sys.executable), native)
+    python = environment(name, Path(sys.executable), native)
     package = BUILD / name / "unpacked"
     shutil.rmtree(package, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
@@ -205,7 +205,7 @@ def test(name: str) -> None:
     variables = {"CXX": str(_compiler(name)), "GRADFUSE_PACKAGE": str(package / "gradfuse")}
     if PLATFORMS[name].processor == "aarch64":
         variables["GRADFUSE_PROCESSOR"] = "aarch64"
-    _pytest(python, variables, "test_programs.py")
+    pytest(python, variables, "test_programs.py")
 
 
 def pythons() -> dict[str, Path]:
@@ -257,24 +257,24 @@ def _debian_python(name: str) -> Path:
     return python
 
 
-def _environment(name: str, python: Path, wheel: Path) -> Path:
+def environment(name: str, python: Path, wheel: Path, *pins: str) -> Path:
     """The Python of a fresh environment that has a wheel, what it depends on, onnxruntime and pytest."""
     folder = BUILD / "environments" / name
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", "--without-pip", folder)
     inside = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", inside,
-        "install", wheel, "onnxruntime", "pytest")  # fmt: skip
+        "install", wheel, *(pins or ["onnxruntime"]), "pytest")  # fmt: skip
     return inside
 
 
-def _pytest(python: Path, variables: Mapping[str, str], *names: str) -> None:
+def pytest(python: Path, variables: Mapping[str, str], *names: str) -> None:
     """Run the tests of installations, which find no gradfuse but the installed one."""
     installed = ROOT / "tests" / "installed"
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "tests")}
+    given = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "tests")}
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", installed, f"--confcutdir={installed}"]
     options += ["--import-mode=importlib", "-rs"]
-    run(python, "-m", "pytest", *options, *(installed / name for name in names or [""]), cwd=BUILD, env=environment)
+    run(python, "-m", "pytest", *options, *(installed / name for name in names or [""]), cwd=BUILD, env=given)
 
 
 def _wine() -> Path:
