@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import wheels
-from wheels import FetchError, WheelError
+from fetch_headers import FetchError
+from wheels import WheelError
 
 BEGIN, END = "<!-- tested versions -->", "<!-- end of tested versions -->"
 NAMES = ("onnxruntime", "onnx", "onnx-ir", "ml_dtypes", "numpy")

@@ -11,6 +11,7 @@ Everything is under build/wheels and dist/, and nothing is installed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -160,9 +161,10 @@ def _toolchain(platform: Platform, folder: Path) -> Path:
 
 def zig() -> Path:
     """The program of the package ziglang in this environment."""
-    import ziglang
-
-    return Path(ziglang.__file__).parent / "zig"
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        raise WheelError("this environment has no package ziglang; run it by `make wheels`")
+    return Path(spec.origin).parent / "zig"
 
 
 def _backend(hook: str, source: Path, folder: Path, settings: Mapping[str, str]) -> None:
@@ -192,9 +194,9 @@ def test(name: str) -> None:
     """Test a platform's wheel: with every Python that is here, or its programs in an emulator."""
     (wheel,) = DIST.glob(f"gradfuse-*-{PLATFORMS[name].tag}.whl")
     if name == "linux-x86_64":
-        for python, path in pythons().items():
-            print(f"Python {python}", flush=True)
-            pytest(environment(f"{name}-{python}", path, wheel), {"CXX": str(_compiler(name))})
+        for version, path in pythons().items():
+            print(f"Python {version}", flush=True)
+            pytest(environment(f"{name}-{version}", path, wheel), {"CXX": str(_compiler(name))})
         return
     (native,) = DIST.glob(f"gradfuse-*-{PLATFORMS['linux-x86_64'].tag}.whl")
     python = environment(name, Path(sys.executable), native)
@@ -218,8 +220,8 @@ def pythons() -> dict[str, Path]:
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for minor in PYTHONS:
         name = f"python3.{minor}"
-        candidates = [shutil.which(name), *sorted(versions.glob(f"3.{minor}.*/bin/{name}"))]
-        for candidate in filter(None, candidates):
+        candidates: list[str | Path | None] = [shutil.which(name), *sorted(versions.glob(f"3.{minor}.*/bin/{name}"))]
+        for candidate in (one for one in candidates if one is not None):
             # pyenv puts commands on PATH that work only where their version is chosen.
             told = subprocess.run([str(candidate), "--version"], capture_output=True, text=True, check=False)
             if told.returncode == 0 and f" 3.{minor}." in told.stdout:
@@ -272,7 +274,16 @@ def pytest(python: Path, variables: Mapping[str, str], *names: str) -> None:
     """Run the tests of installations, which find no gradfuse but the installed one."""
     installed = ROOT / "tests" / "installed"
     given = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "tests")}
-    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", installed, f"--confcutdir={installed}"]
+    options: list[str | Path] = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        installed,
+        f"--confcutdir={installed}",
+    ]
     options += ["--import-mode=importlib", "-rs"]
     run(python, "-m", "pytest", *options, *(installed / name for name in names or [""]), cwd=BUILD, env=given)
 

@@ -32,11 +32,11 @@ int UsableProcessors() {
 #if defined(_WIN32)
 int64_t ProcessNumber() { return GetCurrentProcessId(); }
 
-void WatchForks(void (*)(), void (*)(), void (*)()) {}
+void WatchForks(void (*)(), void (*)(), void (*)()) noexcept {}
 #else
 int64_t ProcessNumber() { return getpid(); }
 
-void WatchForks(void (*before)(), void (*in_parent)(), void (*in_child)()) {
+void WatchForks(void (*before)(), void (*in_parent)(), void (*in_child)()) noexcept {
   pthread_atfork(before, in_parent, in_child);
 }
 #endif

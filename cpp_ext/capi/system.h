@@ -12,6 +12,6 @@ int UsableProcessors();
 int64_t ProcessNumber();
 
 // From now on calls these functions around every fork, which Windows does not have; each may be null.
-void WatchForks(void (*before)(), void (*in_parent)(), void (*in_child)());
+void WatchForks(void (*before)(), void (*in_parent)(), void (*in_child)()) noexcept;
 
 }  // namespace gradfuse::capi

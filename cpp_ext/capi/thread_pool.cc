@@ -16,7 +16,7 @@ constexpr int kMaxThreads = 1024;
 std::atomic<ThreadPool*> shared{nullptr};
 
 // A child of fork has none of the threads of its parent, and perhaps a lock that one of them held.
-[[maybe_unused]] const bool fork_is_watched = [] {
+[[maybe_unused]] const bool fork_is_watched = []() noexcept {
   capi::WatchForks(nullptr, nullptr, [] { shared.store(nullptr); });
   return true;
 }();
