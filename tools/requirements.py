@@ -6,6 +6,7 @@ Usage: python3 tools/requirements.py
 from __future__ import annotations
 
 import pathlib
+
 import tomllib
 
 

@@ -1,5 +1,3 @@
-#include <unistd.h>
-
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -18,6 +16,7 @@
 #include "capi/error.h"
 #include "capi/handle_table.h"
 #include "capi/shared_mutex.h"
+#include "capi/system.h"
 #include "capi/thread_pool.h"
 
 namespace gradfuse::capi {
@@ -70,7 +69,7 @@ class Stream {
   }
 
   // A fork leaves the worker behind.
-  bool is_of_this_process() const { return process_ == getpid(); }
+  bool is_of_this_process() const { return process_ == ProcessNumber(); }
 
  private:
   struct Entry {
@@ -96,7 +95,7 @@ class Stream {
     }
   }
 
-  const pid_t process_ = getpid();
+  const int64_t process_ = ProcessNumber();
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable idle_;

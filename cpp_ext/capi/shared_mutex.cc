@@ -1,13 +1,13 @@
 #include "capi/shared_mutex.h"
 
-#include <pthread.h>
+#include "capi/system.h"
 
 namespace gradfuse::capi {
 namespace {
 
 std::mutex& Make() {
   static std::mutex& mutex = *new std::mutex;
-  pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
+  WatchForks([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   return mutex;
 }
 

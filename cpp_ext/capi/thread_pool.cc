@@ -1,13 +1,12 @@
 #include "capi/thread_pool.h"
 
-#include <pthread.h>
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <system_error>
+
+#include "capi/system.h"
 
 namespace gradfuse {
 namespace {
@@ -17,7 +16,10 @@ constexpr int kMaxThreads = 1024;
 std::atomic<ThreadPool*> shared{nullptr};
 
 // A child of fork has none of the threads of its parent, and perhaps a lock that one of them held.
-[[maybe_unused]] const int fork_is_watched = pthread_atfork(nullptr, nullptr, [] { shared.store(nullptr); });
+[[maybe_unused]] const bool fork_is_watched = []() noexcept {
+  capi::WatchForks(nullptr, nullptr, [] { shared.store(nullptr); });
+  return true;
+}();
 
 }  // namespace
 
@@ -50,9 +52,7 @@ int ThreadPool::DefaultThreads() {
     const int64_t threads = std::strtoll(text, nullptr, 10);
     if (threads >= 1) return static_cast<int>(std::min<int64_t>(threads, kMaxThreads));
   }
-  cpu_set_t cpus;
-  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) return std::max(1, CPU_COUNT(&cpus));
-  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return capi::UsableProcessors();
 }
 
 ThreadPool::~ThreadPool() {

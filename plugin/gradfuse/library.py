@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from gradfuse.errors import ArgumentError, GradfuseError
 
-LIBRARY_NAME = "libgradfuse.so"
-ACLNN_LIBRARY_NAME = "libgradfuse_aclnn.so"
+_FILE_NAMES = {"win32": "{}.dll", "darwin": "lib{}.dylib"}
+LIBRARY_NAME, ACLNN_LIBRARY_NAME = (
+    _FILE_NAMES.get(sys.platform, "lib{}.so").format(name) for name in ("gradfuse", "gradfuse_aclnn")
+)
 EP_NAME = "GradfuseCudaExecutionProvider"
 
 
@@ -48,7 +51,7 @@ def get_library_path() -> str:
 
 
 def get_aclnn_library_path() -> str:
-    """Return the absolute path of libgradfuse_aclnn.so, the C API; beside it lie `pkgconfig` and `cmake`.
+    """Return the absolute path of the library of the C API; beside it lie `pkgconfig` and `cmake`.
 
     Raises:
         GradfuseError: the installation holds no compiled library.

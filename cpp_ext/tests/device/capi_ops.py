@@ -29,7 +29,7 @@ def write(folder: Path, signatures: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         ValueError: an op has no header, no case or arguments that do not fit its prototype.
     """
-    chosen = _largest_cases()
+    chosen = largest_cases()
     includes, ops = [], []
     values: list[np.ndarray[Any, np.dtype[np.float64]]] = []
     for name, signature in signatures.items():
@@ -47,7 +47,7 @@ def write(folder: Path, signatures: Mapping[str, Mapping[str, Any]]) -> None:
     (folder / "capi_ops.inc").write_text(text + "\n" + ", \\\n".join(ops) + "\n", encoding="utf-8")
 
 
-def _largest_cases() -> dict[str, Case]:
+def largest_cases() -> dict[str, Case]:
     """Of each op the case in float32 with the most inputs, and of those the largest that is not too large."""
 
     def rank(case: Case) -> tuple[int, int]:

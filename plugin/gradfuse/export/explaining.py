@@ -95,7 +95,9 @@ def is_users(filename: str) -> bool:
 
 def text_of(code: CodeType, line: int) -> str:
     """Return how a place in code is written in messages."""
-    return f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{line})"
+    # Python 3.10 has none.
+    name = getattr(code, "co_qualname", code.co_name)
+    return f"{name} ({os.path.basename(code.co_filename)}:{line})"
 
 
 class Sizes:

@@ -83,7 +83,8 @@ class _Worker:
         if not executable:
             raise _failure("cannot be started: sys.executable is not known; multiprocessing.set_executable can say it")
         # By its path, so that neither the user's __main__ nor a module of the current folder is imported.
-        command = [os.fsdecode(executable), "-P", str(inference_worker.__file__), *sys.path]
+        without_folder = "-P" if sys.version_info >= (3, 11) else "-I"
+        command = [os.fsdecode(executable), without_folder, str(inference_worker.__file__), *sys.path]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(

@@ -1,0 +1,101 @@
+"""What any installation does, asked of the package that is installed: with numpy and onnxruntime, and without PyTorch.
+
+`make wheels` runs these tests with each wheel, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from installed.one_node import ONNX_TYPES, feeds_of, model_of
+from installed.processor import expected_loops
+
+import gradfuse
+from gradfuse.custom_ops import OPS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpp_ext" / "tests" / "device"))
+from case import Case
+from cases import cases
+
+
+@cache
+def library() -> Any:
+    loaded = ctypes.CDLL(gradfuse.get_library_path())
+    for name in ("gradfuse_describe_simd_targets", "gradfuse_simd_target", "gradfuse_describe_ops"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    return loaded
+
+
+def test_all_loops_that_the_processor_runs_are_there_and_the_widest_are_used() -> None:
+    wanted = expected_loops()
+    assert json.loads(library().gradfuse_describe_simd_targets()) == wanted
+    environment = {key: value for key, value in os.environ.items() if key != "GRADFUSE_SIMD_TARGET"}
+    command = [sys.executable, "-m", "gradfuse", "info", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout)["library"]["simd"] == wanted[-1]
+
+
+SUMS_OF_BODIES = 32
+"""How much more than of a kernel's is allowed for the rounding on the way to a function body's results."""
+
+
+def run(case: Case, *, kernel: bool) -> list[npt.NDArray[np.float64]]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    if kernel:
+        gradfuse.register(options)
+    session = ort.InferenceSession(model_of(case, body=not kernel), options, providers=["CPUExecutionProvider"])
+    return [np.asarray(result, np.float64) for result in session.run(None, feeds_of(case))]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_and_function_bodies_give_what_numpy_gives(op: str) -> None:
+    ran = 0
+    for case in cases(large=False, only=op):
+        if case.fault != 0 or case.dtype not in ONNX_TYPES:
+            continue
+        assert case.problem(run(case, kernel=True)) == "", (case.name, case.dtype, "the kernel")
+        if case.dtype == "float32":
+            # Sums of a body have no order that keeps their error small.
+            body = replace(case, terms=[SUMS_OF_BODIES * np.asarray(terms) for terms in case.terms])
+            assert body.problem(run(case, kernel=False)) == "", (case.name, "the function body")
+        ran += 1
+    assert ran > 2
+
+
+def test_without_the_library_there_is_no_kernel_that_could_have_run() -> None:
+    case = next(case for case in cases(large=False, only="MseLossBackward"))
+    with pytest.raises(Exception, match="MseLossBackward"):
+        ort.InferenceSession(model_of(case, body=False), providers=["CPUExecutionProvider"])
+
+
+GRADIENT = """
+<ir_version: 8, opset_import: ["": 17]>
+gradient (float[N, 3] x, float[N, 3] y, float g) => (float[N, 3] dx) <float two = {2.0}> {
+    difference = Sub(x, y)
+    twice = Mul(difference, two)
+    dx = Mul(twice, g)
+}
+"""
+
+
+def test_a_gradient_is_fused_by_the_command_line_and_runs(tmp_path: Path) -> None:
+    onnx.save(onnx.parser.parse_model(GRADIENT), tmp_path / "gradient.onnx")
+    command = [sys.executable, "-m", "gradfuse", "fuse", "gradient.onnx", "fused.onnx", "--policy", "all"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    fused = onnx.load(tmp_path / "fused.onnx")
+    assert [node.op_type for node in fused.graph.node] == ["MseLossBackward"]
