@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfuse import TrainingSession, export_training_step
+from gradfuse.export.simplifying import RULES
 
 
 class Tokens(nn.Module):
@@ -65,3 +66,9 @@ def test_numbers_next_to_0_and_1_are_not_taken_for_them() -> None:
     for name, parameter in exact.named_parameters():
         assert parameter.grad is not None
         np.testing.assert_allclose(session.gradients[name], parameter.grad.numpy(), rtol=1e-6)
+
+
+def test_each_rule_is_filed_under_the_operator_that_it_replaces() -> None:
+    for operator, rules in RULES.items():
+        for rule in rules:
+            assert [str(node.op) for node in rule._target_pattern.output_nodes] == [operator], rule

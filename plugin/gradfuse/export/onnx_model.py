@@ -15,9 +15,6 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
-from onnxscript import rewriter
-from onnxscript.optimizer import fold_constants
-from onnxscript.rewriter.rules import common as rules
 from torch.export import ExportedProgram
 
 from gradfuse import fusion
@@ -28,10 +25,10 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout, explaining, gradients, recurrences, standins
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
+from gradfuse.export.simplifying import simplify
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import onnx_translation_table
 from gradfuse.models.arrays import to_numpy
-from gradfuse.models.inlining import inline
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.passes.report import Report
 from gradfuse.training import optimizers
@@ -39,43 +36,6 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 OPSET = 20
 """Default-domain opset of exported steps: the newest that onnxruntime 1.18 runs in full."""
-
-# onnxscript's own rules of these take 1e-8 for 0, as the epsilon of a normalisation is, and 1.000005 for 1.
-_ZERO, _ONE = (rewriter.pattern.Constant(number, rel_tol=0.0, abs_tol=0.0) for number in (0, 1))
-
-
-def _same(op: Any, x: ir.Value) -> Any:
-    return op.Identity(x)
-
-
-_RULES = [
-    *rewriter.pattern.RewriteRule(lambda op, x: op.Mul(x, _ONE), _same).commute(),
-    *rewriter.pattern.RewriteRule(lambda op, x: op.Add(x, _ZERO), _same).commute(),
-    rewriter.pattern.RewriteRule(lambda op, x: op.Sub(x, _ZERO), _same),
-    rewriter.pattern.RewriteRule(lambda op, x: op.Div(x, _ONE), _same),
-    rules.two_reshapes_matmul_reshape_rule,
-    rules.one_reshape_matmul_reshape_rule,
-    rules.cast_constant_of_shape_rule,
-    rules.cast_constant_of_shape_without_value_rule,
-    rules.collapse_slice_rule,
-    rules.collapse_slice2_rule,
-    rules.materialize_reshape_shape_rule,
-    rules.min_min_rule,
-    rules.max_max_rule,
-    rules.cast_cast_rule,
-    rules.no_op_cast_rule,
-    rules.no_op_expand_rule,
-    rules.flatten_to_reshape_rule,
-    rules.reshape_reshape_rule,
-    rules.no_op_transpose_rule,
-    rules.transpose_transpose_rule,
-    rules.unsqueeze_unsqueeze_rule,
-    rules.squeeze_reshape_1d_rule,
-    rules.no_op_dynamic_scatter_nd_rule,
-    rules.no_op_static_scatter_nd_rule,
-]
-"""Each looks at single nodes and what feeds them."""
-
 
 def translations() -> dict[Any, Callable[..., Any]]:
     """Return what this package translates itself, by overload, for `custom_translation_table`."""
@@ -136,37 +96,15 @@ def translate(
             model.graph.register_initializer(value)
     # Only now: before, the parameters would have been taken for constants.
     if trained:
-        _simplify(model)
+        simplify(model)
         try:
             model = gradients.append(model, trained, fuse=fuse)
         except ModelError as error:
             raise refusal(one_line(error)) from error
     standins.put_bodies_in(model)
-    _simplify(model)
+    simplify(model)
     functions.attach(model)
     return model
-
-
-def _simplify(model: ir.Model) -> None:
-    """Inline functions, fold constants, and drop nodes that change nothing or compute what another one does.
-
-    onnxscript's own optimizer has one rule more, which takes time by the square of the number of nodes, and folds
-    batch normalisation into convolutions.
-    """
-    with quiet():
-        inline(model, lambda function: True)
-        for _ in range(2):
-            fold_constants(model)
-            rewriter.rewrite(model, _RULES)
-        for step in (
-            passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-            passes.LiftSubgraphInitializersToMainGraphPass(),
-            passes.DeduplicateInitializersPass(),
-            passes.CommonSubexpressionEliminationPass(),
-            passes.OutputFixPass(),
-            passes.NameFixPass(),
-        ):
-            step(model)
 
 
 def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: DynamicShapes) -> None:
@@ -238,7 +176,7 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
 def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model in standard operators alone."""
     model = ir.from_proto(fusion.expand(exported))
-    _simplify(model)
+    simplify(model)
     infer(model)
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
