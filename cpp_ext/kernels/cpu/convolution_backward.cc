@@ -551,6 +551,16 @@ class PackedPlanes {
     }
   }
 
+  // Copies the windows of packed sums to the small side.
+  template <class T>
+  void UnpackSmall(const T* from, T* to) const {
+    for (int64_t z = 0; z < g_.small[0]; ++z) {
+      for (int64_t y = 0; y < g_.small[1]; ++y, to += g_.small[2]) {
+        std::copy_n(from + (z * height_.pitch + y) * width_.pitch, g_.small[2], to);
+      }
+    }
+  }
+
   // The same for the small side, which has one plane.
   template <class T, class Pack>
   T PackSmall(const Pack& pack, const T* from, T* to) const {
@@ -1190,6 +1200,128 @@ bool PaysByWindows(const Geometry& g) {
   return g.stride[2] > 1 || PackedPlanes(g).size() * 5 >= g.small_size * 6;
 }
 
+// The weights of a transposed convolution by tile of channels of the small side: (channel of the large side, place of
+// the kernel, channel of the tile), zeros behind the last channel. Returns 0, or NaN if one of them is not finite.
+template <class T>
+T PackTile(const Geometry& g, const T* weight, int64_t group, int64_t first, int64_t at_once, T* to) {
+  const int64_t rows = g.large_channels * g.kernel_size;
+  const int64_t channels = std::min(at_once, g.small_channels - first);
+  T check = 0;
+  for (int64_t m = 0; m < at_once; ++m) {
+    const T* const from = weight + (group * g.small_channels + first + m) * rows;
+    for (int64_t row = 0; row < rows; ++row) {
+      const T value = m < channels ? from[row] : T{};
+      to[row * at_once + m] = value;
+      check += value * 0;
+    }
+  }
+  return check;
+}
+
+// The gradient of the small side, which a convolution of the large side gives: an element is the sum of weights times
+// the packed planes, shifted. Where zeros between rows would be many, the windows themselves are packed instead.
+// Weights meet zeros of the padding, so that all must be finite; returns false where one is not.
+template <class T>
+bool SumsOfLarge(const Geometry& g, const T* large, const T* weight, T* out, const ParallelFor& parallel) {
+  const PackedPlanes planes(g);
+  const int64_t taps = g.kernel_size;
+  const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
+  const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
+  const bool is_single = g.small_channels == 1;
+  const int64_t at_once = is_single ? 1 : kChannelsAtOnce;
+  const int64_t tiles = CeilDiv(g.small_channels, at_once);
+  const int64_t rows = g.large_channels * taps;
+  const int64_t tile_size = rows * at_once;
+  Findings findings;
+  std::vector<T> weights(static_cast<size_t>(g.groups * tiles * tile_size));
+  parallel(g.groups * tiles, 2 * static_cast<int64_t>(weights.size() * sizeof(T)), [&](int64_t task) {
+    T* const to = weights.data() + task * tile_size;
+    if (!(PackTile(g, weight, task / tiles, task % tiles * at_once, at_once, to) == 0)) findings.not_finite = true;
+  });
+  if (findings.not_finite) return false;
+
+  const bool by_windows = PaysByWindows(g);
+  const std::vector<std::vector<Run>> runs = by_windows ? RunsOfTaps(g) : std::vector<std::vector<Run>>();
+  const int64_t item_size = by_windows ? g.small_size : planes.size();
+  const int64_t rows_of_channel = by_windows ? taps : planes.count();
+  const int64_t item_bytes = g.large_channels * rows_of_channel * item_size * static_cast<int64_t>(sizeof(T));
+  // As many items at once as fill some tiles of places, and fit the second-level cache.
+  constexpr int64_t kFewestPlaces = 256;
+  constexpr int64_t kTasks = 16;
+  const int64_t most_items = std::clamp<int64_t>(kProductBytes / std::max<int64_t>(item_bytes, 1), 1, g.batch);
+  const int64_t wanted_items = std::max(CeilDiv(g.batch, kTasks), CeilDiv(kFewestPlaces, item_size));
+  const int64_t blocks = CeilDiv(g.batch, std::min(most_items, wanted_items));
+  const int64_t items_at_once = CeilDiv(g.batch, blocks);
+  const int64_t needed = items_at_once * item_size + (by_windows ? 0 : planes.largest_shift()) + kMostPlacesOfTile;
+  const int64_t length = OddLines(needed);
+  // Each task packs for itself: it is to have enough to do with that.
+  constexpr int64_t kFewestTiles = 16;
+  const int64_t wanted_parts = std::min(CeilDiv(kTasks, blocks * g.groups), tiles / kFewestTiles);
+  const int64_t tiles_of_task = CeilDiv(tiles, std::max<int64_t>(1, wanted_parts));
+  const int64_t parts = CeilDiv(tiles, tiles_of_task);
+  std::vector<int64_t> shifts;
+  for (int64_t tap = 0; tap < taps; ++tap) {
+    shifts.push_back(-(by_windows ? tap * length : planes.plane_of_tap(tap) * length + planes.shift_of_tap(tap)));
+  }
+  const int64_t cost = g.batch * g.small_size * g.groups * g.small_channels * rows;
+  parallel(blocks * g.groups * parts, cost, [&](int64_t task) {
+    const int64_t part = task % parts;
+    const int64_t group = task / parts % g.groups;
+    const int64_t first = task / parts / g.groups * items_at_once;
+    const int64_t items = std::min(items_at_once, g.batch - first);
+    if (items <= 0) return;
+    const Scratch<T> packed(g.large_channels * rows_of_channel * length);
+    const Scratch<T> sums(at_once * length);
+    if (packed.data() == nullptr || sums.data() == nullptr) {
+      findings.no_memory = true;
+      return;
+    }
+    for (int64_t channel = 0; channel < g.large_channels; ++channel) {
+      T* const to = packed.data() + channel * rows_of_channel * length;
+      for (int64_t item = 0; item < items; ++item) {
+        const T* const from = large + (((first + item) * g.groups + group) * g.large_channels + channel) * g.large_size;
+        if (!by_windows) {
+          planes.PackLarge(pack, from, to + item * item_size, length);
+          continue;
+        }
+        for (int64_t tap = 0; tap < taps; ++tap) {
+          T* const row = to + tap * length + item * item_size;
+          for (const Run& run : runs[static_cast<size_t>(tap)]) {
+            for (int64_t i = 0; i < run.count; ++i) row[run.small + i] = from[run.large + i * g.stride[2]];
+          }
+        }
+      }
+    }
+    Filters<T> filters{};
+    filters.planes = packed.data();
+    filters.plane_pitch = rows_of_channel * length;
+    filters.plane_count = g.large_channels;
+    filters.shifts = shifts.data();
+    filters.tap_count = taps;
+    filters.place_count = items * item_size;
+    filters.sums = sums.data();
+    filters.sums_pitch = length;
+    for (int64_t tile = part * tiles_of_task; tile < std::min(tiles, (part + 1) * tiles_of_task); ++tile) {
+      filters.weights = weights.data() + (group * tiles + tile) * tile_size;
+      add_filters(filters, is_single);
+      const int64_t begin = tile * at_once;
+      for (int64_t channel = begin; channel < std::min(g.small_channels, begin + at_once); ++channel) {
+        for (int64_t item = 0; item < items; ++item) {
+          const T* const from = sums.data() + (channel - begin) * length + item * item_size;
+          T* const to = out + (((first + item) * g.groups + group) * g.small_channels + channel) * g.small_size;
+          if (by_windows) {
+            std::copy_n(from, g.small_size, to);
+          } else {
+            planes.UnpackSmall(from, to);
+          }
+        }
+      }
+    }
+  });
+  if (findings.no_memory) throw std::bad_alloc();
+  return true;
+}
+
 // Measured: with few windows and many channels, windows take less to pack than zeros take to multiply, and few products
 // less than the sums of their lanes.
 bool HasFewWindows(const Geometry& g) {
@@ -1203,6 +1335,14 @@ void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const
     SumsOfWindows(g, small, weight, out, parallel);
   } else if (is_empty || !SumsOfPlanes(g, small, weight, out, parallel)) {
     direct::GradLarge(g, small, weight, out, parallel);
+  }
+}
+
+template <class T>
+void GradSmall(const Geometry& g, const T* large, const T* weight, T* out, const ParallelFor& parallel) {
+  const bool is_empty = g.batch * g.small_size * g.small_channels * g.large_channels == 0;
+  if (is_empty || !SumsOfLarge(g, large, weight, out, parallel)) {
+    direct::GradSmall(g, large, weight, out, parallel);
   }
 }
 
@@ -1307,7 +1447,7 @@ void RunTyped(const ConvolutionBackwardArgs& args, const ParallelFor& parallel) 
     const Operand<T> weight(args.weight, parallel);
     Result<T> result(args.grad_input);
     if (transposed) {
-      direct::GradSmall(geometry, grad_output.data(), weight.data(), result.data(), parallel);
+      GradSmall(geometry, grad_output.data(), weight.data(), result.data(), parallel);
     } else {
       GradLarge(geometry, grad_output.data(), weight.data(), result.data(), parallel);
     }
