@@ -37,7 +37,7 @@ help:
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
-	@echo "make bench-export   export the models of docs/export.md, and write its table (two minutes)"
+	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (a quarter of an hour)"
 	@echo "make bench-streaming   measure from which size on results are to be written around the caches"
@@ -188,6 +188,7 @@ bench-payoff: $(INSTALLED)
 
 bench-export: $(INSTALLED)
 	$(BIN)/python benchmarks/export_table.py --page docs/export.md
+	$(BIN)/python benchmarks/export_seconds.py --page docs/export.md
 
 bench-scale: $(INSTALLED)
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md
