@@ -9,6 +9,7 @@ processes of their own: torch.onnx.export of its forward pass, and the first ste
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ def exported(module: Gpt, ids: Tensor, labels: Tensor) -> str:
         dynamic_shapes=(texts, texts),
         progress=lambda part, done, parts: begun.append((part, time.perf_counter())),
     )
-    spent = [(part, until - since) for (part, since), (_, until) in zip(begun, begun[1:], strict=False)]
+    spent = [(part, until - since) for (part, since), (_, until) in itertools.pairwise(begun)]
     return "; ".join(f"{part} {seconds:.1f}" for part, seconds in spent if seconds >= 0.05)
 
 

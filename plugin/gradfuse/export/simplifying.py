@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -21,7 +22,7 @@ def _same(op: Any, x: ir.Value) -> Any:
     return op.Identity(x)
 
 
-RULES: dict[str, list[rewriter.pattern.RewriteRule]] = {
+RULES: dict[str, Sequence[rewriter.pattern.RewriteRule]] = {
     "Mul": rewriter.pattern.RewriteRule(lambda op, x: op.Mul(x, _ONE), _same).commute(),
     "Add": rewriter.pattern.RewriteRule(lambda op, x: op.Add(x, _ZERO), _same).commute(),
     "Sub": [rewriter.pattern.RewriteRule(lambda op, x: op.Sub(x, _ZERO), _same)],
