@@ -37,6 +37,7 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 OPSET = 20
 """Default-domain opset of exported steps: the newest that onnxruntime 1.18 runs in full."""
 
+
 def translations() -> dict[Any, Callable[..., Any]]:
     """Return what this package translates itself, by overload, for `custom_translation_table`."""
     return {
