@@ -177,6 +177,22 @@ class Splitting(Asking):
         return first * second.cos()
 
 
+class Halving(Asking):
+    """Sizes that are computed by tensors, in several ways."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        half = torch.div(x.shape[1], 2, rounding_mode="trunc")
+        shape = torch.as_tensor(x.shape)
+        rows, columns = (shape // torch.tensor([1, 2])).tolist()
+        doubled = x.view(rows, half, 2) * torch.arange(1.0, half + 1).view(-1, 1)  # type: ignore[arg-type]
+        return doubled.view(shape[0], -1) + torch.ones(int(columns)).sum() * shape.prod()
+
+
+def test_sizes_may_be_computed_by_tensors() -> None:
+    torch.manual_seed(0)
+    _compared(Halving(), _batch(4))
+
+
 def test_parts_of_any_size_export() -> None:
     torch.manual_seed(0)
     _compared(Splitting(), _batch(4))

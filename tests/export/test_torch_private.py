@@ -326,13 +326,13 @@ def test_unchecked_size(library: Any) -> None:
         assert any(node.target is torch.ops.gradfuse_test.f.default for node in program.graph.nodes)
 
 
-def test_known_equal() -> None:
+def test_known_true() -> None:
     found: list[bool] = []
 
     class Sums(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             rows = x.shape[0]
-            found.extend(private.known_equal(*pair) for pair in ((rows, rows), (rows, 4), (3, 3), (rows, y.shape[0])))
+            found.extend(private.known_true(a == b) for a, b in ((rows, rows), (rows, 4), (3, 3), (rows, y.shape[0])))
             return x.sum() + y.sum()
 
     dims = {0: torch.export.Dim.DYNAMIC}
@@ -342,6 +342,20 @@ def test_known_equal() -> None:
     assert found == [True, False, True, False]
     # Nothing was restricted by asking.
     program.module()(torch.ones(5, 3), torch.ones(6, 3))
+
+
+def test_remember_item() -> None:
+    with needed("FakeTensor.item_memo", "follow sizes that are computed by tensors"):
+
+        class Halves(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                half = torch.div(x.shape[0], 2, rounding_mode="floor")
+                private.remember_item(half, x.shape[0] // 2)
+                return x[: half.item()]  # type: ignore[misc]
+
+        dims = {0: torch.export.Dim.DYNAMIC}
+        program = torch.export.export(Halves(), (torch.ones(6),), dynamic_shapes=(dims,))
+        assert program.module()(torch.ones(9)).shape == (4,)
 
 
 def test_assume() -> None:

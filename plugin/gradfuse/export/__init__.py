@@ -104,7 +104,7 @@ def export_training_step(
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.evaluation import evaluation_model
-    from gradfuse.export.reporting import WHO, Parts, refusal
+    from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep, undisturbed
     from gradfuse.training.step import TrainingStep
 
@@ -129,7 +129,7 @@ def export_training_step(
             float64=float64,
         )
 
-    with Parts.shown(progress) as parts:
+    with mistakes_named(), Parts.shown(progress) as parts:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         with undisturbed(step):

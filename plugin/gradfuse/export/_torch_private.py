@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -196,11 +197,17 @@ def known_decompositions(overloads: Iterable[Any]) -> Mapping[Any, Callable[...,
     return get_decompositions(list(overloads))
 
 
-def known_equal(a: Any, b: Any) -> bool:
-    """Tell whether two sizes are known to be equal, without restricting symbols to what makes them so."""
+def known_true(condition: Any) -> bool:
+    """Tell whether a condition on sizes is known to be true, without restricting symbols to what makes it so."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(statically_known_true(a == b))
+    return bool(statically_known_true(condition))
+
+
+def remember_item(tensor: Tensor, number: Any) -> None:
+    """Let the number that comes out of a tensor of a traced program, of shape (), be this one; a real tensor has one."""
+    if isinstance(tensor, FakeTensor):
+        tensor.item_memo = number
 
 
 def assume(condition: Any) -> None:
