@@ -169,10 +169,9 @@ def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> st
     """Return what to say of an operator of a program that has no translation."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(_is_complex(node) for node in nodes if str(node.target) == operator):
-        operator = str(next(node.target for node in nodes if _is_complex(node)))
         return (
-            f"{operator}{_called(step, operator)} computes complex numbers, which have no ONNX translation; expected "
-            "real ones, such as products with cosines and sines"
+            f"{operator}{_called(step, operator)} has no ONNX translation for complex numbers; expected real ones, or "
+            "products, quotients and sums"
         )
     return f"{operator}{_called(step, operator)} has no ONNX translation; expected other operators that compute it"
 

@@ -25,7 +25,7 @@ from gradfuse.export import (
     recurrences,
     standins,
 )
-from gradfuse.export.decompositions import forward
+from gradfuse.export.decompositions import complex_numbers, forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
@@ -104,6 +104,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
         table = private.decompositions_of_export(onnx_model.OPSET, onnx_model.translations().keys())
     table.update(torch.export.default_decompositions())
     table.update(forward.table())
+    table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
     layouts.copy_where_needed(program)
@@ -111,6 +112,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
             program = program.run_decompositions(table)
+            complex_numbers.read_parts(program)
             if fuse:
                 recurrences.fuse_recurrences(program)
             if batch_norm:
