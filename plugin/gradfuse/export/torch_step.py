@@ -194,6 +194,12 @@ class TorchStep:
         return max(self.eps, 0.0 if self.autocast is None else torch.finfo(self.autocast).eps)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether tensors of the step, or what autocast makes of them, are of a type narrower than float32."""
+        types = {self.autocast, *(tensor.dtype for tensor in (*self.state.values(), *self.batch.values()))}
+        return bool(types & {torch.float16, torch.bfloat16})
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is multiplied by a scale before its gradients are taken."""
         return self.optimizer is not None and self.optimizer.loss_scaling is not None
