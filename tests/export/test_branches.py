@@ -217,12 +217,13 @@ def test_nonzero_is_taken_to_find_something_with_a_warning() -> None:
 
 
 class Requiring(Asking):
-    """Inputs that are made to require gradients, as for checkpointing."""
+    """Inputs that are made to require gradients, as for checkpointing, and a constant that is made so."""
 
     def asked(self, x: Tensor) -> Tensor:
         seen = x[:, None]
         seen.requires_grad = True
-        return seen.squeeze(1).tanh()
+        queries = torch.zeros_like(x, requires_grad=self.training)
+        return seen.squeeze(1).tanh() + queries.exp() * x
 
 
 class Shifting(nn.Module):
