@@ -101,6 +101,14 @@ def test_a_refusal_names_the_users_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("fuse", (True, False))
+def test_a_module_that_computes_something_else_when_it_is_traced_is_named(fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = Head(lambda h: h * 2.0 if torch.compiler.is_exporting() else h)
+    with pytest.raises(ExportError, match=r"its loss is [\d.]+ where it is traced, but [\d.]+ where it is run"):
+        export_training_step(module, F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), fuse=fuse)
+
+
 class Blocks(nn.Module):
     """Pads to whole blocks of 4 tokens, unless there are whole ones, as models with local attention do."""
 

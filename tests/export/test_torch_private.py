@@ -124,6 +124,13 @@ def test_when_a_size_becomes_constant() -> None:
         assert noted == [True]
 
 
+def test_as_if_exported() -> None:
+    with needed("torch.compiler's flags", "name modules that compute something else when they are traced"):
+        with private.as_if_exported():
+            assert torch.compiler.is_exporting() and torch.compiler.is_compiling()
+        assert not torch.compiler.is_exporting() and not torch.compiler.is_compiling()
+
+
 def test_is_about_data() -> None:
     with needed("GuardOnDataDependentSymNode", "tell a size that depends on values from other failures"):
         with pytest.raises(Exception) as caught:

@@ -820,8 +820,15 @@ add(
     "pictures and text",
     shown,
     {"input_ids": TOKENS, "pixel_values": BATCH, "labels": TOKENS},
+    {"LlavaForConditionalGeneration": {**LLAVA, "image_seq_length": 16}},
+)
+add(
+    "pictures and text",
+    # The picture is a prefix.
+    lambda items, length: (batch := shown(items, length))
+    | {"token_type_ids": (batch["input_ids"] != IMAGE_TOKEN).long()},
+    {"input_ids": TOKENS, "pixel_values": BATCH, "labels": TOKENS, "token_type_ids": TOKENS},
     {
-        "LlavaForConditionalGeneration": {**LLAVA, "image_seq_length": 16},
         "PaliGemmaForConditionalGeneration": {
             "vision_config": {**IMAGE, "model_type": "siglip_vision_model", "projection_dim": 16},
             "text_config": {**GROUPED, "model_type": "gemma"},

@@ -157,7 +157,8 @@ def export_training_step(
         if fuse:
             parts.begin("comparing the model with PyTorch")
             unfused = onnx_model.in_order(exported)
-            truth.compare(unfused, "exported")
+            with verifying.traced_as_run(step, native):
+                truth.compare(unfused, "exported")
             parts.begin("fusing")
             model, report = onnx_model.fused(exported)
             parts.begin("comparing the fused model with PyTorch")
@@ -165,7 +166,8 @@ def export_training_step(
         else:
             parts.begin("comparing the model with PyTorch")
             model, report = onnx_model.in_order(onnx_model.plain(exported)), None
-            truth.verify(model, "exported")
+            with verifying.traced_as_run(step, native):
+                truth.verify(model, "exported")
 
         parameters = _arrays(step.state, step.trainable)
         state: Arrays = {}

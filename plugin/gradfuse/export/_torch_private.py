@@ -268,6 +268,20 @@ def is_about_data(error: BaseException) -> bool:
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
+@contextlib.contextmanager
+def as_if_exported() -> Iterator[None]:
+    """Let code that asks whether torch.export traces it get to hear that it does."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
 def unchecked_size(fake: Any) -> Any:
     """Return a new symbolic size for a fake kernel, which need not be the size of one of its outputs."""
     with fake.fake_mode.shape_env.ignore_fresh_unbacked_symbols():

@@ -9,17 +9,16 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.leaves import MadeTensors, refuse_foreign_leaves
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.training.optimizers import Optimizer
@@ -242,7 +241,7 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
-        made = _Made()
+        made = MadeTensors()
         try:
             with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made:
                 value, after = self.apply(state, inputs, targets)
@@ -253,7 +252,7 @@ class TorchStep:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
-        _refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
+        refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
         for name, tensor in state.items():
             if name not in self.buffers and private.version(tensor) != versions[name]:
                 raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
@@ -400,37 +399,3 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
         if gradient.layout != torch.strided:
             raise refusal(f"the gradient of {name!r} is {gradient.layout}; expected torch.strided")
     return found
-
-
-class _Made(TorchFunctionMode):
-    """Notes the tensors that functions return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, weakref.ref[Tensor]] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        made = self._made.get(id(tensor))
-        return made is not None and made() is tensor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_leaf and not any(result is one for one in args):
-            self._made[id(result)] = weakref.ref(result)
-        return result
-
-
-def _refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor], made: _Made) -> None:
-    """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing.
-
-    A module may make what it gets require gradients, as is done for checkpointing, or what it makes itself. Nobody
-    reads those.
-    """
-    known = {id(leaf) for leaf in leaves.values()}
-    given = {tensor.untyped_storage().data_ptr() for tensor in batch}
-    for leaf in private.graph_leaves(value):
-        if id(leaf) not in known and leaf not in made and leaf.untyped_storage().data_ptr() not in given:
-            raise refusal(
-                f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
-                "or the loss; expected a loss that is a module with this parameter"
-            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradfuse.checking import bounds
 from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
+from gradfuse.export import _torch_private as private
 from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import Rounding
@@ -59,6 +60,30 @@ def truth_of(step: TorchStep, native: Outcome) -> Truth:
         # A counter may be the index of something.
         distinct, own = step, _named(native, native.changed)
     return Truth.of(distinct, own, run, (*step.trainable, *native.changed))
+
+
+@contextlib.contextmanager
+def traced_as_run(step: TorchStep, native: Outcome) -> Iterator[None]:
+    """Say of a difference that is found if the module itself computes something else when it is traced.
+
+    Raises:
+        ExportError: there is a difference.
+    """
+    try:
+        yield
+    except ExportError as error:
+        try:
+            with undisturbed(step), private.as_if_exported():
+                traced = float(step.run().loss)
+        except ExportError:
+            raise error from None
+        loss = float(native.loss)
+        if abs(traced - loss) > bounds.ROUNDINGS_OF_KERNELS * step.eps_of_activations * abs(loss):
+            raise refusal(
+                f"the module asks torch.compiler.is_exporting() or the like, and its loss is {traced:.6g} where it is "
+                f"traced, but {loss:.6g} where it is run; expected the same, as where masks and positions are arguments"
+            ) from error
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
