@@ -120,7 +120,7 @@ def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> No
     kept = [lines[one] for one in order if one in lines]
     how = Counter(line.split("|")[3].split()[0].rstrip(":") for line in kept)
     counts = (
-        f"Of {len(kept)} classes, {how['as']} export as they are, {how['with']} with a change of their settings, and "
+        f"Of {len(kept)} classes, {how['as']} export as they are, {how['with']} with a change of their settings or a static axis, and "
         f"{how['refused']} not.\n\n"
     )
     rows = "".join(f"{line}\n" for line in kept)
@@ -138,17 +138,19 @@ def step_result(name: str, case: StepCase, seconds: int) -> Result:
     """Run a case that begins at a module, as it is and, where that is refused, changed: each for so many seconds."""
     found = _step_outcome(name, seconds, changed=False)
     how, error = AS_IS, found.get("error")
-    if error is not None and case.change:
+    if error is not None and (case.change or case.fixed):
         found = _step_outcome(name, seconds, changed=True)
         how = CHANGED
     if "error" in found:
         how, error = REFUSED, found["error"]
-    wanted = REFUSED if case.refused is not None else CHANGED if case.change else AS_IS
+    wanted = REFUSED if case.refused is not None else CHANGED if case.change or case.fixed else AS_IS
     order = (AS_IS, CHANGED, REFUSED)
     good = order.index(how) <= order.index(wanted) and (how != REFUSED or str(case.refused) in str(error))
     if how == REFUSED:
         return Result(good, f"refused: {error}", (case.family, f"refused: {_cell(str(error))}", *[""] * 6))
-    change = ", ".join(f"{setting}={value}" for setting, value in case.change.items())
+    change = ", ".join(
+        [f"{setting}={value}" for setting, value in case.change.items()] + [f"axis {axis} static" for axis in case.fixed]
+    )
     exported = how if how == AS_IS else f"with {change}; else: {_cell(str(error))}"
     row = (
         case.family,
@@ -201,18 +203,21 @@ def step(name: str, *, changed: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     case = step_cases()[name]
     module, loss = case.module(changed)
+    shapes = case.dynamic_shapes(changed)
     begin = time.perf_counter()
     try:
-        exported = export_training_step(module, loss, case.tensors(ITEMS, LENGTH), dynamic_shapes=case.dynamic_shapes())
+        exported = export_training_step(module, loss, case.tensors(ITEMS, LENGTH), dynamic_shapes=shapes)
     except ExportError as error:
         return {"error": str(error)}
     seconds = time.perf_counter() - begin
+    fixed = case.fixed if changed else ()
+    other = (ITEMS if 0 in fixed else OTHER_ITEMS), (LENGTH if 1 in fixed else OTHER_LENGTH)
     nodes = exported.model.graph.node
     return {
         "seconds": seconds,
         "nodes": len(nodes),
         "fused": Counter(node.op_type for node in nodes if node.domain == "aclnn"),
-        **measured(exported, module, loss, case.tensors(OTHER_ITEMS, OTHER_LENGTH)),
+        **measured(exported, module, loss, case.tensors(*other)),
     }
 
 

@@ -5,6 +5,7 @@ To add one, add a line to the table of its family.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -932,3 +933,21 @@ CASES["timm inception_v3"] = StepCase(
     {"x": BATCH, "labels": BATCH},
     target="labels",
 )
+
+# What is done in Python for each token, or each item of a batch, needs their number.
+for name, axis in {
+    "RecurrentGemmaForCausalLM": 1,
+    "FunnelForSequenceClassification": 1,
+    "LlavaForConditionalGeneration": 0,
+}.items():
+    CASES[name] = dataclasses.replace(CASES[name], fixed=(axis,))
+
+# These choose by values what they compute.
+for name, why in {
+    "IBertForSequenceClassification": "the value of a tensor",
+    "LongformerForSequenceClassification": "numbers that it takes out of tensors",
+    "LEDForConditionalGeneration": "numbers that it takes out of tensors",
+    "ViltForQuestionAnswering": "numbers that it takes out of tensors",
+    "AutoformerForPrediction": "AutoformerAttention.forward",
+}.items():
+    CASES[name] = dataclasses.replace(CASES[name], refused=why)
