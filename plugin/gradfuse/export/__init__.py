@@ -140,7 +140,9 @@ def export_training_step(
                 native = step.run()
             described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
             parts.begin("tracing")
-            program = tracing.forward_program(step, native, shapes, branches.branches_of(step), fuse=fuse)
+            taken = branches.branches_of(step)
+            with verifying.traced_as_run(step, native):
+                program = tracing.forward_program(step, native, shapes, taken, fuse=fuse)
             tracing.connect_dropout(program, step, native)
             order = (*native.gradients, *tracing.unused(step, native))
             free = {*step.trainable, *native.changed}

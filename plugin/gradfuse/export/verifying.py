@@ -64,25 +64,25 @@ def truth_of(step: TorchStep, native: Outcome) -> Truth:
 
 @contextlib.contextmanager
 def traced_as_run(step: TorchStep, native: Outcome) -> Iterator[None]:
-    """Say of a difference that is found if the module itself computes something else when it is traced.
+    """Say of a refusal if the module itself computes something else, or fails, when it is traced.
 
     Raises:
-        ExportError: there is a difference.
+        ExportError: the step is refused.
     """
     try:
         yield
     except ExportError as error:
+        wanted = "expected the same, as where masks and positions are arguments"
+        asks = "the module asks torch.compiler.is_exporting() or the like, and"
         try:
             with undisturbed(step), private.as_if_exported():
                 traced = float(step.run().loss)
-        except ExportError:
-            raise error from None
+        except ExportError as failure:
+            text = str(failure).removeprefix(f"{WHO}: ")
+            raise refusal(f"{asks} fails where that is so: {text}; {wanted}") from error
         loss = float(native.loss)
         if abs(traced - loss) > bounds.ROUNDINGS_OF_KERNELS * step.eps_of_activations * abs(loss):
-            raise refusal(
-                f"the module asks torch.compiler.is_exporting() or the like, and its loss is {traced:.6g} where it is "
-                f"traced, but {loss:.6g} where it is run; expected the same, as where masks and positions are arguments"
-            ) from error
+            raise refusal(f"{asks} its loss is {traced:.6g} where that is so, but {loss:.6g} else; {wanted}") from error
         raise
 
 
