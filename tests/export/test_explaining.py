@@ -111,7 +111,9 @@ def test_a_module_that_computes_something_else_when_it_is_traced_is_named(fuse: 
 
 def test_a_module_that_fails_when_it_is_traced_is_named() -> None:
     module = Head(lambda h: h.view(7) if torch.compiler.is_exporting() else h)
-    with pytest.raises(ExportError, match=r"fails where that is so: .*shape '\[7\]' is invalid.*test_explaining.py:\d+"):
+    with pytest.raises(
+        ExportError, match=r"fails where that is so: .*shape '\[7\]' is invalid.*test_explaining.py:\d+"
+    ):
         export_training_step(module, F.cross_entropy, (torch.randn(4, 6), torch.arange(4)))
 
 

@@ -120,8 +120,8 @@ def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> No
     kept = [lines[one] for one in order if one in lines]
     how = Counter(line.split("|")[3].split()[0].rstrip(":") for line in kept)
     counts = (
-        f"Of {len(kept)} classes, {how['as']} export as they are, {how['with']} with a change of their settings or a static axis, and "
-        f"{how['refused']} not.\n\n"
+        f"Of {len(kept)} classes, {how['as']} export as they are, {how['with']} with a change of their settings or a "
+        f"static axis, and {how['refused']} not.\n\n"
     )
     rows = "".join(f"{line}\n" for line in kept)
     page.write_text(f"{before}{begin}{counts}{HEAD}{rows}{end}{after}")
@@ -149,7 +149,8 @@ def step_result(name: str, case: StepCase, seconds: int) -> Result:
     if how == REFUSED:
         return Result(good, f"refused: {error}", (case.family, f"refused: {_cell(str(error))}", *[""] * 6))
     change = ", ".join(
-        [f"{setting}={value}" for setting, value in case.change.items()] + [f"axis {axis} static" for axis in case.fixed]
+        [f"{setting}={value}" for setting, value in case.change.items()]
+        + [f"axis {axis} static" for axis in case.fixed]
     )
     exported = how if how == AS_IS else f"with {change}; else: {_cell(str(error))}"
     row = (
@@ -281,9 +282,7 @@ def _moved(exported: TrainingStep, module: Any, loss: Any, batch: Any, wide: boo
     from gradfuse.export.rounding import Rounding
 
     with Rounding(bounds.ROUNDINGS_OF_KERNELS * torch.finfo(torch.float32).eps, seed):
-        found: dict[str, Any] = autograd(
-            module, loss, batch, torch.float64 if wide else torch.float32, exported
-        )
+        found: dict[str, Any] = autograd(module, loss, batch, torch.float64 if wide else torch.float32, exported)
     return found
 
 

@@ -826,8 +826,9 @@ add(
 add(
     "pictures and text",
     # The picture is a prefix.
-    lambda items, length: (batch := shown(items, length))
-    | {"token_type_ids": (batch["input_ids"] != IMAGE_TOKEN).long()},
+    lambda items, length: (
+        (batch := shown(items, length)) | {"token_type_ids": (batch["input_ids"] != IMAGE_TOKEN).long()}
+    ),
     {"input_ids": TOKENS, "pixel_values": BATCH, "labels": TOKENS, "token_type_ids": TOKENS},
     {
         "PaliGemmaForConditionalGeneration": {

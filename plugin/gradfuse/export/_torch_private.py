@@ -205,7 +205,7 @@ def known_true(condition: Any) -> bool:
 
 
 def remember_item(tensor: Tensor, number: Any) -> None:
-    """Let the number that comes out of a tensor of a traced program, of shape (), be this one; a real tensor has one."""
+    """Let the number that comes out of a tensor of a traced program, of shape (), be this one."""
     if isinstance(tensor, FakeTensor):
         tensor.item_memo = number
 

@@ -102,12 +102,9 @@ def _is_dense(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
 def _have_same_axes(one: tuple[Sequence[Any], Sequence[Any]], other: tuple[Sequence[Any], Sequence[Any]]) -> bool:
     """Whether the axes of more than one element have the same sizes and strides, in the same order."""
     axes, others = (
-        [axis for axis in zip(sizes, strides, strict=True) if not _equal(axis[0], 1)]
-        for sizes, strides in (one, other)
+        [axis for axis in zip(sizes, strides, strict=True) if not _equal(axis[0], 1)] for sizes, strides in (one, other)
     )
     if len(axes) != len(others):
         return False
     pairs = zip(axes, others, strict=True)
-    return all(
-        _equal(size, others_size) and _equal(stride, step) for (size, stride), (others_size, step) in pairs
-    )
+    return all(_equal(size, others_size) and _equal(stride, step) for (size, stride), (others_size, step) in pairs)

@@ -31,7 +31,9 @@ class MadeTensors(TorchFunctionMode):
         return result
 
 
-def refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor], made: MadeTensors) -> None:
+def refuse_foreign_leaves(
+    value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor], made: MadeTensors
+) -> None:
     """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing.
 
     A module may make what it gets require gradients, as is done for checkpointing, or what it makes itself. Nobody

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import standins  # noqa: F401: registers stop_gradient
+from gradfuse.export.standins import STOP_GRADIENT
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ _LINEAR = (
     aten.repeat.default, aten.reshape.default, aten.roll.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
     aten.split_with_sizes.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.stack.default,
     aten.sum.default, aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.unbind.int, aten.unsqueeze.default,
-    aten.view.default, aten._unsafe_view.default, torch.ops.gradfuse.stop_gradient.default,
+    aten.view.default, aten._unsafe_view.default, STOP_GRADIENT,
 )  # fmt: skip
 """What does the same to both parts of its first argument, a tensor or a list of them."""
 
