@@ -181,11 +181,13 @@ class Halving(Asking):
     """Sizes that are computed by tensors, in several ways."""
 
     def asked(self, x: Tensor) -> Tensor:
-        half = torch.div(x.shape[1], 2, rounding_mode="trunc")
-        shape = torch.as_tensor(x.shape)
+        half: Any = torch.div(x.shape[1], 2, rounding_mode="trunc")  # type: ignore[call-overload]
+        shape: Any = torch.as_tensor(x.shape)
         rows, columns = (shape // torch.tensor([1, 2])).tolist()
-        doubled = x.view(rows, half, 2) * torch.arange(1.0, half + 1).view(-1, 1)  # type: ignore[arg-type]
-        return doubled.view(shape[0], -1) + torch.ones(int(columns)).sum() * shape.prod()
+        first, _ = shape
+        doubled = x.view(rows, half, 2) * torch.arange(1.0, half + 1).view(-1, 1)
+        moved: Tensor = doubled.view(first, -1) + torch.ones(columns).sum() * shape.prod()
+        return moved
 
 
 def test_sizes_may_be_computed_by_tensors() -> None:

@@ -124,6 +124,20 @@ def test_when_a_size_becomes_constant() -> None:
         assert noted == [True]
 
 
+def test_shape_environment() -> None:
+    with needed("FakeTensorMode.shape_env", "tell which sizes a step can have"):
+        environment = private.shape_environment(_traced(lambda x: x + 1))
+        assert environment.var_to_sources and environment.backed_var_to_val
+
+
+def test_sizes_that_stay() -> None:
+    with needed("ShapeEnv.guards", "refuse loops over blocks of a dynamic size"):
+        looped = _traced(lambda x: x + sum(range((x.shape[0] + 1) // 2)))
+        ((source, filename, _, _),) = private.sizes_that_stay(looped)
+        assert (source, filename) == ("L['x'].size()[0]", __file__)
+        assert private.sizes_that_stay(_traced(lambda x: x + (1 if x.shape[0] % 2 == 0 else 2))) == []
+
+
 def test_as_if_exported() -> None:
     with needed("torch.compiler's flags", "name modules that compute something else when they are traced"):
         with private.as_if_exported():
@@ -358,7 +372,7 @@ def test_remember_item() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 half = torch.div(x.shape[0], 2, rounding_mode="floor")
                 private.remember_item(half, x.shape[0] // 2)
-                return x[: half.item()]  # type: ignore[misc]
+                return x[: half.item()]
 
         dims = {0: torch.export.Dim.DYNAMIC}
         program = torch.export.export(Halves(), (torch.ones(6),), dynamic_shapes=(dims,))

@@ -811,6 +811,12 @@ def shown(items: int, length: int) -> Tensors:
     return {"input_ids": tokens, "pixel_values": images(items), "labels": tokens}
 
 
+def shown_first(items: int, length: int) -> Tensors:
+    """Return the same, with the picture as a prefix that all tokens see."""
+    batch = shown(items, length)
+    return {**batch, "token_type_ids": (batch["input_ids"] != IMAGE_TOKEN).long()}
+
+
 LLAVA = {
     "vision_config": {**IMAGE, "model_type": "clip_vision_model"},
     "text_config": {**GROUPED, "model_type": "llama"},
@@ -825,10 +831,7 @@ add(
 )
 add(
     "pictures and text",
-    # The picture is a prefix.
-    lambda items, length: (
-        (batch := shown(items, length)) | {"token_type_ids": (batch["input_ids"] != IMAGE_TOKEN).long()}
-    ),
+    shown_first,
     {"input_ids": TOKENS, "pixel_values": BATCH, "labels": TOKENS, "token_type_ids": TOKENS},
     {
         "PaliGemmaForConditionalGeneration": {

@@ -244,8 +244,7 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
     import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy.functions import Mod, PythonMod
 
-    values = (node.meta.get("val") for node in program.graph.nodes)
-    environment = next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
+    environment = shape_environment(program)
     found = []
     for guard in environment.guards if environment is not None else []:
         expression, frame = guard.expr, guard.sloc.framework_loc
@@ -259,6 +258,35 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
         for source in sources[:1]:
             found.append((str(source.name), int(number), frame.filename, int(frame.lineno or 0), str(frame.name)))
     return found
+
+
+def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, str, int, str]]:
+    """Return which sizes of inputs a traced program takes to be near their own: by a count of theirs that is constant.
+
+    torch.export takes `range(size // 2)` for a condition on the size, and keeps it to itself.
+
+    Returns:
+        For each the source of the size, such as "L['x'].size()[1]", and file, line and function of the condition.
+    """
+    import sympy
+
+    found = []
+    environment = shape_environment(program)
+    for guard in environment.guards if environment is not None else []:
+        frame, symbols = guard.sloc.framework_loc, list(guard.expr.free_symbols)
+        if not isinstance(guard.expr, sympy.Eq) or len(symbols) != 1 or not hasattr(frame, "filename"):
+            continue
+        sources, size = environment.var_to_sources.get(symbols[0], []), environment.backed_var_to_val.get(symbols[0])
+        if not sources or size is None or any(guard.expr.subs(symbols[0], size * by) == sympy.true for by in (2, 3, 5)):
+            continue
+        found.append((str(sources[0].name), frame.filename, int(frame.lineno or 0), str(frame.name)))
+    return found
+
+
+def shape_environment(program: torch.export.ExportedProgram) -> Any:
+    """Return what knows the symbols of a traced program's sizes; None for a program without tensors."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
 
 
 def is_about_data(error: BaseException) -> bool:

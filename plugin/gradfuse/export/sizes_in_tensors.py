@@ -21,6 +21,7 @@ _Numbers = npt.NDArray[np.object_]
 """What a tensor holds: whole numbers, some of them symbolic."""
 
 _MAKERS = frozenset((torch.tensor, torch.as_tensor, torch.scalar_tensor))
+_PARTED = frozenset((torch.unbind, torch.Tensor.unbind))
 _SAME = frozenset("to long int clone detach contiguous cpu".split())
 """Methods that change nothing about whole numbers."""
 
@@ -42,9 +43,9 @@ class SizesInTensors:
         result = function(*args, **kwargs)
         if isinstance(result, Tensor):
             self._remember(function, args, kwargs, result)
-        elif isinstance(result, (tuple, list)) and getattr(function, "__name__", "") in ("unbind", "__iter__"):
-            for one, numbers in zip(result, self._numbers(args[0]) if args[0].dim() == 1 else (), strict=False):
-                self._put(one, numbers)
+        elif isinstance(result, tuple) and function in _PARTED and (numbers := self._numbers(args[0])) is not None:
+            for one, of_one in zip(result, numbers, strict=True):
+                self._put(one, of_one)
         return result
 
     def _remember(
@@ -127,6 +128,6 @@ def _is_index(index: Any) -> bool:
 
 
 def _is_counting(numbers: _Numbers, divisors: _Numbers) -> bool:
-    return all(private.known_true(one >= 0) for one in numbers.flat) and all(
-        private.known_true(one > 0) for one in divisors.flat
-    )
+    counts: list[Any] = [*numbers.flat]
+    others: list[Any] = [*divisors.flat]
+    return all(private.known_true(one >= 0) for one in counts) and all(private.known_true(one > 0) for one in others)

@@ -79,6 +79,9 @@ def forward_program(
         raise refusal(
             sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
         ) from error
+    constant = sizes.explain_constants(step, program, shapes)
+    if constant is not None:
+        raise refusal(constant)
     branches.warn_of_assumptions(taken)
     explaining.warn_of_multiples(step, program)
     standins.keep_stops(program)

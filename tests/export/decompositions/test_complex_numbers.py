@@ -47,16 +47,18 @@ def arranged(h: Tensor) -> Tensor:
 def multiplied(h: Tensor) -> Tensor:
     z = torch.complex(h, h.sin())
     turned = torch.complex(torch.linspace(0.0, 1.0, 64).view(8, 8), torch.eye(8)).to(z.dtype)
-    return (torch.einsum("bi,ij->bj", z, turned) ** 3 / (z * z + 4.0)).imag + ((2 + 1j) * h).imag
+    product: Tensor = (torch.einsum("bi,ij->bj", z, turned) ** 3 / (z * z + 4.0)).imag + ((2 + 1j) * h).imag
+    return product
 
 
-def filtered(h: Tensor) -> Tensor:
+def through_a_filter(h: Tensor) -> Tensor:
     """A product of spectra."""
     window = torch.polar(torch.linspace(1.0, 0.2, 5), torch.linspace(0.0, 1.0, 5))
-    return torch.fft.irfft(torch.fft.rfft(h) * window, n=8)
+    filtered: Tensor = torch.fft.irfft(torch.fft.rfft(h) * window, n=8)
+    return filtered
 
 
-@pytest.mark.parametrize("function", [rotated, arranged, multiplied, filtered])
+@pytest.mark.parametrize("function", [rotated, arranged, multiplied, through_a_filter])
 def test_complex_numbers_export(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Between(function)

@@ -120,7 +120,7 @@ def _parts(value: _Number) -> _Parts:
 
 
 def _of(real: Any, imaginary: Any) -> Tensor:
-    return torch.complex(*torch.broadcast_tensors(real, imaginary))
+    return torch.complex(*torch.broadcast_tensors(real, imaginary))  # type: ignore[no-untyped-call]
 
 
 def _by_parts(overload: Any) -> Callable[..., Any]:
