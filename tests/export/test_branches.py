@@ -181,7 +181,7 @@ class Halving(Asking):
     """Sizes that are computed by tensors, in several ways."""
 
     def asked(self, x: Tensor) -> Tensor:
-        half: Any = torch.div(x.shape[1], 2, rounding_mode="trunc")  # type: ignore[call-overload]
+        half: Any = torch.div(x.shape[1], 2, rounding_mode="trunc")
         shape: Any = torch.as_tensor(x.shape)
         rows, columns = (shape // torch.tensor([1, 2])).tolist()
         first, _ = shape
