@@ -155,6 +155,13 @@ def test_normalizations_of_all_kinds(module: nn.Module, sizes: tuple[int, ...], 
     assert rectified(step) == [relu]
 
 
+@pytest.mark.parametrize("fuse", (True, False))
+def test_a_normalization_that_has_no_parameters(fuse: bool) -> None:
+    standardized = Net(lambda x, norm: F.batch_norm(x, None, None, training=True))
+    step = exported(standardized, fuse=fuse)
+    assert len(of_type(step, "BatchNormBackward")) == fuse
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("frozen, mask", [("weight", [1, 0, 1]), ("bias", [1, 1, 0])])
 def test_only_the_gradients_that_are_asked_for(frozen: str, mask: list[int]) -> None:

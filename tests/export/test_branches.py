@@ -177,6 +177,24 @@ class Splitting(Asking):
         return first * second.cos()
 
 
+class Halving(Asking):
+    """Sizes that are computed by tensors, in several ways."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        half: Any = torch.div(x.shape[1], 2, rounding_mode="trunc")
+        shape: Any = torch.as_tensor(x.shape)
+        rows, columns = (shape // torch.tensor([1, 2])).tolist()
+        first, _ = shape
+        doubled = x.view(rows, half, 2) * torch.arange(1.0, half + 1).view(-1, 1)
+        moved: Tensor = doubled.view(first, -1) + torch.ones(columns).sum() * shape.prod()
+        return moved
+
+
+def test_sizes_may_be_computed_by_tensors() -> None:
+    torch.manual_seed(0)
+    _compared(Halving(), _batch(4))
+
+
 def test_parts_of_any_size_export() -> None:
     torch.manual_seed(0)
     _compared(Splitting(), _batch(4))
@@ -201,12 +219,13 @@ def test_nonzero_is_taken_to_find_something_with_a_warning() -> None:
 
 
 class Requiring(Asking):
-    """Inputs that are made to require gradients, as for checkpointing."""
+    """Inputs that are made to require gradients, as for checkpointing, and a constant that is made so."""
 
     def asked(self, x: Tensor) -> Tensor:
         seen = x[:, None]
         seen.requires_grad = True
-        return seen.squeeze(1).tanh()
+        queries = torch.zeros_like(x, requires_grad=self.training)
+        return seen.squeeze(1).tanh() + queries.exp() * x
 
 
 class Shifting(nn.Module):

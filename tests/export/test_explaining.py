@@ -54,8 +54,14 @@ def has_no_translation(h: Tensor) -> Tensor:
 
 
 def computes_complex_numbers(h: Tensor) -> Tensor:
-    transformed: Tensor = (torch.complex(h, h) ** 2).imag
+    transformed: Tensor = torch.complex(h, h).sqrt().imag
     return transformed
+
+
+def loops_over_blocks(h: Tensor) -> Tensor:
+    for begin in range((h.shape[0] + 1) // 2):
+        h = h + h[2 * begin : 2 * begin + 2].sum()
+    return h if h.shape[0] % 2 == 0 else -h
 
 
 def fixes_the_batch(h: Tensor) -> Tensor:
@@ -78,7 +84,8 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (decides_by_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (calls_numpy, [".numpy() is not supported"]),
         (has_no_translation, ["aten.median.default", "no ONNX translation", "expected other operators"]),
-        (computes_complex_numbers, ["aten.complex.default", "complex numbers", "expected real ones"]),
+        (computes_complex_numbers, ["aten.sqrt.default", "complex numbers", "expected real ones"]),
+        (loops_over_blocks, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
         (multiplies_wrongly, ["fails on the batch", "mat1 and mat2 shapes cannot be multiplied"]),
@@ -99,6 +106,22 @@ def test_a_refusal_names_the_users_line(
     for noise in ("TORCH_LOGS", "TORCHDYNAMO", "C++", "/torch/", "gradfuse/", "draft_export", "unhinted"):
         assert noise not in text
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("fuse", (True, False))
+def test_a_module_that_computes_something_else_when_it_is_traced_is_named(fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = Head(lambda h: h * 2.0 if torch.compiler.is_exporting() else h)
+    with pytest.raises(ExportError, match=r"its loss is [\d.]+ where that is so, but [\d.]+ else"):
+        export_training_step(module, F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), fuse=fuse)
+
+
+def test_a_module_that_fails_when_it_is_traced_is_named() -> None:
+    module = Head(lambda h: h.view(7) if torch.compiler.is_exporting() else h)
+    with pytest.raises(
+        ExportError, match=r"fails where that is so: .*shape '\[7\]' is invalid.*test_explaining.py:\d+"
+    ):
+        export_training_step(module, F.cross_entropy, (torch.randn(4, 6), torch.arange(4)))
 
 
 class Blocks(nn.Module):

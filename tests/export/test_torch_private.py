@@ -124,6 +124,27 @@ def test_when_a_size_becomes_constant() -> None:
         assert noted == [True]
 
 
+def test_shape_environment() -> None:
+    with needed("FakeTensorMode.shape_env", "tell which sizes a step can have"):
+        environment = private.shape_environment(_traced(lambda x: x + 1))
+        assert environment.var_to_sources and environment.backed_var_to_val
+
+
+def test_sizes_that_stay() -> None:
+    with needed("ShapeEnv.guards", "refuse loops over blocks of a dynamic size"):
+        looped = _traced(lambda x: x + sum(range((x.shape[0] + 1) // 2)))
+        ((source, filename, _, _),) = private.sizes_that_stay(looped)
+        assert (source, filename) == ("L['x'].size()[0]", __file__)
+        assert private.sizes_that_stay(_traced(lambda x: x + (1 if x.shape[0] % 2 == 0 else 2))) == []
+
+
+def test_as_if_exported() -> None:
+    with needed("torch.compiler's flags", "name modules that compute something else when they are traced"):
+        with private.as_if_exported():
+            assert torch.compiler.is_exporting() and torch.compiler.is_compiling()
+        assert not torch.compiler.is_exporting() and not torch.compiler.is_compiling()
+
+
 def test_is_about_data() -> None:
     with needed("GuardOnDataDependentSymNode", "tell a size that depends on values from other failures"):
         with pytest.raises(Exception) as caught:
@@ -326,13 +347,13 @@ def test_unchecked_size(library: Any) -> None:
         assert any(node.target is torch.ops.gradfuse_test.f.default for node in program.graph.nodes)
 
 
-def test_known_equal() -> None:
+def test_known_true() -> None:
     found: list[bool] = []
 
     class Sums(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             rows = x.shape[0]
-            found.extend(private.known_equal(*pair) for pair in ((rows, rows), (rows, 4), (3, 3), (rows, y.shape[0])))
+            found.extend(private.known_true(a == b) for a, b in ((rows, rows), (rows, 4), (3, 3), (rows, y.shape[0])))
             return x.sum() + y.sum()
 
     dims = {0: torch.export.Dim.DYNAMIC}
@@ -342,6 +363,20 @@ def test_known_equal() -> None:
     assert found == [True, False, True, False]
     # Nothing was restricted by asking.
     program.module()(torch.ones(5, 3), torch.ones(6, 3))
+
+
+def test_remember_item() -> None:
+    with needed("FakeTensor.item_memo", "follow sizes that are computed by tensors"):
+
+        class Halves(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                half = torch.div(x.shape[0], 2, rounding_mode="floor")
+                private.remember_item(half, x.shape[0] // 2)
+                return x[: half.item()]
+
+        dims = {0: torch.export.Dim.DYNAMIC}
+        program = torch.export.export(Halves(), (torch.ones(6),), dynamic_shapes=(dims,))
+        assert program.module()(torch.ones(9)).shape == (4,)
 
 
 def test_assume() -> None:

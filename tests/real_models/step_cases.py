@@ -50,6 +50,7 @@ class StepCase:
         target: the tensor that the loss compares the output with; None where the model has its own loss.
         loss: that loss.
         change: settings of the configuration that a user changes where the class is refused as it is.
+        fixed: axes that a user makes static where the class is refused with all of `axes`: 0 items, 1 tokens.
         refused: a part of the error where the class is refused even so; None: it must not be.
     """
 
@@ -61,6 +62,7 @@ class StepCase:
     target: str | None = None
     loss: Callable[..., Tensor] = F.cross_entropy
     change: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: tuple[int, ...] = ()
     refused: str | None = None
 
     def module(self, changed: bool = False) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -76,11 +78,15 @@ class StepCase:
         targets = () if self.target is None else (batch[self.target],)
         return tuple(tensor for name, tensor in batch.items() if name != self.target), targets
 
-    def dynamic_shapes(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def dynamic_shapes(self, changed: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the axes that vary as `export_training_step` takes them."""
-        names = list(self.batch(2, 8))
-        inputs = tuple(dict(self.axes.get(name, {})) for name in names if name != self.target)
-        return inputs, () if self.target is None else (dict(self.axes[self.target]),)
+        fixed = self.fixed if changed else ()
+        axes = {
+            name: {axis: dim for axis, dim in self.axes.get(name, {}).items() if axis not in fixed}
+            for name in self.batch(2, 8)
+        }
+        inputs = tuple(one for name, one in axes.items() if name != self.target)
+        return inputs, () if self.target is None else (axes[self.target],)
 
 
 def own_loss(loss: Tensor) -> Tensor:

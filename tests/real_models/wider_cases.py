@@ -5,6 +5,7 @@ To add one, add a line to the table of its family.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -810,6 +811,12 @@ def shown(items: int, length: int) -> Tensors:
     return {"input_ids": tokens, "pixel_values": images(items), "labels": tokens}
 
 
+def shown_first(items: int, length: int) -> Tensors:
+    """Return the same, with the picture as a prefix that all tokens see."""
+    batch = shown(items, length)
+    return {**batch, "token_type_ids": (batch["input_ids"] != IMAGE_TOKEN).long()}
+
+
 LLAVA = {
     "vision_config": {**IMAGE, "model_type": "clip_vision_model"},
     "text_config": {**GROUPED, "model_type": "llama"},
@@ -820,8 +827,13 @@ add(
     "pictures and text",
     shown,
     {"input_ids": TOKENS, "pixel_values": BATCH, "labels": TOKENS},
+    {"LlavaForConditionalGeneration": {**LLAVA, "image_seq_length": 16}},
+)
+add(
+    "pictures and text",
+    shown_first,
+    {"input_ids": TOKENS, "pixel_values": BATCH, "labels": TOKENS, "token_type_ids": TOKENS},
     {
-        "LlavaForConditionalGeneration": {**LLAVA, "image_seq_length": 16},
         "PaliGemmaForConditionalGeneration": {
             "vision_config": {**IMAGE, "model_type": "siglip_vision_model", "projection_dim": 16},
             "text_config": {**GROUPED, "model_type": "gemma"},
@@ -925,3 +937,21 @@ CASES["timm inception_v3"] = StepCase(
     {"x": BATCH, "labels": BATCH},
     target="labels",
 )
+
+# What is done in Python for each token, or each item of a batch, needs their number.
+for name, axis in {
+    "RecurrentGemmaForCausalLM": 1,
+    "FunnelForSequenceClassification": 1,
+    "LlavaForConditionalGeneration": 0,
+}.items():
+    CASES[name] = dataclasses.replace(CASES[name], fixed=(axis,))
+
+# These choose by values what they compute.
+for name, why in {
+    "IBertForSequenceClassification": "the value of a tensor",
+    "LongformerForSequenceClassification": "numbers that it takes out of tensors",
+    "LEDForConditionalGeneration": "numbers that it takes out of tensors",
+    "ViltForQuestionAnswering": "numbers that it takes out of tensors",
+    "AutoformerForPrediction": "AutoformerAttention.forward",
+}.items():
+    CASES[name] = dataclasses.replace(CASES[name], refused=why)

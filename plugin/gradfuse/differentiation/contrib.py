@@ -28,7 +28,7 @@ def ctc_loss(call: Call) -> Iterator[Gradient]:
 
 @gradient("BatchNorm", domain="aclnn", limits="its first output")
 def batch_norm(call: Call) -> Iterator[Gradient]:
-    dy, x, weight = call.dy[0], call.x[0], call.x[1]
+    dy, x, weight = call.dy[0], call.x[0], call.input(1)
     if dy is None or any(other is not None for other in call.dy[1:]):
         raise call.error("the result depends on its statistics; expected on its first output only")
     relu = call.y[0] if call.attribute("relu", 0) else None
@@ -43,7 +43,7 @@ def batch_norm(call: Call) -> Iterator[Gradient]:
 
 def _batch_norm_in_nodes(call: Call, dy: Tensor) -> Iterator[Gradient]:
     """PyTorch's formula: (dy - mean(dy) - (x - m) r^2 mean(dy (x - m))) r w, where means are over all but channels."""
-    x, weight, (mean, invstd) = call.x[0], call.x[1], call.y[1:3]
+    x, weight, (mean, invstd) = call.x[0], call.input(1), call.y[1:3]
     assert x is not None
     others = [axis for axis in range(call.rank(x)) if axis != 1]
 

@@ -104,7 +104,7 @@ def export_training_step(
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.evaluation import evaluation_model
-    from gradfuse.export.reporting import WHO, Parts, refusal
+    from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep, undisturbed
     from gradfuse.training.step import TrainingStep
 
@@ -129,7 +129,7 @@ def export_training_step(
             float64=float64,
         )
 
-    with Parts.shown(progress) as parts:
+    with mistakes_named(), Parts.shown(progress) as parts:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         with undisturbed(step):
@@ -140,7 +140,9 @@ def export_training_step(
                 native = step.run()
             described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
             parts.begin("tracing")
-            program = tracing.forward_program(step, native, shapes, branches.branches_of(step), fuse=fuse)
+            taken = branches.branches_of(step)
+            with verifying.traced_as_run(step, native):
+                program = tracing.forward_program(step, native, shapes, taken, fuse=fuse)
             tracing.connect_dropout(program, step, native)
             order = (*native.gradients, *tracing.unused(step, native))
             free = {*step.trainable, *native.changed}
@@ -157,7 +159,8 @@ def export_training_step(
         if fuse:
             parts.begin("comparing the model with PyTorch")
             unfused = onnx_model.in_order(exported)
-            truth.compare(unfused, "exported")
+            with verifying.traced_as_run(step, native):
+                truth.compare(unfused, "exported")
             parts.begin("fusing")
             model, report = onnx_model.fused(exported)
             parts.begin("comparing the fused model with PyTorch")
@@ -165,7 +168,8 @@ def export_training_step(
         else:
             parts.begin("comparing the model with PyTorch")
             model, report = onnx_model.in_order(onnx_model.plain(exported)), None
-            truth.verify(model, "exported")
+            with verifying.traced_as_run(step, native):
+                truth.verify(model, "exported")
 
         parameters = _arrays(step.state, step.trainable)
         state: Arrays = {}

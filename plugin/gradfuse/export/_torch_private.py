@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -196,11 +197,17 @@ def known_decompositions(overloads: Iterable[Any]) -> Mapping[Any, Callable[...,
     return get_decompositions(list(overloads))
 
 
-def known_equal(a: Any, b: Any) -> bool:
-    """Tell whether two sizes are known to be equal, without restricting symbols to what makes them so."""
+def known_true(condition: Any) -> bool:
+    """Tell whether a condition on sizes is known to be true, without restricting symbols to what makes it so."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(statically_known_true(a == b))
+    return bool(statically_known_true(condition))
+
+
+def remember_item(tensor: Tensor, number: Any) -> None:
+    """Let the number that comes out of a tensor of a traced program, of shape (), be this one."""
+    if isinstance(tensor, FakeTensor):
+        tensor.item_memo = number
 
 
 def assume(condition: Any) -> None:
@@ -237,8 +244,7 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
     import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy.functions import Mod, PythonMod
 
-    values = (node.meta.get("val") for node in program.graph.nodes)
-    environment = next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
+    environment = shape_environment(program)
     found = []
     for guard in environment.guards if environment is not None else []:
         expression, frame = guard.expr, guard.sloc.framework_loc
@@ -254,11 +260,54 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
     return found
 
 
+def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, str, int, str]]:
+    """Return which sizes of inputs a traced program takes to be near their own: by a count of theirs that is constant.
+
+    torch.export takes `range(size // 2)` for a condition on the size, and keeps it to itself.
+
+    Returns:
+        For each the source of the size, such as "L['x'].size()[1]", and file, line and function of the condition.
+    """
+    import sympy
+
+    found = []
+    environment = shape_environment(program)
+    for guard in environment.guards if environment is not None else []:
+        frame, symbols = guard.sloc.framework_loc, list(guard.expr.free_symbols)
+        if not isinstance(guard.expr, sympy.Eq) or len(symbols) != 1 or not hasattr(frame, "filename"):
+            continue
+        sources, size = environment.var_to_sources.get(symbols[0], []), environment.backed_var_to_val.get(symbols[0])
+        if not sources or size is None or any(guard.expr.subs(symbols[0], size * by) == sympy.true for by in (2, 3, 5)):
+            continue
+        found.append((str(sources[0].name), frame.filename, int(frame.lineno or 0), str(frame.name)))
+    return found
+
+
+def shape_environment(program: torch.export.ExportedProgram) -> Any:
+    """Return what knows the symbols of a traced program's sizes; None for a program without tensors."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
+
+
 def is_about_data(error: BaseException) -> bool:
     """Tell whether torch.export failed as a size or a branch depends on the values of tensors."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
+
+
+@contextlib.contextmanager
+def as_if_exported() -> Iterator[None]:
+    """Let code that asks whether torch.export traces it get to hear that it does."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
 
 
 def unchecked_size(fake: Any) -> Any:

@@ -35,6 +35,7 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
@@ -146,20 +147,21 @@ def answered(step: TorchStep, branches: Branches) -> Iterator[None]:
 class _Decided(TorchFunctionMode):
     """Answer the branches that are decided, and sample grids in operators whose gradients are known.
 
-    What the same mask selects has one size.
+    Sizes that are computed by tensors stay sizes. What the same mask selects has one size.
     """
 
     def __init__(self, branches: Branches) -> None:
         super().__init__()
         self._branches = branches
         self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+        self._sizes = SizesInTensors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _caller()
         if func in _ASKS and place in self._branches.decided:
             return self._branches.decided[place]
         func = _IN_OTHER_OPERATORS.get(func, func)
-        result = func(*args, **(kwargs or {}))
+        result = self._sizes.called(func, args, kwargs or {})
         if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             # With the mask itself, so that no other gets its id; written into, it is another one.
             key = id(args[1]), args[1]._version

@@ -25,6 +25,7 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export.reporting import WHO
 
 if TYPE_CHECKING:
+    from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.torch_step import TorchStep
 
 _PACKAGES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, gradfuse))
@@ -125,12 +126,36 @@ class Sizes:
         found = _CONSTANT.search(str(error))
         if found is None:
             return None
-        names = step.input_names if found[1] == "inputs" else step.target_names
+        return self._text(_names(step, found[1])[int(found[2])], int(found[3]), int(found[4]))
+
+    def explain_constants(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> str | None:
+        """Return which axis of the batch has one size in a traced program although it may vary; None: none has."""
+        values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+        given = list(program.graph_signature.user_inputs)
+        tensors = given[len(step.state) : len(step.state) + len(step.batch)]
+        for name, placeholder in zip(step.batch, tensors, strict=True):
+            for axis in shapes.names.get(name, {}):
+                size = values[placeholder].shape[axis]
+                if isinstance(size, int) and (name, axis) not in shapes.automatic:
+                    return self._text(name, axis, size)
+        for source, filename, line, function in private.sizes_that_stay(program):
+            found = _AXIS.search(source)
+            if found is not None and is_users(filename):
+                name, axis = _names(step, found[1])[int(found[2])], int(found[3])
+                self.places.insert(0, f"{function} ({os.path.basename(filename)}:{line})")
+                return self._text(name, axis, step.batch[name].shape[axis])
+        return None
+
+    def _text(self, name: str, axis: int, size: int) -> str:
         why = f", by {self.places[0]}" if self.places else ""
         return (
-            f"axis {found[3]} of {names[int(found[2])]!r} has size {found[4]} in all of the traced step{why}, and "
-            "cannot vary as dynamic_shapes says; expected code for any size, or this axis static"
+            f"axis {axis} of {name!r} has size {size} in all of the traced step{why}, and cannot vary as "
+            "dynamic_shapes says; expected code for any size, or this axis static"
         )
+
+
+def _names(step: TorchStep, which: str) -> tuple[str, ...]:
+    return step.input_names if which == "inputs" else step.target_names
 
 
 def warn_of_multiples(step: TorchStep, program: ExportedProgram) -> None:
@@ -139,9 +164,9 @@ def warn_of_multiples(step: TorchStep, program: ExportedProgram) -> None:
         found = _AXIS.search(source)
         if found is None or not is_users(filename):
             continue
-        names = step.input_names if found[1] == "inputs" else step.target_names
+        name = _names(step, found[1])[int(found[2])]
         warnings.warn(
-            f"{WHO}: axis {found[3]} of {names[int(found[2])]!r} is taken to be a multiple of {number}, as in this "
+            f"{WHO}: axis {found[3]} of {name!r} is taken to be a multiple of {number}, as in this "
             f"batch, since {function} ({os.path.basename(filename)}:{line}) asks for it; pad other batches to one",
             stacklevel=5,
         )
@@ -169,10 +194,9 @@ def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> st
     """Return what to say of an operator of a program that has no translation."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(_is_complex(node) for node in nodes if str(node.target) == operator):
-        operator = str(next(node.target for node in nodes if _is_complex(node)))
         return (
-            f"{operator}{_called(step, operator)} computes complex numbers, which have no ONNX translation; expected "
-            "real ones, such as products with cosines and sines"
+            f"{operator}{_called(step, operator)} has no ONNX translation for complex numbers; expected real ones, or "
+            "products, quotients and sums"
         )
     return f"{operator}{_called(step, operator)} has no ONNX translation; expected other operators that compute it"
 

@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from gradfuse.export._torch_private import known_equal
+from gradfuse.export._torch_private import known_true
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _reshape(node: Node, source: Any, whole: Any, view: Sequence[Any]) -> None:
     sizes, strides, *offset = (_known(one) for one in view)
     value = whole.meta["val"]
     in_order = _is_dense(value.shape, value.stride()) and _is_dense(sizes, strides)
-    if (offset and offset[0]) or not known_equal(math.prod(value.shape), math.prod(sizes)):
+    if (offset and offset[0]) or not _equal(math.prod(value.shape), math.prod(sizes)):
         return
     if not in_order and not _have_same_axes((value.shape, value.stride()), (sizes, strides)):
         return
@@ -77,6 +77,11 @@ def _reshape(node: Node, source: Any, whole: Any, view: Sequence[Any]) -> None:
     graph.erase_node(node)
 
 
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal."""
+    return known_true(a == b)
+
+
 def _known(argument: Any) -> Any:
     """Return what a node, or a list of nodes and numbers, stands for."""
     if isinstance(argument, (list, tuple)):
@@ -88,7 +93,7 @@ def _is_dense(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
     """Whether elements lie in memory in their order, without gaps."""
     expected: Any = 1
     for size, stride in reversed(list(zip(sizes, strides, strict=True))):
-        if not known_equal(size, 1) and not known_equal(stride, expected):
+        if not _equal(size, 1) and not _equal(stride, expected):
             return False
         expected = expected * size
     return True
@@ -97,12 +102,9 @@ def _is_dense(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
 def _have_same_axes(one: tuple[Sequence[Any], Sequence[Any]], other: tuple[Sequence[Any], Sequence[Any]]) -> bool:
     """Whether the axes of more than one element have the same sizes and strides, in the same order."""
     axes, others = (
-        [axis for axis in zip(sizes, strides, strict=True) if not known_equal(axis[0], 1)]
-        for sizes, strides in (one, other)
+        [axis for axis in zip(sizes, strides, strict=True) if not _equal(axis[0], 1)] for sizes, strides in (one, other)
     )
     if len(axes) != len(others):
         return False
     pairs = zip(axes, others, strict=True)
-    return all(
-        known_equal(size, others_size) and known_equal(stride, step) for (size, stride), (others_size, step) in pairs
-    )
+    return all(_equal(size, others_size) and _equal(stride, step) for (size, stride), (others_size, step) in pairs)

@@ -22,7 +22,7 @@ from gradfuse.custom_ops import functions
 from gradfuse.differentiation.differentiate import infer
 from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, explaining, gradients, recurrences, standins
+from gradfuse.export import dropout, explaining, gradients, narrow_types, recurrences, standins
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
@@ -104,6 +104,7 @@ def translate(
             raise refusal(one_line(error)) from error
     standins.put_bodies_in(model)
     simplify(model)
+    narrow_types.compute_wider(model, step)
     functions.attach(model)
     return model
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradfuse.errors import ExportError
+from gradfuse.errors import ExportError, GradfuseError, one_line
 
 if TYPE_CHECKING:
     from gradfuse.passes.progress import Progress
@@ -71,6 +73,29 @@ class Parts:
         """Tell that a part begins."""
         if self._progress is not None:
             self._progress(part, _PARTS.index(part), len(_PARTS))
+
+
+@contextlib.contextmanager
+def mistakes_named() -> Iterator[None]:
+    """Turn an exception that no part of an export expects into a refusal that says where it comes from.
+
+    What the user's own function raises, such as one that is told of progress, stays as it is.
+    """
+    try:
+        yield
+    except GradfuseError:
+        raise
+    except Exception as error:
+        # Whatever it is, it is a mistake of this package.
+        from gradfuse.export.explaining import is_users
+
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        if is_users(where.filename):
+            raise
+        raise refusal(
+            f"{type(error).__name__} in {os.path.basename(where.filename)}:{where.lineno}: {one_line(error)}; expected "
+            "an export or a reason, so this is a mistake in gradfuse: please report it with the module"
+        ) from error
 
 
 @contextlib.contextmanager

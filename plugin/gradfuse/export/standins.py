@@ -61,27 +61,28 @@ torch.library.register_fake("gradfuse::stop_gradient", lambda input: torch.empty
 # Decompositions compute what depends on constants of the module alone.
 _library.impl("stop_gradient", lambda input: input.clone(), "CompositeExplicitAutograd")
 
+STOP_GRADIENT = torch.ops.gradfuse.stop_gradient.default
+
 
 def keep_stops(program: ExportedProgram) -> None:
     """Mark where gradients end in a traced program, by `detach` or `no_grad`: decompositions forget it."""
-    stop = torch.ops.gradfuse.stop_gradient.default
     for module in program.graph_module.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue
         for node in list(module.graph.nodes):
             if node.target is aten.detach.default:
-                node.target = stop
+                node.target = STOP_GRADIENT
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
                 for result in list(node.users):
                     if isinstance(result.meta.get("val"), torch.Tensor):
-                        _stop_behind(result, stop)
+                        _stop_behind(result)
         module.recompile()
 
 
-def _stop_behind(node: torch.fx.Node, stop: Any) -> None:
+def _stop_behind(node: torch.fx.Node) -> None:
     users = list(node.users)
     with node.graph.inserting_after(node):
-        stopped = node.graph.call_function(stop, (node,))
+        stopped = node.graph.call_function(STOP_GRADIENT, (node,))
     stopped.meta = dict(node.meta)
     for user in users:
         user.replace_input_with(node, stopped)
@@ -107,7 +108,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         return _node("SafeSoftmax", self if dtype is None else op.Cast(self, to=dtype), axis=dim)
 
     table: dict[Any, Callable[..., Any]] = {
-        torch.ops.gradfuse.stop_gradient.default: stop_gradient,
+        STOP_GRADIENT: stop_gradient,
         aten.embedding.default: embedding,
         aten._safe_softmax.default: safe_softmax,
     }

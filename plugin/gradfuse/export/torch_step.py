@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.leaves import MadeTensors, refuse_foreign_leaves
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.training.optimizers import Optimizer
@@ -194,6 +195,12 @@ class TorchStep:
         return max(self.eps, 0.0 if self.autocast is None else torch.finfo(self.autocast).eps)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether tensors of the step, or what autocast makes of them, are of a type narrower than float32."""
+        types = {self.autocast, *(tensor.dtype for tensor in (*self.state.values(), *self.batch.values()))}
+        return bool(types & {torch.float16, torch.bfloat16})
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is multiplied by a scale before its gradients are taken."""
         return self.optimizer is not None and self.optimizer.loss_scaling is not None
@@ -234,8 +241,9 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
+        made = MadeTensors()
         try:
-            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn:
+            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made:
                 value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
@@ -244,7 +252,7 @@ class TorchStep:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
-        _refuse_foreign_leaves(value, leaves, (*inputs, *targets))
+        refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
         for name, tensor in state.items():
             if name not in self.buffers and private.version(tensor) != versions[name]:
                 raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
@@ -391,18 +399,3 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
         if gradient.layout != torch.strided:
             raise refusal(f"the gradient of {name!r} is {gradient.layout}; expected torch.strided")
     return found
-
-
-def _refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor]) -> None:
-    """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing.
-
-    A module may make what it gets require gradients, as is done for checkpointing. Nobody reads those.
-    """
-    known = {id(leaf) for leaf in leaves.values()}
-    given = {tensor.untyped_storage().data_ptr() for tensor in batch}
-    for leaf in private.graph_leaves(value):
-        if id(leaf) not in known and leaf.untyped_storage().data_ptr() not in given:
-            raise refusal(
-                f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
-                "or the loss; expected a loss that is a module with this parameter"
-            )

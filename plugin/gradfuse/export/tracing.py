@@ -25,7 +25,7 @@ from gradfuse.export import (
     recurrences,
     standins,
 )
-from gradfuse.export.decompositions import forward
+from gradfuse.export.decompositions import complex_numbers, forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
@@ -79,6 +79,9 @@ def forward_program(
         raise refusal(
             sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
         ) from error
+    constant = sizes.explain_constants(step, program, shapes)
+    if constant is not None:
+        raise refusal(constant)
     branches.warn_of_assumptions(taken)
     explaining.warn_of_multiples(step, program)
     standins.keep_stops(program)
@@ -104,6 +107,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
         table = private.decompositions_of_export(onnx_model.OPSET, onnx_model.translations().keys())
     table.update(torch.export.default_decompositions())
     table.update(forward.table())
+    table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
     layouts.copy_where_needed(program)
@@ -111,6 +115,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
             program = program.run_decompositions(table)
+            complex_numbers.read_parts(program)
             if fuse:
                 recurrences.fuse_recurrences(program)
             if batch_norm:

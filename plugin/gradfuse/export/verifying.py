@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradfuse.checking import bounds
 from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
+from gradfuse.export import _torch_private as private
 from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import Rounding
@@ -29,6 +30,8 @@ from gradfuse.export.torch_step import Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
+
+_NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
 Run = Callable[[TorchStep, Callable[[Tensor], Tensor]], Arrays]
 """Returns the outputs of a step to whose tensors a function is applied first."""
@@ -57,6 +60,30 @@ def truth_of(step: TorchStep, native: Outcome) -> Truth:
         # A counter may be the index of something.
         distinct, own = step, _named(native, native.changed)
     return Truth.of(distinct, own, run, (*step.trainable, *native.changed))
+
+
+@contextlib.contextmanager
+def traced_as_run(step: TorchStep, native: Outcome) -> Iterator[None]:
+    """Say of a refusal if the module itself computes something else, or fails, when it is traced.
+
+    Raises:
+        ExportError: the step is refused.
+    """
+    try:
+        yield
+    except ExportError as error:
+        wanted = "expected the same, as where masks and positions are arguments"
+        asks = "the module asks torch.compiler.is_exporting() or the like, and"
+        try:
+            with undisturbed(step), private.as_if_exported():
+                traced = float(step.run().loss)
+        except ExportError as failure:
+            text = str(failure).removeprefix(f"{WHO}: ")
+            raise refusal(f"{asks} fails where that is so: {text}; {wanted}") from error
+        loss = float(native.loss)
+        if abs(traced - loss) > bounds.ROUNDINGS_OF_KERNELS * step.eps_of_activations * abs(loss):
+            raise refusal(f"{asks} its loss is {traced:.6g} where that is so, but {loss:.6g} else; {wanted}") from error
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +209,11 @@ class Truth:
         What does not pass must pass with the decisions of whole numbers, such as the bucket of a distance, that the
         model makes in its own types; or at parameters and a batch that are a thousandth larger or smaller: a constant
         whose rounding moves an activation over a kink will not do so there. Without float64 kernels for the model, or a
-        float64 run of the module, nothing is compared.
+        float64 run of the module, nothing is compared; nor where the module itself rounds to a narrow type.
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
+            return
+        if not self.step.is_narrow and float_types(ir.from_proto(model)) & _NARROW:
             return
         try:
             session = ReferenceSession(ir.from_proto(model), f"{WHO}: the {which} model")
@@ -417,14 +446,13 @@ def _run(model: onnx.ModelProto, feeds: Mapping[str, npt.NDArray[Any]], which: s
     loaded = ir.from_proto(model)
     source = f"{WHO}: the {which} model"
     needed = {value.name: feeds[value.name] for value in model.graph.input}
-    narrow = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
     try:
         return Session(loaded, source).run(needed)
     except ModelError as error:
-        if not float_types(loaded) & narrow:
+        if not float_types(loaded) & _NARROW:
             raise ExportError(str(error)) from error
     wide = {
-        name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in narrow else array
+        name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in _NARROW else array
         for name, array in needed.items()
     }
     try:

@@ -1,0 +1,49 @@
+"""The trainable tensors that a loss depends on. This module imports torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradfuse.export import _torch_private as private
+from gradfuse.export.reporting import refusal
+
+
+class MadeTensors(TorchFunctionMode):
+    """Notes the tensors that functions return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        made = self._made.get(id(tensor))
+        return made is not None and made() is tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_leaf and not any(result is one for one in args):
+            self._made[id(result)] = weakref.ref(result)
+        return result
+
+
+def refuse_foreign_leaves(
+    value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor], made: MadeTensors
+) -> None:
+    """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing.
+
+    A module may make what it gets require gradients, as is done for checkpointing, or what it makes itself. Nobody
+    reads those.
+    """
+    known = {id(leaf) for leaf in leaves.values()}
+    given = {tensor.untyped_storage().data_ptr() for tensor in batch}
+    for leaf in private.graph_leaves(value):
+        if id(leaf) not in known and leaf not in made and leaf.untyped_storage().data_ptr() not in given:
+            raise refusal(
+                f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
+                "or the loss; expected a loss that is a module with this parameter"
+            )

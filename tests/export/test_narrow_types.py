@@ -1,0 +1,53 @@
+"""bfloat16 within a step of float32: stock onnxruntime runs it on a CPU, with PyTorch's roundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import export_training_step
+from gradfuse.testing import assert_gradients_close
+
+DYNAMIC = ({0: "batch"},), ({0: "batch"},)
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))  # type: ignore[no-any-return]
+
+
+def biased(h: Tensor) -> Tensor:
+    """As positions are, in ALiBi."""
+    slopes = torch.linspace(0.01, 0.3, 8).bfloat16()
+    return h + (slopes * torch.arange(h.shape[0]).unsqueeze(1)).to(h.dtype)
+
+
+def multiplied(h: Tensor) -> Tensor:
+    weight = torch.linspace(-1.0, 1.0, 64).view(8, 8).bfloat16()
+    return (h.bfloat16() @ weight).relu().to(h.dtype) + h
+
+
+@pytest.mark.parametrize("function", [biased, multiplied])
+def test_bfloat16_within_a_step_of_float32(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module = Between(function)
+    batches = [((torch.randn(items, 6),), (torch.arange(items) % 5,)) for items in (3, 7)]
+    step = export_training_step(module, F.cross_entropy, batches[0], dynamic_shapes=DYNAMIC)
+    results = run(step, batches[1], kernels=False)
+    # With products in bfloat16, the order of sums decides how they are rounded.
+    rounding = 2.0**-8 if function is multiplied else 0.0
+    native = autograd(module, F.cross_entropy, batches[1], torch.float32, step)
+    for name, result in results.items():
+        terms = 8 * max(np.abs(array).max() for array in native.values()) * (1 + rounding / np.finfo(np.float32).eps)
+        assert_gradients_close(result, native[name], native[name].astype(np.float64), np.float32, terms=terms)
