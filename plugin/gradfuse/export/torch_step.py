@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -235,7 +235,7 @@ class TorchStep:
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         try:
-            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn:
+            with lengths_as_tensors(), _Made() as made, SeededDropout(state.get(DROPOUT_SEED)) as drawn:
                 value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
@@ -244,7 +244,7 @@ class TorchStep:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
-        _refuse_foreign_leaves(value, leaves, (*inputs, *targets))
+        _refuse_foreign_leaves(value, leaves, (*inputs, *targets), made.addresses)
         for name, tensor in state.items():
             if name not in self.buffers and private.version(tensor) != versions[name]:
                 raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
@@ -357,7 +357,8 @@ def _tensors(part: Any, which: str) -> tuple[Tensor, ...]:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise refusal(f"{which} of the batch hold {kind(tensor)}; expected tensors")
-    return tensors
+    # torch.export guards what a view shares with its base, and cannot check that.
+    return tuple(tensor.detach().clone() for tensor in tensors)
 
 
 def _argument_names(
@@ -393,16 +394,41 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def _refuse_foreign_leaves(value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor]) -> None:
+class _Made(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where the tensors are that are made under it.
+
+    Attributes:
+        addresses: those of their memory. What was there before, and still is, has none of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.addresses |= _addresses(private.tensors_in(result)) - _addresses(private.tensors_in((args, kwargs)))
+        return result
+
+
+def _addresses(values: Iterable[Any]) -> set[int]:
+    tensors = (value for value in values if isinstance(value, Tensor) and value.layout == torch.strided)
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _refuse_foreign_leaves(
+    value: Tensor, leaves: Mapping[str, Tensor], batch: Sequence[Tensor], made: set[int]
+) -> None:
     """Refuse a loss that depends on trainable tensors registered nowhere: their gradients would be missing.
 
-    A module may make what it gets require gradients, as is done for checkpointing. Nobody reads those.
+    A module may make what it gets or computes require gradients, as is done for checkpointing. Nobody reads those.
     """
     known = {id(leaf) for leaf in leaves.values()}
-    given = {tensor.untyped_storage().data_ptr() for tensor in batch}
+    unread = _addresses(batch) | made
     for leaf in private.graph_leaves(value):
-        if id(leaf) not in known and leaf.untyped_storage().data_ptr() not in given:
-            raise refusal(
-                f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
-                "or the loss; expected a loss that is a module with this parameter"
-            )
+        if id(leaf) in known or (not isinstance(leaf, nn.Parameter) and not _addresses([leaf]).isdisjoint(unread)):
+            continue
+        raise refusal(
+            f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
+            "or the loss; expected a loss that is a module with this parameter"
+        )
