@@ -111,7 +111,7 @@ $(ORT_TRAINING)/.installed: $(INSTALLED)
 test-ort-training: $(ORT_TRAINING)/.installed
 	$(BIN)/python -m pytest -m ort_training $(PYTEST_ARGS) tests/ort_training
 
-# transformers and skl2onnx, beside the packages of the other tests. timm is apart, for its own cases alone: PyPI has
+# transformers, peft and skl2onnx, beside the packages of the other tests. timm is apart, for its own cases alone: PyPI has
 # torchvision for CUDA only, which neither loads beside a torch for CPUs nor lets transformers load there. TensorFlow has
 # an environment of its own.
 MODELS := .venv-models
@@ -121,7 +121,7 @@ $(MODELS)/.installed: $(INSTALLED)
 	echo "import site; site.addsitedir('$$site')" > \
 	    $$($(MODELS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
 	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
-	    transformers==5.23.0 skl2onnx==1.20.0
+	    transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 skl2onnx==1.20.0
 	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
 	    --no-deps --upgrade --target $(MODELS)/timm torchvision==0.28.0 timm==1.0.31
 	$(PYTHON) -m venv $(MODELS)/tensorflow
@@ -130,6 +130,7 @@ $(MODELS)/.installed: $(INSTALLED)
 	@touch $@
 
 test-models: $(MODELS)/.installed
+	HF_HUB_OFFLINE=1 $(MODELS)/bin/python -m pytest -m models tests/real_models
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests:tests/support $(MODELS)/bin/python -m real_models.run --page docs/models.md $(MODEL_CASES)
 
 WEB := samples/web

@@ -14,14 +14,16 @@ from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site,
 from gradfuse.passes.reading import Form, is_float
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
+_SAME = {"Cast", "Flatten", "Gather", "Identity", "Neg", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 _NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for
 
 
 class FuseMseLossBackwardPass(FusePass):
     """Finds, in a value P, a difference d = x - t of two tensors of the graph with P = r d, r a single term, and
 
-    1. r depends on no index and x and t are no constants, or d * d times r goes into an output: many computations, the
-       backward of LayerNorm and the making of masks among them, have the loose form of a product with a difference;
+    1. r depends on no index, x and t have P's shape, and one of them comes from an input of the graph as a loss's target
+       does: as it is, in another view or type, or times a number; or d * d times r goes into an output. Many
+       computations, normalisations and sampling among them, have the loose form of a product with a difference;
     2. d is a subtraction of the graph; or r depends on no index and is not one, and x and t are of P's shape;
     3. x and t are values of P's type.
 
@@ -36,9 +38,10 @@ class FuseMseLossBackwardPass(FusePass):
         differences = [
             (minuend, subtrahend, difference, ratio)
             for minuend, subtrahend, weighted, difference, ratio in _differences(site, root, form)
-            if not (site.algebra.free(ratio) or _has_constant(site, minuend, subtrahend)) or weighted()
+            if (not site.algebra.free(ratio) and _has_target(site, root, minuend, subtrahend)) or weighted()
         ]
-        candidates = differences or _unwritten_differences(site, root, form)
+        unwritten = (found for found in _unwritten_differences(site, root, form) if _has_target(site, root, *found[:2]))
+        candidates = differences or unwritten
         return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
 
     def possible(self, site: Site, form: Form) -> bool:
@@ -198,9 +201,31 @@ def _squares(site: Site, value: ir.Value) -> Iterator[ir.Value]:
             yield from _squares(site, node.outputs[0])
 
 
-def _has_constant(site: Site, *operands: ir.Value) -> bool:
-    """Whether an operand of a difference is a constant, as in 1 - mask."""
-    return any(site.forms.constant(value) is not None for value in operands)
+def _has_target(site: Site, root: ir.Value, *operands: ir.Value) -> bool:
+    """Whether the operands of a difference have the root's shape, and one of them may be a loss's target."""
+    alike = all(site.knows(value) and site.extents(value) == site.extents(root) for value in operands)
+    constant = any(site.forms.constant(value) is not None for value in operands)
+    return alike and not constant and any(_is_given(site, value) for value in operands)
+
+
+def _is_given(site: Site, value: ir.Value) -> bool:
+    """Whether a value is an input of the graph, but for a view, its type and a number that multiplies it."""
+    while (node := value.producer()) is not None:
+        source = None if node.domain else node.inputs[0] if node.inputs else None
+        if node.op_type in ("Mul", "Div") and source is not None:
+            first, second = node.inputs
+            if second is None or not _is_number(site, second):
+                source = second if node.op_type == "Mul" and _is_number(site, source) else None
+        elif node.op_type not in _SAME:
+            source = None
+        if source is None:
+            return False
+        value = source
+    return value.is_graph_input()
+
+
+def _is_number(site: Site, value: ir.Value) -> bool:
+    return site.knows(value) and all(extent.constant == 1 for extent in site.extents(value))
 
 
 def _is_two(site: Site, value: ir.Value | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -110,6 +111,7 @@ class Report:
         plain = asdict(self)
         for fusion, entry in zip(self.fusions, plain["fusions"], strict=True):
             entry["bytes_saved"] = fusion.bytes_saved
+        plain["given"] = dict(self.given)
         return plain
 
     def __str__(self) -> str:
@@ -139,7 +141,13 @@ class Report:
         if self.given:
             named = (op if count == 1 else f"{count} {op}" for op, count in sorted(self.given.items()))
             lines.append(f"  operators that the model came with: {', '.join(named)}")
-        lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in self.near_misses]
+        unprofitable = Counter(m.rule for m in self.near_misses if m.match)
+        # What only the cost decided is nothing to act on: of several, one line an operator.
+        shown = (m for m in self.near_misses if not m.match or unprofitable[m.rule] == 1)
+        lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in shown]
+        lines += [
+            f"  left alone: {count} {rule}: not profitable, as predicted" for rule, count in unprofitable.items() if count > 1
+        ]
         return lines
 
     def _count(self, op: str) -> tuple[int, int]:

@@ -261,9 +261,39 @@ class Pooling(nn.Module):
         return self.last(F.adaptive_avg_pool2d(hidden, 1).flatten(1))  # type: ignore[no-any-return]
 
 
-def test_inputs_may_be_made_to_require_gradients() -> None:
+class RequiringHidden(Asking):
+    """What a frozen layer gives is made to require gradients, as peft and transformers do for checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def asked(self, x: Tensor) -> Tensor:
+        return self.frozen(x).requires_grad_().tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("module", [Requiring, RequiringHidden])
+def test_inputs_and_hidden_values_may_be_made_to_require_gradients(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    _compared(Requiring(), _batch(4))
+    _compared(module(), _batch(4))
+
+
+class MakingParameter(Asking):
+    """A parameter that the first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("made", None)
+
+    def asked(self, x: Tensor) -> Tensor:
+        if self.made is None:
+            self.made = nn.Parameter(torch.ones(6))
+        return x * self.made
+
+
+def test_a_parameter_that_the_first_call_makes_is_refused() -> None:
+    with pytest.raises(ExportError, match=r"trainable tensor of shape \(6,\) that is no parameter"):
+        export_training_step(MakingParameter(), F.cross_entropy, _batch(4))
 
 
 @pytest.mark.long

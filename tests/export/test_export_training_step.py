@@ -676,12 +676,27 @@ def test_data_dependent_shapes_are_refused() -> None:
     assert "torch.export cannot trace the step: the module decides by the value of a tensor" in one_line(error)
 
 
-def test_a_trainable_tensor_outside_the_module_is_refused() -> None:
-    outside = nn.Parameter(torch.ones(5))
+@pytest.mark.parametrize("read", [lambda outside: outside, lambda outside: outside[:], lambda outside: outside.add_(0)])
+def test_a_trainable_tensor_outside_the_module_is_refused(read: Callable[[Tensor], Tensor]) -> None:
+    outside = torch.ones(5)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * read(outside).requires_grad_(), target)
+
     with pytest.raises(ExportError, match=r"trainable tensor of shape \(5,\) that is no parameter"):
-        export_training_step(
-            Mlp(), lambda output, t: F.cross_entropy(output * outside, t), (torch.randn(4, 6), classes(4))
-        )
+        export_training_step(Mlp(), loss, (torch.randn(4, 6), classes(4)))
+
+
+def test_views_of_one_tensor_are_a_batch() -> None:
+    torch.manual_seed(0)
+    module = Language()
+    tokens = torch.randint(0, 5, (3, 8))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    shapes = {0: "batch", 1: "length"}, {0: "batch", 1: "length"}
+    step = export_training_step(
+        module, tokens_loss, (tokens[:, :-1], tokens[:, 1:]), optimizer, dynamic_shapes=shapes
+    )
+    assert step.evaluation_model is not None
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

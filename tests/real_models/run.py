@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
 
 def step_cases() -> dict[str, StepCase]:
     """Return the cases that begin at a module."""
-    from real_models import further_cases, wider_cases  # noqa: F401
+    from real_models import adapter_cases, further_cases, wider_cases  # noqa: F401
     from real_models.step_cases import CASES
 
     return CASES

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, explaining, onnx_model, recurrences, tracing
+from gradfuse.export import branches, explaining, onnx_model, pools, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -71,7 +71,7 @@ class _Traced(nn.Module):
             name: value.clone() if name in step.buffers else value
             for name, value in zip(step.state, values, strict=True)
         }
-        with lengths_as_tensors(), recurrences.scanned(), branches.answered(step, taken):
+        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), branches.answered(step, taken):
             return _outputs(step, copies, inputs)
 
 

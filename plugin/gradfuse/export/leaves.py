@@ -26,8 +26,9 @@ class MadeTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_leaf and not any(result is one for one in args):
-            self._made[id(result)] = weakref.ref(result)
+        for one in private.tensors_in(result):
+            if isinstance(one, Tensor) and one.is_leaf and not any(one is given for given in args):
+                self._made[id(one)] = weakref.ref(one)
         return result
 
 

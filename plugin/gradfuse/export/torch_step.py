@@ -365,7 +365,8 @@ def _tensors(part: Any, which: str) -> tuple[Tensor, ...]:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise refusal(f"{which} of the batch hold {kind(tensor)}; expected tensors")
-    return tensors
+    # torch.export guards what a view shares with its base, and cannot check that.
+    return tuple(tensor.detach().clone() for tensor in tensors)
 
 
 def _argument_names(

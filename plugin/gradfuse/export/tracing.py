@@ -21,6 +21,7 @@ from gradfuse.export import (
     explaining,
     layouts,
     onnx_model,
+    pools,
     promotion,
     recurrences,
     standins,
@@ -168,7 +169,7 @@ class _Traced(nn.Module):
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
-        with lengths_as_tensors(), recurrences.scanned(), branches.answered(step, taken):
+        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), branches.answered(step, taken):
             value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)

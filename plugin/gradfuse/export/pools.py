@@ -1,0 +1,86 @@
+"""Maximum pooling whose traced program holds for dynamic sizes.
+
+PyTorch traces `max_pool1d` for one length. With `ceil_mode` it drops a last window that would begin behind the input and
+its padding: whether there is one depends on the sizes, and PyTorch takes what holds for those of the example.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_AXES = {
+    F.max_pool1d: 1,
+    F.max_pool2d: 2,
+    F.max_pool3d: 3,
+    torch.max_pool1d: 1,
+    torch.max_pool2d: 2,
+    torch.max_pool3d: 3,
+}
+_SETTINGS = 6
+"""The arguments ahead of `return_indices`."""
+_POOLS = {2: torch.max_pool2d, 3: torch.max_pool3d}
+
+
+@contextlib.contextmanager
+def sized() -> Iterator[None]:
+    """Let maximum pooling under this be traced for any sizes."""
+    with _Sized():
+        yield
+
+
+class _Sized(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        settings = dict(kwargs or {})
+        if func in _AXES and 0 < len(args) <= _SETTINGS and not settings.pop("return_indices", False):
+            axes = _AXES[func]
+            if not all(isinstance(size, int) for size in args[0].shape[-axes:]):
+                return pool(axes, *args, **settings)
+        return func(*args, **(kwargs or {}))
+
+
+def pool(
+    axes: int,
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """Maximum pooling over the last axes, as PyTorch's `max_pool1d` and its kin, in steps whose sizes are formulas."""
+    kernel = _per_axis(kernel_size, axes)
+    # A list without elements is no stride as well.
+    strides = kernel if stride is None or stride == () or stride == [] else _per_axis(stride, axes)
+    paddings, dilations = _per_axis(padding, axes), _per_axis(dilation, axes)
+    widths = [dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True)]
+    legal = all(0 <= 2 * pad <= size for pad, size in zip(paddings, kernel, strict=True))
+    late = [step + pad > width for step, pad, width in zip(strides, paddings, widths, strict=True)]
+    if ceil_mode and any(late) and legal and input.is_floating_point():
+        # The windows that count are those of a wider border on the right without `ceil_mode`. On an axis where none can
+        # begin behind the input these are ceil((n + 2 pad - width) / step) + 1, elsewhere ceil((n + pad) / step).
+        wider = [
+            width - 1 - pad if begins_late else step - 1
+            for width, pad, step, begins_late in zip(widths, paddings, strides, late, strict=True)
+        ]
+        if any(wider):
+            input = F.pad(input, [end for width in reversed(wider) for end in (0, width)], value=-math.inf)
+        ceil_mode = False
+    if axes > 1:
+        return _POOLS[axes](input, kernel, strides, paddings, dilations, ceil_mode)
+    one_row = [[1, *kernel], [1, *strides], [0, *paddings], [1, *dilations]]
+    return torch.max_pool2d(input.unsqueeze(-2), *one_row, ceil_mode).squeeze(-2)
+
+
+def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
