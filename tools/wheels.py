@@ -94,6 +94,8 @@ PLATFORMS = {
     "linux-x86_64": Platform("x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64", "Linux", "x86_64"),
     "linux-aarch64": Platform("aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64", "Linux", "aarch64"),
     "windows-x86_64": Platform("x86_64-windows-gnu", "win_amd64", "Windows", "AMD64"),
+    "macos-arm64": Platform("aarch64-macos.11.0", "macosx_11_0_arm64", "Darwin", "arm64"),
+    "macos-x86_64": Platform("x86_64-macos.11.0", "macosx_11_0_x86_64", "Darwin", "x86_64"),
 }
 
 
@@ -273,19 +275,8 @@ def environment(name: str, python: Path, wheel: Path, *pins: str) -> Path:
 def pytest(python: Path, variables: Mapping[str, str], *names: str) -> None:
     """Run the tests of installations, which find no gradfuse but the installed one."""
     installed = ROOT / "tests" / "installed"
-    given = {**os.environ, **variables, "PYTHONPATH": str(ROOT / "tests")}
-    options: list[str | Path] = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        installed,
-        f"--confcutdir={installed}",
-    ]
-    options += ["--import-mode=importlib", "-rs"]
-    run(python, "-m", "pytest", *options, *(installed / name for name in names or [""]), cwd=BUILD, env=given)
+    paths = [installed / name for name in names or [""]]
+    run(python, "-m", "pytest", "-q", "-c", installed / "standalone.ini", *paths, cwd=BUILD, env=os.environ | variables)
 
 
 def _wine() -> Path:
