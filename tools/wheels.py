@@ -30,6 +30,8 @@ from debian import FetchError, fetch_headers
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build" / "wheels", ROOT / "dist"
 SOURCE = BUILD / "source"
+# zig's, which are in the home directory otherwise.
+CACHES = {name: str(BUILD / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
 
 # Compiles a program beside its place, and puts there what starts it in an emulator.
 EMULATED = """\
@@ -172,9 +174,8 @@ def zig() -> Path:
 def _backend(hook: str, source: Path, folder: Path, settings: Mapping[str, str]) -> None:
     """Call scikit-build-core, in a process of its own, whose working folder is the project as the standard asks."""
     code = f"import sys, json, scikit_build_core.build as b; b.{hook}(sys.argv[1], json.loads(sys.argv[2]))"
-    caches = {name: str(BUILD / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, **caches, "PATH": path}
+    environment = {**os.environ, **CACHES, "PATH": path}
     environment.pop("CMAKE_CXX_COMPILER_LAUNCHER", None)
     run(sys.executable, "-c", code, folder, json.dumps(settings), cwd=source, env=environment)
 
@@ -267,8 +268,9 @@ def environment(name: str, python: Path, wheel: Path, *pins: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", "--without-pip", folder)
     inside = folder / "bin" / "python"
+    # Little of what is installed is ever imported: it need not be compiled.
     run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", inside,
-        "install", wheel, *(pins or ["onnxruntime"]), "pytest")  # fmt: skip
+        "install", "--no-compile", wheel, *(pins or ["onnxruntime"]), "pytest")  # fmt: skip
     return inside
 
 
@@ -312,7 +314,8 @@ def _compiler(name: str) -> Path:
         compile = EMULATED.format(compiler=f"{zig()} c++ -target {platform.target}", run=f"{emulator} -L {system}")
     elif platform.system == "Windows":
         compile = IN_WINE.format(compiler=f"{zig()} c++ -target {platform.target}", wine=_wine(), folder=script.parent)
-    script.write_text(f"#!/usr/bin/env bash\n{compile}", encoding="utf-8")
+    caches = "".join(f"export {name}={value}\n" for name, value in CACHES.items())
+    script.write_text(f"#!/usr/bin/env bash\n{caches}{compile}", encoding="utf-8")
     script.chmod(0o755)
     return script
 
