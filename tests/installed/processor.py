@@ -29,11 +29,13 @@ def assert_widest_loops(offered: list[str]) -> None:
     GRADFUSE_PROCESSOR names the processor of an emulator.
     """
     if os.environ.get("GRADFUSE_PROCESSOR", platform.machine()).lower() in ("aarch64", "arm64"):
-        assert offered == ["scalar", "neon"]
+        assert offered == ["scalar", "neon"], offered
     elif sys.platform == "win32":
-        assert ("avx2" in offered) == bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(AVX2_OF_WINDOWS))
+        avx2 = bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(AVX2_OF_WINDOWS))
+        assert ("avx2" in offered) == avx2, offered
     else:
-        assert offered == _loops_of_linux()
+        expected = _loops_of_linux()
+        assert offered == expected, f"{offered}; expected {expected}"
 
 
 def _loops_of_linux() -> list[str]:
