@@ -18,7 +18,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help compare-tools demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
-    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions sdist wheel wheels bench-wheels clean
+    bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
@@ -50,6 +50,7 @@ help:
 	@echo "make wheel   build a wheel for this machine into dist/"
 	@echo "make wheels  build the source archive and the wheels of a release into dist/, and test them (half an hour)"
 	@echo "make test-versions   test with old and new versions of what gradfuse depends on; writes their table (a quarter of an hour)"
+	@echo "make test-torch-versions   test the export with other versions of PyTorch (downloads two gigabytes; a quarter of an hour)"
 	@echo "make bench-wheels   compare the speed of this machine's wheel with the build of gcc (a quarter of an hour)"
 	@echo "make clean   remove everything that was built or installed"
 
@@ -264,9 +265,13 @@ VERSIONS_ARGS ?= --page docs/support.md
 test-versions: $(WHEELS)/.installed wheel
 	$(WHEELS)/bin/python tools/versions.py $$(ls dist/gradfuse-*-py3-none-linux_*.whl) $(VERSIONS_ARGS)
 
+TORCH_VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
+test-torch-versions: $(INSTALLED)
+	$(BIN)/python tools/torch_versions.py $(TORCH_VERSIONS)
+
 bench-wheels: $(INSTALLED)
 	$(BIN)/python benchmarks/wheel_against_gcc.py $$(ls dist/gradfuse-*-manylinux_*_$$(uname -m).whl)
 
 clean:
-	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-tools .venv-models .venv-wheels $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-ort-* .venv-onnx-ad .venv-tools .venv-models .venv-wheels .venv-torch $(WEB)/node_modules $(WEB)/model .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ Importing this package registers the schemas with onnx.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -68,6 +69,14 @@ OPS: Mapping[str, Operator] = MappingProxyType(
 for _operator in OPS.values():
     if not onnx.defs.has(_operator.name, VERSION, DOMAIN):
         onnx.defs.register_schema(_operator.schema)
+
+
+@atexit.register
+def _deregister() -> None:
+    """Take the schemas back while Python still runs: onnx 1.19 frees their functions after it, and hangs or crashes."""
+    for operator in OPS.values():
+        if onnx.defs.has(operator.name, VERSION, DOMAIN):
+            onnx.defs.deregister_schema(operator.name, VERSION, DOMAIN)
 
 
 def __getattr__(name: str) -> object:

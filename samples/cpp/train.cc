@@ -40,7 +40,7 @@ Ort::Value View(T* data, const std::vector<int64_t>& shape) {
 // which the next step takes.
 class Trainer {
  public:
-  Trainer(const Ort::Env& env, const std::string& path, const Ort::SessionOptions& options)
+  Trainer(const Ort::Env& env, const std::filesystem::path& path, const Ort::SessionOptions& options)
       : session_(env, path.c_str(), options) {
     for (const std::string& name : session_.GetOutputNames()) {
       if (name.size() > kUpdated.size() && name.substr(name.size() - kUpdated.size()) == kUpdated) {
@@ -85,7 +85,7 @@ Ort::Value Evaluate(Ort::Session& model, const std::map<std::string, Ort::Value>
 }
 
 // Writes a safetensors file: a header in JSON, padded to eight bytes, and the tensors' bytes.
-void Save(const std::string& path, const std::map<std::string, Ort::Value>& values) {
+void Save(const std::filesystem::path& path, const std::map<std::string, Ort::Value>& values) {
   std::string header, bytes;
   for (const auto& [name, value] : values) {
     const auto info = value.GetTensorTypeAndShapeInfo();
@@ -105,7 +105,7 @@ void Save(const std::string& path, const std::map<std::string, Ort::Value>& valu
   const uint64_t size = header.size();
   std::ofstream file(path, std::ios::binary);
   file.write(reinterpret_cast<const char*>(&size), sizeof size) << header << bytes;
-  if (!file.flush()) throw std::runtime_error(path + ": cannot be written");
+  if (!file.flush()) throw std::runtime_error(path.string() + ": cannot be written");
 }
 
 template <typename T>
@@ -117,7 +117,7 @@ std::vector<T> Read(const std::filesystem::path& path) {
   return elements;
 }
 
-void Train(const std::filesystem::path& folder, int epochs, const char* library) {
+void Train(const std::filesystem::path& folder, int epochs, const std::filesystem::path& library) {
   auto images = Read<float>(folder / "train_images.bin"), test_images = Read<float>(folder / "test_images.bin");
   auto labels = Read<int64_t>(folder / "train_labels.bin"), test_labels = Read<int64_t>(folder / "test_labels.bin");
   const auto count = static_cast<int64_t>(labels.size()), test_count = static_cast<int64_t>(test_labels.size());
@@ -125,8 +125,8 @@ void Train(const std::filesystem::path& folder, int epochs, const char* library)
   // At the level of warnings onnxruntime names each input that has a default value.
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
   Ort::SessionOptions options;
-  if (library) options.RegisterCustomOpsLibrary(library);
-  Trainer trainer(env, (folder / "step.onnx").string(), options);
+  if (!library.empty()) options.RegisterCustomOpsLibrary(library.c_str());
+  Trainer trainer(env, folder / "step.onnx", options);
   float learning_rate = 2e-3F;  // may change between steps
   trainer.values().emplace("learning_rate", View(&learning_rate, {}));
   Ort::Session evaluation(env, (folder / "step.eval.onnx").c_str(), options);
@@ -148,7 +148,7 @@ void Train(const std::filesystem::path& folder, int epochs, const char* library)
     }
     std::printf("epoch %d: loss %.6f, test accuracy %.2f%%\n", epoch, sum / steps, 100.0 * right / test_count);
   }
-  Save((folder / "trained.safetensors").string(), trainer.values());
+  Save(folder / "trained.safetensors", trainer.values());
 }
 
 }  // namespace
@@ -160,7 +160,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   try {
-    Train(argv[1], epochs, argc == 4 ? argv[3] : nullptr);
+    Train(argv[1], epochs, argc == 4 ? argv[3] : "");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
     return 1;

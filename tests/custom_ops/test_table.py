@@ -89,3 +89,16 @@ def test_onnxscript_functions_may_use_the_opset() -> None:
     assert (opset.domain, opset.version) == (DOMAIN, VERSION)
     assert opset is gradfuse.custom_ops.opset
     assert "MseLossBackward" in opset
+
+
+def test_the_schemas_are_gone_before_python_is() -> None:
+    """Their functions are Python's: onnx 1.19 hangs or crashes when it frees them after the interpreter."""
+    code = f"""
+import atexit
+import onnx
+atexit.register(lambda: print(onnx.defs.has("MseLossBackward", {VERSION}, "{DOMAIN}")))
+import gradfuse.custom_ops
+print(onnx.defs.has("MseLossBackward", {VERSION}, "{DOMAIN}"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,26 @@ FLAGS = {
 }
 
 
-def expected_loops() -> list[str]:
-    """The loops that a library has to offer, from the scalar ones to the widest that the processor runs.
+AVX2_OF_WINDOWS = 40
+"""PF_AVX2_INSTRUCTIONS_AVAILABLE of IsProcessorFeaturePresent, which does not say more of what AVX2 comes with."""
+
+
+def assert_widest_loops(offered: list[str]) -> None:
+    """Check the loops that a library offers, from the scalar ones to the widest, against what the processor runs.
 
     GRADFUSE_PROCESSOR names the processor of an emulator.
     """
     if os.environ.get("GRADFUSE_PROCESSOR", platform.machine()).lower() in ("aarch64", "arm64"):
-        return ["scalar", "neon"]
+        assert offered == ["scalar", "neon"], offered
+    elif sys.platform == "win32":
+        avx2 = bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(AVX2_OF_WINDOWS))
+        assert ("avx2" in offered) == avx2, offered
+    else:
+        expected = _loops_of_linux()
+        assert offered == expected, f"{offered}; expected {expected}"
+
+
+def _loops_of_linux() -> list[str]:
     information = Path("/proc/cpuinfo")
     if not information.exists():
         pytest.skip("the system does not say what its processor has")

@@ -21,7 +21,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from installed.one_node import ONNX_TYPES, feeds_of, model_of
-from installed.processor import expected_loops
+from installed.processor import assert_widest_loops
 
 import gradfuse
 from gradfuse.custom_ops import OPS
@@ -40,12 +40,12 @@ def library() -> Any:
 
 
 def test_all_loops_that_the_processor_runs_are_there_and_the_widest_are_used() -> None:
-    wanted = expected_loops()
-    assert json.loads(library().gradfuse_describe_simd_targets()) == wanted
+    offered = json.loads(library().gradfuse_describe_simd_targets())
+    assert_widest_loops(offered)
     environment = {key: value for key, value in os.environ.items() if key != "GRADFUSE_SIMD_TARGET"}
     command = [sys.executable, "-m", "gradfuse", "info", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert json.loads(done.stdout)["library"]["simd"] == wanted[-1]
+    assert json.loads(done.stdout)["library"]["simd"] == offered[-1]
 
 
 SUMS_OF_BODIES = 32

@@ -42,7 +42,7 @@ class Values:
     def wide(self) -> npt.NDArray[np.float64]:
         """The values in float64."""
         if self.dtype == "bfloat16":
-            return (self.bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+            return (self.bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
         return self.bits.astype(np.float64)
 
 

@@ -141,8 +141,10 @@ def _fake_kernels() -> torch.library.Library:
         return torch.empty_like(log_probs)
 
     kernels: torch.library.Library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("aten::_ctc_loss.Tensor", ctc_loss, lib=kernels)
-    torch.library.register_fake("aten::_ctc_loss_backward.Tensor", ctc_loss_backward, lib=kernels)
+    # Traces may be nested. From 2.13 on PyTorch takes the last of several kernels without being asked to.
+    take_the_last: Any = {"lib": kernels, "allow_override": True}
+    torch.library.register_fake("aten::_ctc_loss.Tensor", ctc_loss, **take_the_last)
+    torch.library.register_fake("aten::_ctc_loss_backward.Tensor", ctc_loss_backward, **take_the_last)
     return kernels
 
 
