@@ -141,7 +141,7 @@ def export_training_step(
             described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
             parts.begin("tracing")
             taken = branches.branches_of(step)
-            with verifying.traced_as_run(step, native):
+            with verifying.traced_as_run(step):
                 program = tracing.forward_program(step, native, shapes, taken, fuse=fuse)
             tracing.connect_dropout(program, step, native)
             order = (*native.gradients, *tracing.unused(step, native))
@@ -159,7 +159,7 @@ def export_training_step(
         if fuse:
             parts.begin("comparing the model with PyTorch")
             unfused = onnx_model.in_order(exported)
-            with verifying.traced_as_run(step, native):
+            with verifying.traced_as_run(step):
                 truth.compare(unfused, "exported")
             parts.begin("fusing")
             model, report = onnx_model.fused(exported)
@@ -168,7 +168,7 @@ def export_training_step(
         else:
             parts.begin("comparing the model with PyTorch")
             model, report = onnx_model.in_order(onnx_model.plain(exported)), None
-            with verifying.traced_as_run(step, native):
+            with verifying.traced_as_run(step):
                 truth.verify(model, "exported")
 
         parameters = _arrays(step.state, step.trainable)

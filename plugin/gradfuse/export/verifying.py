@@ -63,7 +63,7 @@ def truth_of(step: TorchStep, native: Outcome) -> Truth:
 
 
 @contextlib.contextmanager
-def traced_as_run(step: TorchStep, native: Outcome) -> Iterator[None]:
+def traced_as_run(step: TorchStep) -> Iterator[None]:
     """Say of a refusal if the module itself computes something else, or fails, when it is traced.
 
     Raises:
@@ -80,7 +80,8 @@ def traced_as_run(step: TorchStep, native: Outcome) -> Iterator[None]:
         except ExportError as failure:
             text = str(failure).removeprefix(f"{WHO}: ")
             raise refusal(f"{asks} fails where that is so: {text}; {wanted}") from error
-        loss = float(native.loss)
+        with undisturbed(step):  # with the same random numbers
+            loss = float(step.run().loss)
         if abs(traced - loss) > bounds.ROUNDINGS_OF_KERNELS * step.eps_of_activations * abs(loss):
             raise refusal(f"{asks} its loss is {traced:.6g} where that is so, but {loss:.6g} else; {wanted}") from error
         raise
