@@ -21,8 +21,8 @@ from gradfuse.export import (
     explaining,
     layouts,
     onnx_model,
-    promotion,
     pools,
+    promotion,
     recurrences,
     standins,
 )
