@@ -14,15 +14,27 @@ from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site,
 from gradfuse.passes.reading import Form, is_float
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
-_SAME = {"Cast", "Flatten", "Gather", "Identity", "Neg", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+_SAME = {
+    "Cast",
+    "Flatten",
+    "Gather",
+    "Identity",
+    "Neg",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+}
 _NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for
 
 
 class FuseMseLossBackwardPass(FusePass):
     """Finds, in a value P, a difference d = x - t of two tensors of the graph with P = r d, r a single term, and
 
-    1. r depends on no index, x and t have P's shape, and one of them comes from an input of the graph as a loss's target
-       does: as it is, in another view or type, or times a number; or d * d times r goes into an output. Many
+    1. r depends on no index, x and t have P's shape, and one of them comes from an input of the graph as the target of
+       a loss does: as it is, in another view or type, or times a number; or d * d times r goes into an output. Many
        computations, normalisations and sampling among them, have the loose form of a product with a difference;
     2. d is a subtraction of the graph; or r depends on no index and is not one, and x and t are of P's shape;
     3. x and t are values of P's type.
@@ -211,13 +223,12 @@ def _has_target(site: Site, root: ir.Value, *operands: ir.Value) -> bool:
 def _is_given(site: Site, value: ir.Value) -> bool:
     """Whether a value is an input of the graph, but for a view, its type and a number that multiplies it."""
     while (node := value.producer()) is not None:
-        source = None if node.domain else node.inputs[0] if node.inputs else None
-        if node.op_type in ("Mul", "Div") and source is not None:
-            first, second = node.inputs
-            if second is None or not _is_number(site, second):
-                source = second if node.op_type == "Mul" and _is_number(site, source) else None
-        elif node.op_type not in _SAME:
-            source = None
+        inputs = () if node.domain else node.inputs
+        source = inputs[0] if inputs and node.op_type in _SAME else None
+        if len(inputs) == 2 and node.op_type in ("Mul", "Div"):
+            factors = [inputs[1]] if node.op_type == "Div" else inputs
+            number = next((value for value in factors if value is not None and _is_number(site, value)), None)
+            source = None if number is None else inputs[0] if number is inputs[1] else inputs[1]
         if source is None:
             return False
         value = source

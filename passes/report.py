@@ -146,7 +146,9 @@ class Report:
         shown = (m for m in self.near_misses if not m.match or unprofitable[m.rule] == 1)
         lines += [f"  left alone: {m.node} ({m.rule}): {m.reason}" for m in shown]
         lines += [
-            f"  left alone: {count} {rule}: not profitable, as predicted" for rule, count in unprofitable.items() if count > 1
+            f"  left alone: {count} {rule}: not profitable, as predicted"
+            for rule, count in unprofitable.items()
+            if count > 1
         ]
         return lines
 

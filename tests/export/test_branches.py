@@ -281,6 +281,8 @@ def test_inputs_and_hidden_values_may_be_made_to_require_gradients(module: type[
 class MakingParameter(Asking):
     """A parameter that the first call makes."""
 
+    made: nn.Parameter | None
+
     def __init__(self) -> None:
         super().__init__()
         self.register_parameter("made", None)

@@ -693,9 +693,7 @@ def test_views_of_one_tensor_are_a_batch() -> None:
     tokens = torch.randint(0, 5, (3, 8))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     shapes = {0: "batch", 1: "length"}, {0: "batch", 1: "length"}
-    step = export_training_step(
-        module, tokens_loss, (tokens[:, :-1], tokens[:, 1:]), optimizer, dynamic_shapes=shapes
-    )
+    step = export_training_step(module, tokens_loss, (tokens[:, :-1], tokens[:, 1:]), optimizer, dynamic_shapes=shapes)
     assert step.evaluation_model is not None
 
 

@@ -1,4 +1,4 @@
-"""MseLossBackward is found where a loss is, and not in every product with a difference; reports name what can be used."""
+"""MseLossBackward is found where a loss is, not in every product with a difference; reports name what can be used."""
 
 from __future__ import annotations
 

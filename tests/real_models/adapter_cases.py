@@ -43,7 +43,7 @@ def adapted(name: str, settings: Mapping[str, Any], adapters: Mapping[str, Any])
     def make(**changed: Any) -> nn.Module:
         import peft
 
-        base = transformer(name, **settings)(**changed)
+        base: Any = transformer(name, **settings)(**changed)
         checkpointing = adapters.get("checkpointing", False)
         if checkpointing:
             base.gradient_checkpointing_enable()

@@ -33,7 +33,7 @@ def test_trained_adapters_load_in_peft(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     settings, _, adapters = ADAPTED[name]
     words = "CausalLM" in name or "LMHead" in name
-    model = adapted(name, settings, adapters)().train()
+    model: Any = adapted(name, settings, adapters)().train()
     base = {key: value.clone() for key, value in model.state_dict().items()}
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     tokens = torch.randint(3, 40, (4, 9))
@@ -53,7 +53,7 @@ def test_trained_adapters_load_in_peft(name: str, tmp_path: Path) -> None:
 
     model.load_state_dict({key: torch.from_numpy(array) for key, array in after.items()})
     model.save_pretrained(tmp_path)
-    fresh = transformer(name, **settings)()
+    fresh: Any = transformer(name, **settings)()
     names = {key: key.replace(".base_layer", "").replace(".original_module", "") for key in base}
     prefix = "base_model.model."
     originals = {names[key].removeprefix(prefix): value for key, value in base.items()}

@@ -1,7 +1,7 @@
 """Maximum pooling whose traced program holds for dynamic sizes.
 
-PyTorch traces `max_pool1d` for one length. With `ceil_mode` it drops a last window that would begin behind the input and
-its padding: whether there is one depends on the sizes, and PyTorch takes what holds for those of the example.
+PyTorch traces `max_pool1d` for one length. With `ceil_mode` it drops a last window that would begin behind the input
+and its padding: whether there is one depends on the sizes, and PyTorch takes what holds for those of the example.
 
 This module imports torch.
 """
@@ -77,8 +77,8 @@ def pool(
         ceil_mode = False
     if axes > 1:
         return _POOLS[axes](input, kernel, strides, paddings, dilations, ceil_mode)
-    one_row = [[1, *kernel], [1, *strides], [0, *paddings], [1, *dilations]]
-    return torch.max_pool2d(input.unsqueeze(-2), *one_row, ceil_mode).squeeze(-2)
+    row = torch.max_pool2d(input.unsqueeze(-2), [1, *kernel], [1, *strides], [0, *paddings], [1, *dilations], ceil_mode)
+    return row.squeeze(-2)
 
 
 def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
