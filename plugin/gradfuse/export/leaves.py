@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -14,7 +15,7 @@ from gradfuse.export.reporting import refusal
 
 
 class MadeTensors(TorchFunctionMode):
-    """Notes the tensors that functions return."""
+    """Notes the tensors that functions return, but for views of others that were there before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +27,17 @@ class MadeTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = [one for one in private.tensors_in((args, kwargs)) if isinstance(one, Tensor) and one not in self]
+        outside = {_address(one) for one in given}
         for one in private.tensors_in(result):
-            if isinstance(one, Tensor) and one.is_leaf and not any(one is given for given in args):
+            if isinstance(one, Tensor) and one.is_leaf and _address(one) not in outside:
                 self._made[id(one)] = weakref.ref(one)
         return result
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the memory of a tensor is; an object that is no tensor of numbers in order has one of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def refuse_foreign_leaves(
@@ -41,9 +49,9 @@ def refuse_foreign_leaves(
     reads those.
     """
     known = {id(leaf) for leaf in leaves.values()}
-    given = {tensor.untyped_storage().data_ptr() for tensor in batch}
+    given = {_address(tensor) for tensor in batch}
     for leaf in private.graph_leaves(value):
-        if id(leaf) not in known and leaf not in made and leaf.untyped_storage().data_ptr() not in given:
+        if id(leaf) not in known and leaf not in made and _address(leaf) not in given:
             raise refusal(
                 f"loss depends on a trainable tensor of shape {tuple(leaf.shape)} that is no parameter of the module "
                 "or the loss; expected a loss that is a module with this parameter"
