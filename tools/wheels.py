@@ -335,8 +335,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("sdist")
-    for command in ("build", "test"):
-        commands.add_parser(command).add_argument("platforms", nargs="+", choices=PLATFORMS)
+    runnable = [name for name, platform in PLATFORMS.items() if platform.system != "Darwin"]
+    for command, names in (("build", list(PLATFORMS)), ("test", runnable)):
+        commands.add_parser(command).add_argument("platforms", nargs="+", choices=names)
     given = parser.parse_args(arguments)
     try:
         if given.command == "sdist":
