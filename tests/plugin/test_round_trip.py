@@ -347,10 +347,9 @@ PLACES = {
         "else_branch = no () => (float[4,5] n) { n = Neg(g) }> }"
     ),
     "half in the outer graph": (
-        "m (float[4,5] z, float[4,5] g, bool c) => (float[4,5] r) { prob = Softmax<axis=1>(z) "
-        "weighted = Mul(g, prob) last = Constant<value_ints=[-1]>() total = ReduceSum(weighted, last) r = If(c) "
-        "<then_branch = yes () => (float[4,5] y) { share = Mul(prob, total) grad = Sub(weighted, share) "
-        "y = Neg(grad) }, else_branch = no () => (float[4,5] n) { n = Neg(g) }> }"
+        "m (float[4,5] z, float[4,5] g, bool c) => (float[4,5] r) { y = Abs(z) r = If(c) "
+        "<then_branch = yes () => (float[4,5] n) { part = Constant<value_float=0.1>() d = Sub(y, g) "
+        "grad = Mul(d, part) n = Neg(grad) }, else_branch = no () => (float[4,5] o) { o = Neg(g) }> }"
     ),
     "the result is only used in a branch": (
         "m (float[4,5] z, float[4,5] g, bool c) => (float[4,5] r) { prob = Softmax<axis=1>(z) "
