@@ -189,6 +189,10 @@ def static(region: Region) -> onnx.ModelProto:
         value.type.tensor_type.ClearField("shape")
     for out in onnx.shape_inference.infer_shapes(model).graph.output:
         next(o for o in model.graph.output if o.name == out.name).CopyFrom(out)
+    # What inference does not know, a run tells.
+    unknown = [out for out in model.graph.output if not out.type.tensor_type.HasField("shape")]
+    for out, array in zip(unknown, run(model, region.samples, [out.name for out in unknown]).values(), strict=True):
+        out.CopyFrom(onnx.helper.make_tensor_value_info(out.name, out.type.tensor_type.elem_type, array.shape))
     return model
 
 
