@@ -1208,9 +1208,9 @@ T PackTile(const Geometry& g, const T* weight, int64_t group, int64_t first, int
   const int64_t channels = std::min(at_once, g.small_channels - first);
   T check = 0;
   for (int64_t m = 0; m < at_once; ++m) {
-    const T* const from = weight + (group * g.small_channels + first + m) * rows;
+    const T* const from = m < channels ? weight + (group * g.small_channels + first + m) * rows : nullptr;
     for (int64_t row = 0; row < rows; ++row) {
-      const T value = m < channels ? from[row] : T{};
+      const T value = from == nullptr ? T{} : from[row];
       to[row * at_once + m] = value;
       check += value * 0;
     }

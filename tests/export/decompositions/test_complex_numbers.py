@@ -51,6 +51,12 @@ def multiplied(h: Tensor) -> Tensor:
     return product
 
 
+def padded_and_squared(h: Tensor) -> Tensor:
+    """The padding is real, so that the imaginary part gets zeros; exponents come as floats."""
+    z = F.pad(torch.complex(h, h.cos()), (1, 0), value=1.5) ** 2.0
+    return (z.real + 2 * z.imag)[:, :8]
+
+
 def through_a_filter(h: Tensor) -> Tensor:
     """A product of spectra."""
     window = torch.polar(torch.linspace(1.0, 0.2, 5), torch.linspace(0.0, 1.0, 5))
@@ -58,7 +64,7 @@ def through_a_filter(h: Tensor) -> Tensor:
     return filtered
 
 
-@pytest.mark.parametrize("function", [rotated, arranged, multiplied, through_a_filter])
+@pytest.mark.parametrize("function", [rotated, arranged, multiplied, padded_and_squared, through_a_filter])
 def test_complex_numbers_export(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Between(function)

@@ -24,7 +24,7 @@ _MOST_FACTORS = 4
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 _LINEAR = (
-    aten.alias.default, aten.cat.default, aten.clone.default, aten.constant_pad_nd.default, aten.cumsum.default,
+    aten.alias.default, aten.cat.default, aten.clone.default, aten.cumsum.default,
     aten.detach.default, aten.expand.default, aten.flip.default, aten.gather.default, aten.index.Tensor,
     aten.index_select.default, aten.mean.default, aten.mean.dim, aten.neg.default, aten.permute.default,
     aten.repeat.default, aten.reshape.default, aten.roll.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
@@ -43,6 +43,7 @@ def table(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., A
     """
     of_complex: dict[Any, Callable[..., Any]] = {
         **{overload: _by_parts(overload) for overload in _LINEAR},
+        aten.constant_pad_nd.default: _pad,
         aten.add.Tensor: lambda a, b, alpha=1: _sum(a, b, alpha),
         aten.sub.Tensor: lambda a, b, alpha=1: _sum(a, b, -alpha),
         aten.rsub.Scalar: lambda a, b, alpha=1: _sum(b, a, -alpha),
@@ -165,12 +166,18 @@ def _quotient(a: _Number, b: _Number) -> Tensor:
 
 
 def _power(self: Tensor, exponent: Any) -> Any:
-    if exponent not in range(1, _MOST_FACTORS + 1):
+    factors = next((count for count in range(1, _MOST_FACTORS + 1) if count == exponent), None)
+    if factors is None:
         return NotImplemented
     result = self
-    for _ in range(exponent - 1):
+    for _ in range(factors - 1):
         result = result * self
     return result
+
+
+def _pad(self: Tensor, pad: Any, value: complex = 0) -> Tensor:
+    ends = complex(value).real, complex(value).imag
+    return torch.complex(*(aten.constant_pad_nd(part, pad, end) for part, end in zip(_parts(self), ends, strict=True)))
 
 
 def _exp(self: Tensor) -> Tensor:
