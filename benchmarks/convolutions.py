@@ -1,9 +1,10 @@
-"""Measures ConvolutionBackward layer by layer, beside PyTorch: `make bench-convolutions`.
+"""Measures Convolution and ConvolutionBackward layer by layer, beside PyTorch: `make bench-convolutions`.
 
     python benchmarks/convolutions.py [--only PATTERN] [--threads 1,2] [--rounds N] [--out FOLDER]
 
-The gradients of input and of weight are computed apart. Both libraries take turns in one process, with threads that
-wait without spinning, and times are medians. Writes FOLDER/convolutions.md; a choice of layers is only printed.
+The output and the gradients of input and of weight are computed apart, the output also by onnxruntime's Conv, of a
+weight that is no constant. All take turns in one process, with threads that wait without spinning, and times are
+medians. Writes FOLDER/convolutions.md; a choice of layers is only printed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import fnmatch
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # Read when PyTorch is loaded: its threads would go on spinning while the next variant runs, and take a core from it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -22,6 +26,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 import onnx.helper
 import torch
 from ops import Call, InSession, environment
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 REST = 0.002
@@ -92,82 +97,85 @@ LAYERS = (
 class Row:
     layer: Layer
     threads: int
-    times: dict[str, tuple[float, float]]
-    """By gradient: milliseconds of gradfuse and of PyTorch."""
+    times: dict[str, list[float]]
+    """By what is computed: milliseconds of gradfuse, of PyTorch and, of the output, of onnxruntime."""
 
 
-def gradfuse_call(layer: Layer, which: str, tensors: list[torch.Tensor], threads: int) -> Call:
-    """What runs the operator on the tensors (grad_output, input, weight)."""
-    mask = [int(one) for one in MASKS[which]]
-    node = onnx.helper.make_node(
-        "ConvolutionBackward",
-        ["grad_output", "input", "weight"],
-        ["grad" if one else f"none {k}" for k, one in enumerate(mask)],
-        domain="aclnn",
-        stride=[layer.stride] * 2,
-        padding=[layer.padding] * 2,
-        dilation=[1, 1],
-        groups=layer.groups,
-        output_mask=mask,
-    )
+def operator_call(name: str, layer: Layer, inputs: dict[str, Tensor], output: Tensor, threads: int) -> Call:
+    """What runs `Convolution`, `Conv`, or `ConvolutionBackward` for the gradient of the "input" or "weight"."""
+    attributes: dict[str, Any] = {"stride": [layer.stride] * 2, "padding": [layer.padding] * 2, "groups": layer.groups}
+    outputs = ["output"]
+    if name == "Conv":
+        attributes = {"strides": [layer.stride] * 2, "pads": [layer.padding] * 4, "group": layer.groups}
+    elif name in MASKS:
+        attributes["output_mask"] = [int(one) for one in MASKS[name]]
+        outputs = ["output" if one else f"none {k}" for k, one in enumerate(MASKS[name])]
+    kind, domain = ("ConvolutionBackward" if name in MASKS else name), ("" if name == "Conv" else "aclnn")
+    node = onnx.helper.make_node(kind, list(inputs), outputs, domain=domain, **attributes)
     declared = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, tensor.shape)
-        for name, tensor in zip(node.input, tensors, strict=True)
+        onnx.helper.make_tensor_value_info(key, onnx.TensorProto.FLOAT, tensor.shape)
+        for key, tensor in (*inputs.items(), ("output", output))
     ]
-    shape = tensors[1 if which == "input" else 2].shape
-    out = onnx.helper.make_tensor_value_info("grad", onnx.TensorProto.FLOAT, shape)
-    graph = onnx.helper.make_graph([node], "layer", declared, [out])
+    graph = onnx.helper.make_graph([node], "layer", declared[:-1], declared[-1:])
     opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("aclnn", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    inputs = dict(zip(node.input, tensors, strict=True))
-    return InSession(model, threads, library=True).bound(inputs, {"grad": torch.empty(shape)})
+    return InSession(model, threads, library=True).bound(inputs, {"output": output})
+
+
+def in_turns(calls: Sequence[Call], rounds: int) -> list[float]:
+    """The median of each one's milliseconds."""
+    found: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds + 2):
+        for place, one in enumerate(calls):
+            one()
+            start = time.perf_counter()
+            one()
+            if turn >= 2:
+                found[place].append(1e3 * (time.perf_counter() - start))
+            time.sleep(REST)
+    return [statistics.median(times) for times in found]
 
 
 def measure(layer: Layer, threads: int, rounds: int) -> Row:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     small = (layer.size + 2 * layer.padding - layer.kernel) // layer.stride + 1
-    tensors = [
-        torch.randn(layer.batch, layer.filters, small, small),
-        torch.randn(layer.batch, layer.channels, layer.size, layer.size),
-        torch.randn(layer.filters, layer.channels // layer.groups, layer.kernel, layer.kernel),
+    grad_output = torch.randn(layer.batch, layer.filters, small, small)
+    x = torch.randn(layer.batch, layer.channels, layer.size, layer.size)
+    weight = torch.randn(layer.filters, layer.channels // layer.groups, layer.kernel, layer.kernel)
+    lists = [layer.stride] * 2, [layer.padding] * 2, [1, 1], False, [0, 0], layer.groups
+    of_output = [
+        operator_call(name, layer, {"input": x, "weight": weight}, torch.empty_like(grad_output), threads)
+        for name in ("Convolution", "Conv")
     ]
-    row = Row(layer, threads, {})
+    ours, theirs = of_output[0], partial(torch.ops.aten.convolution, x, weight, None, *lists)
+    row = Row(layer, threads, {"output": in_turns([ours, theirs, of_output[1]], rounds)})
+    inputs = {"grad_output": grad_output, "input": x, "weight": weight}
     for which, mask in MASKS.items():
-        call = gradfuse_call(layer, which, tensors, threads)
-        lists = [layer.stride] * 2, [layer.padding] * 2, [1, 1], False, [0, 0], layer.groups, mask
-
-        def in_torch(lists: tuple[object, ...] = lists) -> None:
-            torch.ops.aten.convolution_backward(*tensors, None, *lists)
-
-        calls = [call, in_torch]
-        found: list[list[float]] = [[], []]
-        for turn in range(rounds + 2):
-            for place, one in enumerate(calls):
-                one()
-                start = time.perf_counter()
-                one()
-                if turn >= 2:
-                    found[place].append(1e3 * (time.perf_counter() - start))
-                time.sleep(REST)
-        row.times[which] = (statistics.median(found[0]), statistics.median(found[1]))
+        result = torch.empty_like(x if which == "input" else weight)
+        call = operator_call(which, layer, inputs, result, threads)
+        by_torch = partial(torch.ops.aten.convolution_backward, *inputs.values(), None, *lists, mask)
+        row.times[which] = in_turns([call, by_torch], rounds)
     return row
 
 
 def page(rows: list[Row]) -> str:
     about = environment()
     lines = [
-        "# ConvolutionBackward and PyTorch, layer by layer",
+        "# Convolution, ConvolutionBackward and PyTorch, layer by layer",
         "",
         f"{about['cpu']}, {about['cores']} cores; gradfuse {about['gradfuse']}, onnxruntime {about['onnxruntime']}, "
-        f"PyTorch {about['torch']}. float32; milliseconds of each gradient by itself, and ours over PyTorch's.",
+        f"PyTorch {about['torch']}. float32; milliseconds of the output, which onnxruntime's `Conv` also computes, of "
+        "a weight that is no constant, and of each gradient by itself; and ours over PyTorch's.",
         "",
-        "| layer | threads | input | PyTorch | ratio | weight | PyTorch | ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| layer | threads | output | PyTorch | ratio | `Conv` | input | PyTorch | ratio | weight | PyTorch | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        cells = (f"{ours:.3g} | {theirs:.3g} | {ours / theirs:.2f}" for ours, theirs in row.times.values())
-        lines.append(f"| {row.layer.name} | {row.threads} | {' | '.join(cells)} |")
+        cells = [row.layer.name, str(row.threads)]
+        for ours, theirs, *others in row.times.values():
+            cells += [f"{ours:.3g}", f"{theirs:.3g}", f"{ours / theirs:.2f}", *(f"{one:.3g}" for one in others)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

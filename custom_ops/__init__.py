@@ -17,6 +17,7 @@ from gradfuse.custom_ops import (
     apply_sgd,
     batch_norm,
     batch_norm_backward,
+    convolution,
     convolution_backward,
     cross_entropy_loss_grad,
     ctc_loss,
@@ -61,6 +62,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             gru_recurrence,
             gru_recurrence_backward,
             max_pool_backward,
+            convolution,
         )
     }
 )

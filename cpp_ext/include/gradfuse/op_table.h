@@ -4,6 +4,7 @@
 #include "gradfuse/ops/apply_sgd.h"
 #include "gradfuse/ops/batch_norm.h"
 #include "gradfuse/ops/batch_norm_backward.h"
+#include "gradfuse/ops/convolution.h"
 #include "gradfuse/ops/convolution_backward.h"
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
 #include "gradfuse/ops/ctc_loss.h"
@@ -28,7 +29,7 @@ using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
     ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
-    GruRecurrenceBackwardArgs, MaxPoolBackwardArgs>;
+    GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

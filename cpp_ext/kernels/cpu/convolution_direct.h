@@ -7,8 +7,8 @@
 #include "kernels/convolution_geometry.h"
 #include "kernels/dispatch.h"
 
-// The gradients of a convolution by plain loops over nothing but what windows meet: for what the faster loops do not
-// do, and where infinities and NaN must not be multiplied with zeros that stand for padding.
+// The same as convolutions.h by plain loops over nothing but what windows meet: for what the faster loops do not do,
+// and where infinities and NaN must not be multiplied with zeros that stand for padding.
 namespace gradfuse::cpu::direct {
 
 using Geometry = ConvolutionGeometry;
@@ -78,9 +78,8 @@ void GradWeight(const Geometry& g, const T* small, const T* large, T* out, const
   });
 }
 
-// Of a convolution: the gradient of the large side.
 template <class T>
-void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
+void TransposedConvolution(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
   const int64_t channels = g.groups * g.large_channels;
   const int64_t taps = g.kernel_size;
   const int64_t cost = g.batch * channels * g.small_channels * taps * g.small_size;
@@ -103,9 +102,9 @@ void GradLarge(const Geometry& g, const T* small, const T* weight, T* out, const
   });
 }
 
-// Of a transposed convolution: the gradient of the small side.
 template <class T>
-void GradSmall(const Geometry& g, const T* large, const T* weight, T* out, const ParallelFor& parallel) {
+void Convolution(const Geometry& g, const T* large, const T* weight, const T* bias, bool relu, T* out,
+                 const ParallelFor& parallel) {
   const int64_t channels = g.groups * g.small_channels;
   const int64_t taps = g.kernel_size;
   const int64_t cost = g.batch * channels * g.large_channels * taps * g.small_size;
@@ -114,7 +113,7 @@ void GradSmall(const Geometry& g, const T* large, const T* weight, T* out, const
     const int64_t channel = task % channels;
     const int64_t first = channel / g.small_channels * g.large_channels;
     T* to = out + task * g.small_size;
-    std::fill_n(to, g.small_size, T{});
+    std::fill_n(to, g.small_size, bias == nullptr ? T{} : bias[channel]);
     for (int64_t c = 0; c < g.large_channels; ++c) {
       const T* l = large + (n * g.groups * g.large_channels + first + c) * g.large_size;
       const T* w = weight + (channel * g.large_channels + c) * taps;
@@ -125,6 +124,7 @@ void GradSmall(const Geometry& g, const T* large, const T* weight, T* out, const
         });
       });
     }
+    for (int64_t i = 0; relu && i < g.small_size; ++i) to[i] = to[i] < 0 ? T{} : to[i];
   });
 }
 

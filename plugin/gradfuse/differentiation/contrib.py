@@ -65,6 +65,24 @@ def _batch_norm_in_nodes(call: Call, dy: Tensor) -> Iterator[Gradient]:
     yield sum_dy
 
 
+@gradient("Convolution", domain="aclnn")
+def convolution(call: Call) -> Iterator[Gradient]:
+    dy, y = call.dy[0], call.y[0]
+    assert dy is not None
+    if call.attribute("relu", 0):
+        dy = y.op("LessOrEqual", 0.0).where(dy.tape.constant(0.0, dy.dtype), dy)
+    wanted = [int(index in call.needed) for index in range(3)]
+    lists = {
+        name: call.attribute(name, [default]) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+    }
+    lists["output_padding"] = call.attribute("output_padding", [0])
+    numbers = {name: call.attribute(name, default) for name, default in (("transposed", 0), ("groups", 1))}
+    found = call.tape.parts(
+        "ConvolutionBackward", 3, dy, call.x[0], call.x[1], domain="aclnn", **lists, **numbers, output_mask=wanted
+    )
+    yield from (one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True))
+
+
 @gradient("LstmRecurrence", domain="aclnn")
 def lstm_recurrence(call: Call) -> Iterator[Gradient]:
     x, h, c, weight, bias = [*call.x, None][:5]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.convolution_backward import MOST_SPATIAL
+from gradfuse.custom_ops.convolutions import MOST_SPATIAL
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import padded
+from gradfuse.passes.reading import attribute
+
+_UNKNOWN = 64
+"""The size that an unknown one is taken to have."""
+_FEWEST_TERMS = 16
+"""The products of a sum from which `aclnn::Convolution` is faster than `Conv`."""
 
 _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
@@ -178,6 +185,72 @@ def conv(call: Call) -> Iterator[Gradient]:
     yield lambda: window.spread(dy, weight, group)
     yield lambda: window.products(x, dy, group)
     yield lambda: dy.sum([0, *range(2, 2 + window.axes)], keepdims=False)
+
+
+def fuse_convolutions(graph: ir.Graph) -> None:
+    """Put `aclnn::Convolution` where a convolution's weight trains, and a ReLU that is all that reads it in it.
+
+    Its weight is no constant in a training step, for which alone onnxruntime has fast kernels.
+    """
+    for backward in list(graph):
+        if backward.op_type != "ConvolutionBackward" or backward.domain != "aclnn":
+            continue
+        of_weight = backward.attributes["output_mask"].as_ints()[1]
+        image, weight = backward.inputs[1:3]
+        if not of_weight or image is None or weight is None:
+            continue
+        for node in list(image.consumers()):
+            if _is_forward(node, backward) and _pays(weight, node):
+                _fuse_convolution(node, backward)
+
+
+def _is_forward(node: ir.Node, backward: ir.Node) -> bool:
+    if node.op_type != "Conv" or node.domain or tuple(node.inputs[:2]) != tuple(backward.inputs[1:3]):
+        return False
+    if node.graph is not backward.graph:
+        return False
+    spatial = len(backward.attributes["stride"].as_ints())
+    ones = [1] * spatial
+    pads = attribute(node, "pads", [0] * (2 * spatial))
+    if attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        return False
+    own = {
+        "stride": attribute(node, "strides", ones),
+        "dilation": attribute(node, "dilations", ones),
+        "padding": [0] * (2 * spatial) if attribute(node, "auto_pad", "NOTSET") == "VALID" else pads,
+    }
+    same = all(list(numbers) == list(backward.attributes[name].as_ints()) for name, numbers in own.items())
+    return same and attribute(node, "group", 1) == backward.attributes["groups"].as_int()
+
+
+def _pays(weight: ir.Value, node: ir.Node) -> bool:
+    """Whether the operator is faster than `Conv`: measured, see docs/performance.md."""
+    if weight.dtype == ir.DataType.DOUBLE:
+        return True  # onnxruntime has no convolution of float64.
+    sizes = [size if isinstance(size, int) else _UNKNOWN for size in weight.shape or ()]
+    if len(sizes) < 3:
+        return False
+    outputs, channels, taps = sizes[0], sizes[1], math.prod(sizes[2:])
+    is_depthwise = attribute(node, "group", 1) == outputs
+    return taps > 1 and (is_depthwise or channels * taps >= _FEWEST_TERMS)
+
+
+def _fuse_convolution(node: ir.Node, backward: ir.Node) -> None:
+    attributes = [backward.attributes[name] for name in ("stride", "padding", "dilation", "groups")]
+    result, last = node.outputs[0], node
+    readers = [use.node for use in result.uses()]
+    if [(reader.op_type, reader.domain) for reader in readers] == [("Relu", "")] and not result.is_graph_output():
+        last = readers[0]
+        attributes.append(ir.AttrInt64("relu", 1))
+    graph, old = node.graph, last.outputs[0]
+    if graph is None or last.graph is not graph:
+        return
+    fused = ir.Node("aclnn", "Convolution", node.inputs, attributes, name=node.name)
+    output = fused.outputs[0]
+    output.name, output.type, output.shape = old.name, old.type, old.shape
+    graph.insert_before(node, fused)
+    ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+    graph.remove([last] if last is node else [last, node], safe=True)
 
 
 @gradient("ConvTranspose", limits="with output_shape or auto_pad, a known size")

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation import sequences
+from gradfuse.differentiation.convolutions import fuse_convolutions
 from gradfuse.differentiation.dependence import captured_by, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.normalization import fold_relus
@@ -141,6 +142,7 @@ def append_gradients(
     graph.extend(tape.nodes)
     if fuse:
         fold_relus(graph)
+        fuse_convolutions(graph)
     return found
 
 

@@ -18,7 +18,6 @@ namespace gradfuse {
 struct ConvolutionBackwardArgs {
   static constexpr char kName[] = "ConvolutionBackward";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
-  static constexpr int kMaxSpatial = 3;
   using Numbers = std::vector<int64_t>;
 
   Tensor grad_output;  // (N, M, ...)

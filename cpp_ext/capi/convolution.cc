@@ -1,0 +1,30 @@
+#include "gradfuse/ops/convolution.h"
+
+#include "aclnnop/aclnn_convolution.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::ConvolutionArgs;
+
+aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTensor* weight,
+                                             const aclTensor* biasOptional, const aclIntArray* stride,
+                                             const aclIntArray* padding, const aclIntArray* dilation, bool transposed,
+                                             const aclIntArray* outputPadding, int64_t groups, bool relu,
+                                             aclTensor* output, uint64_t* workspaceSize, aclOpExecutor** executor) {
+  using gradfuse::capi::ReadNumbers;
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnConvolutionGetWorkspaceSize", {input, weight, biasOptional, output},
+      [&](Args& args) {
+        args.stride = ReadNumbers("stride", stride);
+        args.padding = ReadNumbers("padding", padding);
+        args.dilation = ReadNumbers("dilation", dilation);
+        args.transposed = transposed;
+        args.output_padding = ReadNumbers("output_padding", outputPadding);
+        args.groups = groups;
+        args.relu = relu;
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnConvolution(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnConvolution", Args::kName, workspace, workspaceSize, executor, stream);
+}

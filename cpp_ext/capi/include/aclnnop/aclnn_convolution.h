@@ -1,0 +1,34 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_CONVOLUTION_H_
+#define GRADFUSE_ACLNNOP_ACLNN_CONVOLUTION_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A convolution over 1 to 3 spatial dimensions, or a transposed one.
+ *
+ * input: (N, C, ...); weight: (M, C / groups, ...), or transposed (C, M / groups, ...); biasOptional: (M), or null; all
+ * one of FLOAT, DOUBLE, FLOAT16 and BF16. stride, padding, dilation, outputPadding: one number for all spatial
+ * dimensions, or one for each; padding also those at all beginnings, then those at all ends. outputPadding is 0 without
+ * transposed. groups: of channels. relu: whether output is at least 0.
+ * output: (N, M, ...), of the type of input.
+ */
+aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTensor* weight,
+                                             const aclTensor* biasOptional, const aclIntArray* stride,
+                                             const aclIntArray* padding, const aclIntArray* dilation, bool transposed,
+                                             const aclIntArray* outputPadding, int64_t groups, bool relu,
+                                             aclTensor* output, uint64_t* workspaceSize, aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnConvolution(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif
