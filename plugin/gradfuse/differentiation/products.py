@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,10 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor
+
+
+_MANY_ROWS = 1024
+"""Measured, see docs/performance.md: from here on a transposition takes less than what it saves."""
 
 
 @gradient("MatMul")
@@ -34,13 +39,31 @@ def matmul(call: Call) -> Iterator[Gradient]:
             # One product of matrices in the place of a batch of them that is summed.
             rows = wide_a.reshape([-1, 0]) if rank_a == 2 else _rows(wide_a)
             columns = _rows(wide_dy)
-            product = _transposed(rows, 2).matmul(columns)
+            product = _of_weight(call, rows, columns)
             return product.like(b) if rank_b == 1 else product
+        if rank_a == rank_b == 2:
+            return _of_weight(call, wide_a, wide_dy)
         product = _transposed(wide_a, max(rank_a, 2)).matmul(wide_dy)
         return _summed(call, product, b, rank_b, 1, max(rank_a, 2))
 
     yield by_a
     yield by_b
+
+
+def _of_weight(call: Call, rows: Tensor, columns: Tensor) -> Tensor:
+    """The gradient of a matrix that is multiplied with rows: rows^T columns.
+
+    Of a transposed matrix, as exporters write linear layers, it is (columns^T rows)^T: the gradient through the
+    transposition is then a product as it is. With many rows onnxruntime is faster the first way.
+    """
+    b = call.x[1]
+    assert b is not None
+    producer = b.value.producer()
+    counts = call.dims(call.y[0])[:-1]
+    is_short = all(isinstance(count, int) for count in counts) and math.prod(map(int, counts)) < _MANY_ROWS
+    if producer is not None and producer.op_type == "Transpose" and not producer.domain and is_short:
+        return _transposed(_transposed(columns, 2).matmul(rows), 2)
+    return _transposed(rows, 2).matmul(columns)
 
 
 def _transposed(tensor: Tensor, rank: int) -> Tensor:

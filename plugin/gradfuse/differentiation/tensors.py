@@ -219,6 +219,12 @@ class Tensor:
         return self.reshape(other.shape())
 
     def transpose(self, perm: Sequence[int]) -> Tensor:
+        node = self.value.producer()
+        source = None if node is None else node.inputs[0]
+        if node is not None and node.op_type == "Transpose" and not node.domain and source is not None:
+            before = node.attributes.get_ints("perm", range(len(perm) - 1, -1, -1))
+            if [before[axis] for axis in perm] == list(range(len(perm))):
+                return self.tape.of(source)
         return self if list(perm) == list(range(len(perm))) else self.op("Transpose", perm=list(perm))
 
     def unsqueeze(self, *axes: int) -> Tensor:

@@ -84,6 +84,7 @@ class TrainingSession:
         if not isinstance(step, TrainingStep):
             step, self._files = load_with_files(step)
         self._step = step
+        self._optimizer_state = frozenset(step.optimizer_state)
         step.require_consistent(_WHO)
         self._session, in_place = self._training_session()
         self._evaluation: Any = None
@@ -120,7 +121,9 @@ class TrainingSession:
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
         if self._files:
             # The session has these values by now, and onnxruntime the model.
-            self._step = dataclasses.replace(step, model=onnx.ModelProto(), parameters={}, report=None)
+            self._step = dataclasses.replace(
+                step, model=onnx.ModelProto(), parameters={}, optimizer_state={}, report=None
+            )
 
     @property
     def training_step(self) -> TrainingStep:
@@ -537,7 +540,7 @@ class TrainingSession:
         require_shapes(where, {shown: array}, {shown: known})
         if name in self._step.hyperparameters:
             require_rates(array, f"{where}: {shown!r} is {array}")
-        elif name in self._step.optimizer_state and array.dtype == np.int64 and array < 0:
+        elif name in self._optimizer_state and array.dtype == np.int64 and array < 0:
             raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array
 
