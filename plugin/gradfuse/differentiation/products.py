@@ -11,7 +11,6 @@ import onnx_ir as ir
 from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor
 
-
 _MANY_ROWS = 1024
 """Measured, see docs/performance.md: from here on a transposition takes less than what it saves."""
 
@@ -60,7 +59,8 @@ def _of_weight(call: Call, rows: Tensor, columns: Tensor) -> Tensor:
     assert b is not None
     producer = b.value.producer()
     counts = call.dims(call.y[0])[:-1]
-    is_short = all(isinstance(count, int) for count in counts) and math.prod(map(int, counts)) < _MANY_ROWS
+    known = [count for count in counts if isinstance(count, int)]
+    is_short = len(known) == len(counts) and math.prod(known) < _MANY_ROWS
     if producer is not None and producer.op_type == "Transpose" and not producer.domain and is_short:
         return _transposed(_transposed(columns, 2).matmul(rows), 2)
     return _transposed(rows, 2).matmul(columns)
