@@ -10,12 +10,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,6 +222,68 @@ def remember_item(tensor: Tensor, number: Any) -> None:
 def assume(condition: Any) -> None:
     """Let what is traced take a condition on symbolic sizes to be true."""
     torch._check(condition)  # type: ignore[no-untyped-call]
+
+
+def expression(size: Any) -> Any:
+    """Return what a size is by the symbols of a traced program, which can be compared; a number is itself."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def storage(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common, those of traced programs too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_arguments(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that an operator writes into, by its schema."""
+    arguments = overload._schema.arguments
+    given = {one.name: value for one, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    writes = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [given[name] for name in writes if name in given]
+
+
+def program_of(graph: torch.fx.Graph, like: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return a program of a graph of operators, whose sizes have the ranges of another program."""
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    outputs = graph.output_node().args[0]
+    specification = _pytree.tree_structure(((0,) * len(places), {})), _pytree.tree_structure((0,) * len(outputs))
+    names = [node.name for node in places]
+    call = torch.export.ModuleCallSignature([], [], *specification, names)
+    signature = ExportGraphSignature(
+        [InputSpec(InputKind.USER_INPUT, _argument(node), None) for node in places],
+        [OutputSpec(OutputKind.USER_OUTPUT, _argument(node), None) for node in outputs],
+    )
+    return torch.export.ExportedProgram(
+        torch.fx.GraphModule({}, graph),
+        graph,
+        signature,
+        {},
+        like.range_constraints,
+        [torch.export.ModuleCallEntry("", call)],
+        verifiers=like.verifiers,
+    )
+
+
+def with_graph(program: torch.export.ExportedProgram, graph: torch.fx.Graph) -> torch.export.ExportedProgram:
+    """Return a program with another graph, of the same inputs and as many outputs."""
+    signature = copy.deepcopy(program.graph_signature)
+    for spec, node in zip(signature.output_specs, graph.output_node().args[0], strict=True):
+        if isinstance(node, torch.fx.Node):
+            spec.arg = _argument(node)
+    return torch.export.ExportedProgram(
+        torch.fx.GraphModule(program.graph_module, graph),
+        graph,
+        signature,
+        program.state_dict,
+        program.range_constraints,
+        program.module_call_graph,
+        program.example_inputs,
+        program.constants,
+    )
+
+
+def _argument(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
+    return (SymIntArgument if isinstance(node.meta["val"], torch.SymInt) else TensorArgument)(node.name)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export import (
     batch_norms,
     branches,
+    decomposing,
     dropout,
     explaining,
     layouts,
@@ -115,7 +116,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
     try:
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
-            program = program.run_decompositions(table)
+            program = decomposing.decompose(program, table)
             complex_numbers.read_parts(program)
             if fuse:
                 recurrences.fuse_recurrences(program)
@@ -124,7 +125,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
                 # What does not fit the operator.
                 rest = {key: one for key, one in forward.table().items() if key in batch_norms.KEPT}
                 if any(node.target in rest for node in program.graph.nodes):
-                    program = program.run_decompositions(rest)
+                    program = decomposing.decompose(program, rest)
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
     except Exception as error:
