@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,13 +38,21 @@ _STATISTICS = (aten.batch_norm.default, aten.instance_norm.default)
 def decompose(program: ExportedProgram, table: Table) -> ExportedProgram:
     """Return what `program.run_decompositions(table)` gives, without checks of sizes.
 
-    Programs with anything but calls of operators, with sizes that depend on values, and programs that write into a
-    tensor of which there are views are left to PyTorch.
+    Programs with anything but calls of operators, with sizes that depend on values or conjugates of complex numbers,
+    and programs that write into a tensor of which there are views are left to PyTorch.
     """
     try:
         return _decomposed(program, table)
     except _Unlike:
-        return program.run_decompositions(dict(table))
+        whole: ExportedProgram = program.run_decompositions(dict(table))
+        return whole
+
+
+def written(node: Node) -> list[Any]:
+    """Return the arguments that a call writes into."""
+    if node.target in _STATISTICS:
+        return [one for one in node.args[3:5] if one is not None] if node.args[5] else []
+    return private.written_arguments(node.target, node.args, node.kwargs) if private.is_operator(node.target) else []
 
 
 class _Unlike(Exception):
@@ -69,11 +77,15 @@ class _Call:
 
     @classmethod
     def of(cls, node: Node) -> _Call:
-        if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.inplace_view in node.target.tags:
+        target: Any = node.target
+        if not private.is_operator(target) or torch.Tag.inplace_view in target.tags:
             raise _Unlike
         inputs = node.all_input_nodes
         reads, sizes = (tuple(one for one in inputs if _is_size(one) == wanted) for wanted in (False, True))
-        return cls(node, reads, tuple(_written(node)), sizes)
+        writes = written(node)
+        if not all(isinstance(one, Node) for one in writes):
+            raise _Unlike
+        return cls(node, reads, tuple(writes), sizes)
 
     def kind(self) -> Hashable:
         """Return what calls that are decomposed alike have in common."""
@@ -217,7 +229,7 @@ class _Small:
             return _Results({None: result}, written)
         if not isinstance(value, (tuple, list)):
             raise _Unlike
-        values = {}
+        values: dict[int | None, Any] = {}
         for index, one in enumerate(value):
             if isinstance(one, Tensor):
                 item = graph.call_function(operator.getitem, (result, index))
@@ -271,7 +283,8 @@ class _Assembly:
             self.graph.node_copy(node, self._of)
             self.graph.eliminate_dead_code()
         elif node.target is operator.getitem:
-            self._new[node] = self._items[node.args[0]][node.args[1]]
+            whole, index = cast(tuple[Node, int], node.args)
+            self._new[node] = self._items[whole][index]
         elif node.op != "placeholder" and node.target not in _CHECKS:
             self._new[node] = self._size(node, self._of)
 
@@ -283,11 +296,14 @@ class _Assembly:
             return local[node] if node in local else self._size(node, find)
 
         for node in piece.body:
-            if node.target is aten.clone.default and node.args[0] in piece.copied:
-                local[node] = local[node.args[0]]
+            source: Any = node.args[0] if node.args else None
+            if node.target is aten.clone.default and source in piece.copied:
+                local[node] = local[source]
                 continue
             local[node] = self.graph.node_copy(node, find)
-            local[node].meta = call.node.meta | {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+            local[node].meta = call.node.meta | {
+                key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta
+            }
         self._items[call.node] = {index: find(node) for index, node in piece.results.values.items()}
         if None in self._items[call.node]:
             self._new[call.node] = self._items[call.node][None]
@@ -340,33 +356,18 @@ def _require_no_views(call: _Call, members: Mapping[int, Sequence[Node]]) -> Non
         if first.op == "placeholder":
             raise _Unlike
         for other in others:
-            if not any(one in members[private.storage(node.meta["val"])] for one in _written(other)):
+            if not any(one in members[private.storage(node.meta["val"])] for one in written(other)):
                 raise _Unlike
-
-
-def _written(node: Node) -> Iterator[Node]:
-    """Yield the nodes that a call writes into."""
-    if node.target in _STATISTICS:
-        written = node.args[3:5] if node.args[5] else ()
-    elif isinstance(node.target, torch._ops.OpOverload):
-        written = private.written_arguments(node.target, node.args, node.kwargs)
-    else:
-        written = ()
-    for one in written:
-        if isinstance(one, Node):
-            yield one
-        elif one is not None:
-            raise _Unlike
 
 
 def _kind(node: Node) -> Hashable:
     """Return what decides how a call that reads a node is decomposed."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_conj() or value.is_neg():
         raise _Unlike
     shape, stride = (tuple(_size_key(one) for one in each) for each in (value.shape, value.stride()))
     place = _size_key(value.storage_offset())
-    return value.dtype, value.device, shape, stride, place, value.is_conj(), value.is_neg(), _requires_grad(node)
+    return value.dtype, value.device, shape, stride, place, _requires_grad(node)
 
 
 def _requires_grad(node: Node) -> bool:
