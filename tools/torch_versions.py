@@ -20,7 +20,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-torch"
-TESTS = ("test_torch_private", "test_translation", "test_dropout", "test_export_training_step")
+TESTS = (
+    "test_torch_private",
+    "test_translation",
+    "test_decomposing",
+    "test_watching",
+    "test_dropout",
+    "test_export_training_step",
+)
 OF_CUDA = re.compile(r"(__)?(cu|nccl|nvml|nvrtc|nvshmem)")
 NO_DEVICE = 100
 """cudaErrorNoDevice."""

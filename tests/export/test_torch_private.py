@@ -106,9 +106,9 @@ def test_idle_conversions() -> None:
         assert nn.Linear(2, 2).half().weight.dtype == torch.float16
 
 
-def _traced(function: Callable[[Tensor], Tensor]) -> torch.export.ExportedProgram:
+def _traced(function: Callable[[Tensor], Any]) -> torch.export.ExportedProgram:
     class Module(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return function(x)
 
     return torch.export.export(Module(), (torch.zeros(4, 3),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
@@ -159,6 +159,128 @@ def test_assumed_multiples() -> None:
         source, number, filename, _, _ = found
         assert (source, number, filename) == ("L['x'].size()[0]", 2, __file__)
         assert private.assumed_multiples(_traced(lambda x: x + (1 if x.shape[0] % 3 == 0 else 2))) == []
+
+
+def test_conditions() -> None:
+    with needed("ShapeEnv.guards", "tell whether a loss asks for sizes of what the module gets"):
+        noted: list[Any] = []
+
+        def branching(x: Tensor) -> Tensor:
+            before = len(private.conditions([x]))
+            y = x + (1 if x.shape[0] > 3 else 2)
+            noted.extend(private.conditions([x])[before:])
+            return y
+
+        _traced(branching)
+        assert [len(one.free_symbols) for one in noted] == [1]
+        assert private.conditions([]) == private.conditions([torch.ones(1)]) == []
+
+
+def test_modes_asked_for() -> None:
+    with needed("nn.Module.training and torch.is_grad_enabled", "trace a module once for training and evaluation"):
+        asked: list[nn.Module | None] = []
+        layer, x = nn.Dropout(), torch.ones(2)
+        with private.modes_asked_for(asked.append):
+            x.relu().sum()
+            assert asked == []
+            layer(x)
+            assert asked == [layer]
+            assert torch.is_grad_enabled() and not x.requires_grad and x.is_leaf and x.grad_fn is None
+            assert asked == [layer, None, None, None, None]
+            layer.eval()
+            assert torch.equal(layer(x), x)
+        del asked[:]
+        assert not layer.training and not x.requires_grad and torch.is_grad_enabled()
+        layer.train()
+        assert layer.training and asked == [] and "training" not in vars(nn.Module)
+
+
+def test_is_operator() -> None:
+    with needed("torch._ops.OpOverload", "take a traced program to pieces"):
+        targets = [node.target for node in _traced(lambda x: x + 1).graph.nodes if node.op == "call_function"]
+        assert targets and all(map(private.is_operator, targets))
+        assert not private.is_operator(torch.relu)
+
+
+def _sizes(program: torch.export.ExportedProgram) -> list[Any]:
+    return [node.meta["val"].shape[0] for node in program.graph.nodes if "val" in node.meta]
+
+
+def test_expression() -> None:
+    with needed("SymInt.node.expr", "tell equal sizes"):
+        size, same, double = _sizes(_traced(lambda x: torch.cat([x + 1] * 2)))
+        found = private.expression(size), private.expression(same), private.expression(double)
+        assert found[0] == found[1] != found[2] and found[0].is_Symbol and found[2].free_symbols == {found[0]}
+        assert private.expression(3) == 3
+
+
+def test_storage() -> None:
+    with needed("UntypedStorage._cdata", "see what is written into the memory of another tensor"):
+        program = _traced(lambda x: (x + 1).t().relu())
+        x, made, view, other = (private.storage(n.meta["val"]) for n in program.graph.nodes if "val" in n.meta)
+        assert made == view and len({x, made, other}) == 3
+
+
+def test_written_arguments() -> None:
+    with needed("OpOverload._schema", "see what a traced program writes into"):
+        aten, x, y = torch.ops.aten, torch.ones(1), torch.zeros(1)
+        assert private.written_arguments(aten.add.Tensor, (x, y), {}) == []
+        assert [id(one) for one in private.written_arguments(aten.add_.Tensor, (x, y), {})] == [id(x)]
+        assert [id(one) for one in private.written_arguments(aten.add.out, (x, x), {"out": y})] == [id(y)]
+
+
+def test_program_of() -> None:
+    with needed("the constructor of ExportedProgram", "decompose each kind of call once"):
+        like = _traced(lambda x: x + 1)
+        graph, values = torch.fx.Graph(), [node.meta["val"] for node in like.graph.nodes if "val" in node.meta]
+        x, y = (graph.placeholder(name) for name in "ab")
+        product = graph.call_function(torch.ops.aten.hardswish.default, (x,))
+        x.meta["val"], y.meta["val"], product.meta["val"] = values[0], values[0].shape[0], values[1]
+        graph.output((product,))
+        program = private.program_of(graph, like).run_decompositions()
+        targets = [node.target for node in program.graph.nodes]
+        assert targets.count("a") == targets.count("b") == 1 and torch.ops.aten.hardswish.default not in targets
+        given = torch.randn(3, 3)
+        torch.testing.assert_close(program.module()(given, 3), (F.hardswish(given),))
+
+
+def test_with_graph() -> None:
+    with needed("ExportGraphSignature.output_specs", "put the pieces of a decomposed program together"):
+        program = _traced(lambda x: x + 1)
+        graph = torch.fx.Graph()
+        nodes = {node: graph.node_copy(node) for node in program.graph.nodes if node.op == "placeholder"}
+        (x,) = nodes.values()
+        doubled = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+        doubled.meta["val"] = x.meta["val"]
+        graph.output((doubled,))
+        changed, given = private.with_graph(program, graph), torch.randn(2, 3)
+        assert torch.equal(changed.module()(given), given * 2) and torch.equal(program.module()(given), given + 1)
+        assert [spec.arg.name for spec in changed.graph_signature.output_specs] == [doubled.name]
+
+
+def test_with_fewer_outputs() -> None:
+    with needed("ModuleCallEntry.signature", "trace a module's outputs with the training step"):
+        program = _traced(lambda x: (x + 1, x * 2, x * 3))
+        fewer, given = private.with_fewer_outputs(program, 2), torch.randn(2, 3)
+        for one in (fewer, fewer.run_decompositions()):
+            (result,) = one.module()(given)
+            assert torch.equal(result, given + 1)
+        assert len(program.module()(given)) == 3
+
+
+def test_promoted_by_known_types() -> None:
+    with needed("_TypePromotionInterpreter", "export without tracing a program once more"):
+
+        class Mixed(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return (x > 0) * 2.5 + torch.add(x.long(), x) + torch.where(x > 0, x.half(), 1).exp()
+
+        plain = to_onnx(Mixed())
+        with private.promoted_by_known_types():
+            promoted = to_onnx(Mixed())
+        assert [node.op_type for node in promoted.graph] == [node.op_type for node in plain.graph]
+        types = [[value.dtype for node in one.graph for value in node.outputs] for one in (plain, promoted)]
+        assert types[0] == types[1] and "Cast" in [node.op_type for node in plain.graph]
 
 
 def test_version() -> None:

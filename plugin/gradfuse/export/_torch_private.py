@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +94,51 @@ def growth_tracker(grad_scaler: torch.amp.GradScaler) -> int:
     return int(grad_scaler.state_dict()["_growth_tracker"])
 
 
+@contextlib.contextmanager
+def modes_asked_for(ask: Callable[[nn.Module | None], None]) -> Iterator[None]:
+    """Call a function whenever code asks for the mode of a module, or, with None, for that of autograd."""
+
+    def training(module: nn.Module) -> bool:
+        ask(module)
+        return bool(vars(module)["training"])
+
+    def set_training(module: nn.Module, value: bool) -> None:
+        vars(module)["training"] = value
+
+    def is_grad_enabled() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not caller.startswith("torch.") or caller.startswith(("torch.nn.", "torch.utils.checkpoint")):
+            ask(None)
+        return original()
+
+    original = torch.is_grad_enabled
+    # A property goes ahead of the attributes of modules.
+    nn.Module.training = property(training, set_training)  # type: ignore[assignment]
+    torch.is_grad_enabled = is_grad_enabled
+    try:
+        with _AutogradAsked(ask):
+            yield
+    finally:
+        del nn.Module.training
+        torch.is_grad_enabled = original
+
+
+class _AutogradAsked(TorchFunctionMode):
+    """Calls a function with None whenever code asks a tensor what autograd knows of it."""
+
+    def __init__(self, ask: Callable[[nn.Module | None], None]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ABOUT_AUTOGRAD:
+            self._ask(None)
+        return func(*args, **(kwargs or {}))
+
+
+_ABOUT_AUTOGRAD = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad"))
+
+
 def graph_leaves(value: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors that autograd would add the gradients of `value` to."""
     pending, seen = [value.grad_fn], set()
@@ -102,6 +159,11 @@ def graph_leaves(value: Tensor) -> Iterator[Tensor]:
 def forward_mode_is_on() -> bool:
     """Tell whether forward-mode derivatives are being taken."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_operator(target: Any) -> bool:
+    """Tell whether what a node of a traced program calls is an overload of an operator."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def operator_name(overload: Any) -> str:
@@ -187,6 +249,34 @@ def decomposed_once() -> Iterator[None]:
         _fx_passes.decompose_with_registry = original
 
 
+@contextlib.contextmanager
+def promoted_by_known_types() -> Iterator[None]:
+    """Let torch.onnx.export find by the types of a traced program where it promotes some, without tracing it again."""
+    try:
+        from torch.onnx._internal.fx.passes import type_promotion
+
+        interpreter: Any = type_promotion._TypePromotionInterpreter
+        original, rule_of = interpreter.run_node, type_promotion.get_type_promotion_rule
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def run_node(self: Any, n: torch.fx.Node) -> Any:
+        if n.op != "call_function" or n.meta.get("val") is None:
+            return original(self, n)
+        rule = rule_of(n, self.type_promotion_table)
+        if rule is not None:
+            with self._set_current_node(n):
+                self._maybe_promote_node(n, rule)
+        return n.meta["val"]
+
+    interpreter.run_node = run_node
+    try:
+        yield
+    finally:
+        interpreter.run_node = original
+
+
 _REGISTRIES: dict[tuple[tuple[str, int], ...], Any] = {}
 
 
@@ -213,6 +303,92 @@ def remember_item(tensor: Tensor, number: Any) -> None:
 def assume(condition: Any) -> None:
     """Let what is traced take a condition on symbolic sizes to be true."""
     torch._check(condition)  # type: ignore[no-untyped-call]
+
+
+def expression(size: Any) -> Any:
+    """Return what a size is by the symbols of a traced program, which can be compared; a number is itself."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def storage(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common, those of traced programs too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_arguments(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that an operator writes into, by its schema."""
+    arguments = overload._schema.arguments
+    given = {one.name: value for one, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    writes = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [given[name] for name in writes if given.get(name) is not None]
+
+
+def with_fewer_outputs(program: torch.export.ExportedProgram, count: int) -> torch.export.ExportedProgram:
+    """Return a traced program without its last outputs, of which all are tensors in one tuple."""
+    graph = copy.deepcopy(program.graph)
+    output = graph.output_node()
+    output.args = (output.args[0][: len(output.args[0]) - count],)
+    kept = len(output.args[0])
+    signature = copy.deepcopy(program.graph_signature)
+    del signature.output_specs[kept:]
+    (entry, *_) = program.module_call_graph
+    assert entry.signature is not None
+    call = dataclasses.replace(entry.signature, out_spec=_pytree.tree_structure((0,) * kept))
+    return torch.export.ExportedProgram(
+        torch.fx.GraphModule(program.graph_module, graph),
+        graph,
+        signature,
+        program.state_dict,
+        program.range_constraints,
+        [torch.export.ModuleCallEntry(entry.fqn, call)],
+        program.example_inputs,
+        program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def program_of(graph: torch.fx.Graph, like: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return a program of a graph of operators that gives tensors, in which sizes have another program's ranges."""
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    outputs: Any = graph.output_node().args[0]
+    specification = _pytree.tree_structure(((0,) * len(places), {})), _pytree.tree_structure((0,) * len(outputs))
+    names = [node.name for node in places]
+    inputs = [
+        (SymIntArgument if isinstance(node.meta["val"], torch.SymInt) else TensorArgument)(node.name) for node in places
+    ]
+    call = torch.export.ModuleCallSignature([], [], *specification, names)
+    signature = ExportGraphSignature(
+        [InputSpec(InputKind.USER_INPUT, one, None) for one in inputs],
+        [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in outputs],
+    )
+    return torch.export.ExportedProgram(
+        torch.fx.GraphModule({}, graph),
+        graph,
+        signature,
+        {},
+        like.range_constraints,
+        [torch.export.ModuleCallEntry("", call)],
+        verifiers=like.verifiers,
+    )
+
+
+def with_graph(program: torch.export.ExportedProgram, graph: torch.fx.Graph) -> torch.export.ExportedProgram:
+    """Return a program with another graph, of the same inputs and as many outputs."""
+    signature = copy.deepcopy(program.graph_signature)
+    outputs: Any = graph.output_node().args[0]
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
+        if isinstance(node, torch.fx.Node):
+            spec.arg = dataclasses.replace(spec.arg, name=node.name)
+    return torch.export.ExportedProgram(
+        torch.fx.GraphModule(program.graph_module, graph),
+        graph,
+        signature,
+        program.state_dict,
+        program.range_constraints,
+        program.module_call_graph,
+        program.example_inputs,
+        program.constants,
+    )
 
 
 @contextlib.contextmanager
@@ -287,6 +463,12 @@ def shape_environment(program: torch.export.ExportedProgram) -> Any:
     """Return what knows the symbols of a traced program's sizes; None for a program without tensors."""
     values = (node.meta.get("val") for node in program.graph.nodes)
     return next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
+
+
+def conditions(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return the conditions on symbolic sizes that are known where tensors are traced, as expressions."""
+    environment = next((one.fake_mode.shape_env for one in tensors if isinstance(one, FakeTensor)), None)
+    return [] if environment is None else [guard.expr for guard in environment.guards]
 
 
 def is_about_data(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, explaining, onnx_model, pools, recurrences, tracing
@@ -21,7 +22,9 @@ from gradfuse.export.verifying import Truth
 from gradfuse.models.arrays import Arrays
 
 
-def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str]) -> onnx.ModelProto:
+def evaluation_model(
+    step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], program: ExportedProgram | None
+) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
     Its outputs are the tensors that the module returns, also those within tuples and dictionaries. What is of another
@@ -31,6 +34,7 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
         step: the step; the loss and autocast are left out.
         shapes: its dynamic dimensions.
         changed: the buffers that the step changes: they are inputs, as trainable parameters are; all others constants.
+        program: the traced module in evaluation mode, if the step's trace gives it.
 
     Raises:
         ExportError: PyTorch cannot trace the module, or an output differs from PyTorch's.
@@ -42,8 +46,9 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
     try:
         with quiet(), torch.no_grad():
             native = _run(step, lambda tensor: tensor)
-            taken = branches.branches_of(step)
-            program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
+            if program is None:
+                taken = branches.branches_of(step)
+                program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error

@@ -72,7 +72,12 @@ def translate(
         ExportError: an operator has no ONNX translation or no gradient rule, or torch.onnx.export fails.
     """
     try:
-        with quiet(), private.translations_read_once(), private.decomposed_once():
+        with (
+            quiet(),
+            private.translations_read_once(),
+            private.decomposed_once(),
+            private.promoted_by_known_types(),
+        ):
             exported = torch.onnx.export(
                 program,
                 (),

@@ -21,6 +21,7 @@ from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, refuse_foreign_leaves
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
+from gradfuse.export.watching import Watch
 from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -212,13 +213,23 @@ class TorchStep:
                 place.entries[place.key] = tensor
 
     def apply(
-        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        watch: Watch | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss with `state` in place of the module's tensors, and the buffers as the run left them."""
+        """Return the loss with `state` in place of the module's tensors, and the buffers as the run left them.
+
+        `watch` watches the module while it runs.
+        """
         self.place(state)
         device = next(iter(state.values())).device.type
         with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
-            output = self.module(*inputs)
+            with watch.watching() if watch is not None else contextlib.nullcontext():
+                output = self.module(*inputs)
+            if watch is not None:
+                watch.returned(output)
             value = self.loss(output, *targets)
         after = {name: self.places[name][0].tensor() for name in self.buffers}
         if DROPOUT_SEED in after:

@@ -17,6 +17,7 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export import (
     batch_norms,
     branches,
+    decomposing,
     dropout,
     explaining,
     layouts,
@@ -31,14 +32,21 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
+from gradfuse.export.watching import Watch
 from gradfuse.fusion import collection_paused
 from gradfuse.training.step import DROPOUT_SEED
 
 
 @collection_paused()
 def forward_program(
-    step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches, *, fuse: bool
-) -> ExportedProgram:
+    step: TorchStep,
+    native: Outcome,
+    shapes: DynamicShapes,
+    taken: branches.Branches,
+    *,
+    fuse: bool,
+    evaluation: bool,
+) -> tuple[ExportedProgram, ExportedProgram | None]:
     """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
@@ -50,6 +58,8 @@ def forward_program(
         shapes: its dynamic dimensions.
         taken: the branches on values that it takes.
         fuse: whether operators of gradfuse may stand in it.
+        evaluation: whether to return the traced program of the module in evaluation mode too, where it is the same but
+            for dropouts: (tensors of the step, inputs) -> the tensors that the module returns.
 
     Raises:
         ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
@@ -70,10 +80,11 @@ def forward_program(
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
+    watch = Watch(step.module) if evaluation and _may_share(step, shapes, taken) else None
     sizes = explaining.Sizes()
     try:
         with quiet(), sizes.noted():
-            program = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
+            program = torch.export.export(_Traced(step, native, taken, watch), arguments, dynamic_shapes=dims)
     except Exception as error:
         # torch.export has no common base class for what it refuses.
         branches.refuse_open(step, taken, error)
@@ -85,10 +96,21 @@ def forward_program(
         raise refusal(constant)
     branches.warn_of_assumptions(taken)
     explaining.warn_of_multiples(step, program)
+    evaluating = None
+    if watch is not None:
+        places = {name: index for index, name in enumerate((*used, *others, *step.input_names))}
+        order = [places[name] for name in (*step.state, *step.input_names)]
+        evaluating = watch.evaluating(program, order, len(step.inputs))
+        program = private.with_fewer_outputs(program, len(watch.outputs))
     standins.keep_stops(program)
     program = decomposed(program, fuse=fuse, batch_norm=True)
     _refuse_random_operators(program)
-    return program
+    return program, evaluating
+
+
+def _may_share(step: TorchStep, shapes: DynamicShapes, taken: branches.Branches) -> bool:
+    """Whether the trace of a step may be that of its module in evaluation mode too."""
+    return step.autocast is None and not shapes.automatic and not (taken.decided or taken.open or taken.found)
 
 
 @collection_paused()
@@ -115,7 +137,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
     try:
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
-            program = program.run_decompositions(table)
+            program = decomposing.decompose(program, table)
             complex_numbers.read_parts(program)
             if fuse:
                 recurrences.fuse_recurrences(program)
@@ -124,7 +146,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
                 # What does not fit the operator.
                 rest = {key: one for key, one in forward.table().items() if key in batch_norms.KEPT}
                 if any(node.target in rest for node in program.graph.nodes):
-                    program = program.run_decompositions(rest)
+                    program = decomposing.decompose(program, rest)
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
     except Exception as error:
@@ -158,22 +180,23 @@ def unused(step: TorchStep, native: Outcome) -> tuple[str, ...]:
 class _Traced(nn.Module):
     """The forward pass of a step, as a function of all its tensors."""
 
-    def __init__(self, step: TorchStep, native: Outcome, taken: branches.Branches) -> None:
+    def __init__(self, step: TorchStep, native: Outcome, taken: branches.Branches, watch: Watch | None) -> None:
         super().__init__()
         # In a tuple, as the module must not own the tensors of the step's module.
         names = tuple(native.gradients), unused(step, native)
-        self._traced = (step, native, taken, *names)
+        self._traced = (step, native, taken, watch, *names)
 
     def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
-        step, native, taken, used, others = self._traced
+        step, native, taken, watch, used, others = self._traced
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
         with lengths_as_tensors(), recurrences.scanned(), pools.sized(), branches.answered(step, taken):
-            value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets])
+            value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
-        return (*losses, *(after[name] for name in native.changed))
+        outputs = () if watch is None else watch.outputs
+        return (*losses, *(after[name] for name in native.changed), *outputs)
 
 
 def _refuse_random_operators(program: ExportedProgram) -> None:

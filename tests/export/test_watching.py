@@ -1,0 +1,133 @@
+"""The evaluation model is that of the module in evaluation mode, also where that is not traced for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfuse import export_training_step
+
+CLASSES = 4
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A function of a layer's output, ahead of another layer."""
+
+    def __init__(self, function: Forward, **parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, CLASSES)
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x)))  # type: ignore[no-any-return]
+
+
+class Doubling(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.training else input * 2
+
+
+def frozen(dropout: nn.Module) -> nn.Module:
+    return dropout.eval()
+
+
+def written_by_the_loss(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.mul_(2), labels)
+
+
+def with_a_condition_on_the_size(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output * (2 if output.shape[0] > 3 else 3), labels)
+
+
+def with_dropout(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.dropout(output, 0.2), labels)
+
+
+ALIKE: dict[str, Net] = {
+    "nothing asks": Net(lambda net, x: x.relu()),
+    "dropout": Net(lambda net, x: net.drop(net.drop(x.relu()) + 1), drop=nn.Dropout(0.3)),
+    "dropout of nothing": Net(lambda net, x: net.drop(x), drop=nn.Dropout(0.0)),
+    "dropout in evaluation mode": Net(lambda net, x: net.drop(x), drop=frozen(nn.Dropout(0.3))),
+    "detached": Net(lambda net, x: x + x.detach().mean()),
+}
+"""Those that need not be traced once more."""
+
+OTHER: dict[str, Net] = {
+    "a size in training": Net(lambda net, x: x * 2 if net.training and x.shape[0] > 2 else x),
+    "functional dropout": Net(lambda net, x: F.dropout(x, 0.3, net.training)),
+    "another dropout": Net(lambda net, x: net.drop(x), drop=Doubling(0.3)),
+    "alpha dropout": Net(lambda net, x: net.drop(x), drop=nn.AlphaDropout(0.3)),
+    "written by dropout": Net(lambda net, x: net.drop(x + 1) + x, drop=nn.Dropout(0.3, inplace=True)),
+    "batch normalization": Net(lambda net, x: net.norm(x), norm=nn.BatchNorm1d(5)),
+    "the mode of autograd": Net(lambda net, x: x * 2 if torch.is_grad_enabled() else x),
+    "what requires gradients": Net(lambda net, x: x * 2 if x.requires_grad else x),
+    "a leaf": Net(lambda net, x: x * 2 if x.grad_fn is None else x),
+    "written in place": Net(lambda net, x: x.relu_() + x),
+    "constants": Net(lambda net, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])),
+}
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "written": written_by_the_loss,
+    "a condition": with_a_condition_on_the_size,
+    "dropout": with_dropout,
+}
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """What PyTorch traces."""
+    traced: list[nn.Module] = []
+    original = torch.export.export
+
+    def export(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        traced.append(module)
+        return original(module, *arguments, **options)
+
+    monkeypatch.setattr(torch.export, "export", export)
+    return traced
+
+
+def check(net: nn.Module, loss: Callable[..., Tensor], *, sizes: tuple[int, ...] = (5, 2, 7)) -> None:
+    """Export a step, and compare its evaluation model with the module in evaluation mode at some sizes."""
+    torch.manual_seed(0)
+    batch = torch.randn(5, 3), torch.randint(0, CLASSES, (5,))
+    modes = [module.training for module in net.modules()]
+    step = export_training_step(net, loss, batch, evaluation=True, dynamic_shapes=({0: "batch"}, {0: "batch"}))
+    assert [module.training for module in net.modules()] == modes
+    assert step.evaluation_model is not None
+    session = onnxruntime.InferenceSession(step.evaluation_model.SerializeToString())
+    values = step.parameters | step.buffers
+    net.eval()
+    for size in sizes:
+        x = torch.randn(size, 3)
+        feeds = {one.name: values[one.name] for one in session.get_inputs() if one.name in values}
+        (result,) = session.run(None, feeds | {"x": x.numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(result, net(x).numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_module_that_asks_in_dropouts_alone_is_traced_once(name: str, traces: list[nn.Module]) -> None:
+    check(ALIKE[name], F.cross_entropy)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_module_that_may_do_something_else_is_traced_again(name: str, traces: list[nn.Module]) -> None:
+    check(OTHER[name], F.cross_entropy)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_the_loss_does_is_no_part_of_the_module(name: str, traces: list[nn.Module]) -> None:
+    check(Net(lambda net, x: net.drop(x.relu()), drop=nn.Dropout(0.1)), LOSSES[name])
+    assert len(traces) == 2
