@@ -141,6 +141,9 @@ def export_training_step(
             described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
             parts.begin("tracing")
             taken = branches.branches_of(step)
+            if taken.selections.codes:
+                with branches.both_sides(step, taken):
+                    native = step.run()
             with verifying.traced_as_run(step):
                 program = tracing.forward_program(step, native, shapes, taken, fuse=fuse)
             tracing.connect_dropout(program, step, native)
@@ -150,7 +153,7 @@ def export_training_step(
             translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
             onnx_model.arrange_step(translated, step, native, shapes)
             parts.begin("running the step in float64")
-            truth = verifying.truth_of(step, native)
+            truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
             wants_evaluation = optimizer is not None if evaluation is None else evaluation
             parts.begin("exporting the evaluation model")
             evaluating = evaluation_model(step, shapes, native.changed) if wants_evaluation else None
@@ -160,16 +163,19 @@ def export_training_step(
             parts.begin("comparing the model with PyTorch")
             unfused = onnx_model.in_order(exported)
             with verifying.traced_as_run(step):
-                truth.compare(unfused, "exported")
+                for truth in truths:
+                    truth.compare(unfused, "exported")
             parts.begin("fusing")
             model, report = onnx_model.fused(exported)
             parts.begin("comparing the fused model with PyTorch")
-            truth.verify_fused(model, unfused)
+            for truth in truths:
+                truth.verify_fused(model, unfused)
         else:
             parts.begin("comparing the model with PyTorch")
             model, report = onnx_model.in_order(onnx_model.plain(exported)), None
             with verifying.traced_as_run(step):
-                truth.verify(model, "exported")
+                for truth in truths:
+                    truth.verify(model, "exported")
 
         parameters = _arrays(step.state, step.trainable)
         state: Arrays = {}
@@ -178,7 +184,7 @@ def export_training_step(
             parts.begin("adding the optimizer")
             state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
             model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
-            verifying.compare_update(model, truth.step, described, optimizer, state | hyperparameters)
+            verifying.compare_update(model, truths[0].step, described, optimizer, state | hyperparameters)
 
         constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
         return TrainingStep(

@@ -29,6 +29,7 @@ from gradfuse.export import (
 from gradfuse.export.decompositions import complex_numbers, forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
+from gradfuse.export.selections import CannotSelectError
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.fusion import collection_paused
@@ -74,7 +75,7 @@ def forward_program(
     try:
         with quiet(), sizes.noted():
             program = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
-    except Exception as error:
+    except (Exception, CannotSelectError) as error:
         # torch.export has no common base class for what it refuses.
         branches.refuse_open(step, taken, error)
         raise refusal(
