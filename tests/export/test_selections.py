@@ -265,12 +265,16 @@ def test_both_ways_are_compared_with_pytorch(kind: type[Chance]) -> None:
 
 class Rare(Chance):
     def skipping(self, x: Tensor) -> Tensor:
-        return x * 2.0 if torch.rand([]) < 1e-6 else x
+        return x * 2.0 if torch.rand([]) < self.share else x
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ExportError, match=r"skipping \(test_selections.py:\d+\) went the same way 100 times"):
-        _exported(Rare())
+def test_rare_decisions_are_compared_and_others_refused() -> None:
+    module = Rare()
+    module.share = 1e-4
+    _exported(module)
+    module.share = 0.0
+    with pytest.raises(ExportError, match=r"skipping \(test_selections.py:\d+\) went the same way with all seeds"):
+        _exported(module)
 
 
 class Imported(Chance):

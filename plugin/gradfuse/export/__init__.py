@@ -100,7 +100,7 @@ def export_training_step(
         ) from error
     import onnx_ir as ir
 
-    from gradfuse.export import branches, onnx_model, tracing, verifying
+    from gradfuse.export import branches, explaining, onnx_model, tracing, verifying
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.evaluation import evaluation_model
@@ -132,6 +132,7 @@ def export_training_step(
     with mistakes_named(), Parts.shown(progress) as parts:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
+        sizes = explaining.Sizes()
         with undisturbed(step):
             parts.begin("running the step in PyTorch")
             native = step.run()
@@ -145,7 +146,7 @@ def export_training_step(
                 with branches.both_sides(step, taken):
                     native = step.run()
             with verifying.traced_as_run(step):
-                program = tracing.forward_program(step, native, shapes, taken, fuse=fuse)
+                program = tracing.forward_program(step, native, shapes, taken, sizes, fuse=fuse)
             tracing.connect_dropout(program, step, native)
             order = (*native.gradients, *tracing.unused(step, native))
             free = {*step.trainable, *native.changed}
@@ -156,7 +157,7 @@ def export_training_step(
             truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
             wants_evaluation = optimizer is not None if evaluation is None else evaluation
             parts.begin("exporting the evaluation model")
-            evaluating = evaluation_model(step, shapes, native.changed) if wants_evaluation else None
+            evaluating = evaluation_model(step, shapes, native.changed, sizes) if wants_evaluation else None
 
         exported = ir.to_proto(translated)
         if fuse:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import explaining, host_draws
+from gradfuse.export import dropout, explaining, host_draws
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Selections
@@ -47,8 +47,8 @@ _RANDOM = (
 _ROUNDS = 8
 """What a decision gives may decide the next one; more of them in a row are left alone."""
 
-_MOST_SEEDS = 100
-"""So many are tried until all decisions by random numbers went both ways."""
+_SEEDS_AT_RANDOM, _SEEDS_OF_EXTREMES = 40, 2**20
+"""So many are tried until all decisions by random numbers went both ways, and so many for a rare one."""
 _MOST_COMPARED = 4
 """With so many of them a model is compared with PyTorch."""
 
@@ -172,7 +172,8 @@ def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
     if not branches.selections.codes:
         return [TRIED_SEED]
     ways: dict[int, set[tuple[Place, int, bool]]] = {}
-    for seed in range(TRIED_SEED, TRIED_SEED + _MOST_SEEDS):
+    seen: set[tuple[Place, int, bool]] = set()
+    for seed in _tried_seeds(step):
         observed = _Observed(items=bool(branches.items))
         _run(step.with_seed(seed), observed, Selections())
         ways[seed] = {
@@ -181,13 +182,13 @@ def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
             if place in branches.chances
             for number, answer in enumerate(answers)
         }
-        seen = set().union(*ways.values())
+        seen |= ways[seed]
         if all((place, number, not answer) in seen for place, number, answer in seen):
             break
     for place in branches.chances:
         if len({answer for one, _, answer in seen if one == place}) == 1:
             raise refusal(
-                f"the decision by a random number in {_text(place)} went the same way {len(ways)} times, so that the "
+                f"the decision by a random number in {_text(place)} went the same way with all seeds, so that the "
                 f"other one cannot be compared with PyTorch; expected one that is less rare{_settings(step)}"
             )
     chosen: list[int] = []
@@ -196,6 +197,15 @@ def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
         chosen.append(best)
         seen -= ways[best]
     return chosen
+
+
+def _tried_seeds(step: TorchStep) -> Iterator[int]:
+    """Yield seeds, at last those with which single draws give their least and largest numbers of very many."""
+    yield from range(TRIED_SEED, TRIED_SEED + _SEEDS_AT_RANDOM)
+    with SeededDropout(torch.tensor(TRIED_SEED)) as drawn:
+        _forward(step)
+    for layer in drawn.single[:_MOST]:
+        yield from dropout.extreme_seeds(TRIED_SEED, _SEEDS_OF_EXTREMES, layer)
 
 
 def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> None:
@@ -379,7 +389,15 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[frozenset[str]]:
-    """Run the forward pass on copies of all tensors; return what the sides of selections write."""
+    """Run the forward pass, and let a mode observe it; return what the sides of selections write."""
+    seeded = SeededDropout(step.state.get(DROPOUT_SEED))
+    with seeded, host_draws.as_tensors(), observed, selections.installed(step) as decisions:
+        _forward(step)
+    return decisions.written
+
+
+def _forward(step: TorchStep) -> None:
+    """Run the forward pass on copies of all tensors."""
 
     def copies(tensors: Any) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in tensors]
@@ -387,10 +405,8 @@ def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[f
     state = dict(zip(step.state, copies(step.state.values()), strict=True))
     for name in step.trainable:
         state[name].requires_grad_()
-    seeded = SeededDropout(state.get(DROPOUT_SEED))
-    with lengths_as_tensors(), seeded, host_draws.as_tensors(), observed, selections.installed(step) as decisions:
+    with lengths_as_tensors():
         step.apply(state, copies(step.inputs), copies(step.targets))
-    return decisions.written
 
 
 def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:

@@ -66,12 +66,14 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         count: how many draws there were.
+        single: which of them were of one number.
     """
 
     def __init__(self, seed: Tensor | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = 0 if seed is None else int(seed)
         self.count = 0
+        self.single: list[int] = []
         self._host = contextlib.ExitStack()
 
     def __enter__(self) -> SeededDropout:
@@ -104,6 +106,7 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _draw(self, like: Tensor) -> Tensor:
+        self.single += [self.count] * (like.numel() == 1)
         self.count += 1
         return uniform(self.seed, self.count - 1, like)
 
@@ -119,11 +122,24 @@ def uniform(seed: int, layer: int, input: Tensor) -> Tensor:
     return (words.float() * 2.0**-draws.UNIFORM_BITS).view(input.shape)
 
 
+def extreme_seeds(first: int, count: int, layer: int) -> tuple[int, int]:
+    """Return with which of `count` seeds from `first` on the `layer`-th draw gives the least and the largest number."""
+    words = _hashed(_key(torch.arange(first, first + count), layer))
+    return first + int(words.argmin()), first + int(words.argmax())
+
+
 def _words(seed: int, layer: int, input: Tensor) -> Tensor:
     """Return hashes of 32 bits, int64, one an element of `input`."""
-    key = ((seed % 2**31) * draws.SEED_FACTOR + layer * draws.LAYER_FACTOR) % draws.WORD
     word = torch.arange(input.numel(), device=input.device) * draws.FACTORS[0] % draws.WORD
-    word = (word ^ (word >> draws.SHIFTS[0])) + key
+    return _hashed((word ^ (word >> draws.SHIFTS[0])) + _key(seed, layer))
+
+
+def _key(seed: Any, layer: int) -> Any:
+    """Return what the hashes of a draw begin with; seeds may be in a tensor."""
+    return ((seed % 2**31) * draws.SEED_FACTOR + layer * draws.LAYER_FACTOR) % draws.WORD
+
+
+def _hashed(word: Tensor) -> Tensor:
     word = word * draws.FACTORS[1] % draws.WORD
     return (word ^ (word >> draws.SHIFTS[1])) * draws.FACTORS[2] % draws.WORD
 

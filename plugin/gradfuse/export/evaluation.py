@@ -21,7 +21,9 @@ from gradfuse.export.verifying import Truth
 from gradfuse.models.arrays import Arrays
 
 
-def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str]) -> onnx.ModelProto:
+def evaluation_model(
+    step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], sizes: explaining.Sizes
+) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
     Its outputs are the tensors that the module returns, also those within tuples and dictionaries. What is of another
@@ -31,6 +33,7 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
         step: the step; the loss and autocast are left out.
         shapes: its dynamic dimensions.
         changed: the buffers that the step changes: they are inputs, as trainable parameters are; all others constants.
+        sizes: tells the user what is taken to be so of sizes.
 
     Raises:
         ExportError: PyTorch cannot trace the module, or an output differs from PyTorch's.
@@ -43,10 +46,12 @@ def evaluation_model(step: TorchStep, shapes: DynamicShapes, changed: Sequence[s
         with quiet(), torch.no_grad():
             native = _run(step, lambda tensor: tensor)
             taken = branches.branches_of(step)
-            program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
+            with sizes.noted():
+                program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
+    sizes.warn(step, program, shapes)
     free = [name for name in names if name in step.trainable or name in changed]
     model = onnx_model.translate(tracing.decomposed(program, fuse=False, batch_norm=False), step, names, free)
     onnx_model.arrange_evaluation(model, step, free, native, shapes)

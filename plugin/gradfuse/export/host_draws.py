@@ -90,7 +90,8 @@ def _drawing(original: Callable[..., Any], number: Callable[[Tensor], Any]) -> C
         given = (*bounds, *named.values())
         is_range = original.__name__ == "uniform" and len(given) == len(_UNIT) and tuple(named) in _NAMED
         known = not given or is_range
-        caller = sys._getframe(1).f_code.co_filename
+        frame = inspect.currentframe()
+        caller = "" if frame is None or frame.f_back is None else frame.f_back.f_code.co_filename
         if not (known and all(isinstance(one, (int, float)) for one in given) and explaining.is_users(caller)):
             return original(*bounds, **named)
         low, high = given or _UNIT

@@ -38,7 +38,13 @@ from gradfuse.training.step import DROPOUT_SEED
 
 @collection_paused()
 def forward_program(
-    step: TorchStep, native: Outcome, shapes: DynamicShapes, taken: branches.Branches, *, fuse: bool
+    step: TorchStep,
+    native: Outcome,
+    shapes: DynamicShapes,
+    taken: branches.Branches,
+    sizes: explaining.Sizes,
+    *,
+    fuse: bool,
 ) -> ExportedProgram:
     """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers).
 
@@ -50,6 +56,7 @@ def forward_program(
         native: what PyTorch's own run of it gave.
         shapes: its dynamic dimensions.
         taken: the branches on values that it takes.
+        sizes: tells the user what is taken to be so of sizes.
         fuse: whether operators of gradfuse may stand in it.
 
     Raises:
@@ -71,7 +78,6 @@ def forward_program(
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
-    sizes = explaining.Sizes()
     try:
         with quiet(), sizes.noted():
             program = torch.export.export(_Traced(step, native, taken), arguments, dynamic_shapes=dims)
@@ -85,7 +91,7 @@ def forward_program(
     if constant is not None:
         raise refusal(constant)
     branches.warn_of_assumptions(taken)
-    explaining.warn_of_multiples(step, program)
+    sizes.warn(step, program, shapes)
     standins.keep_stops(program)
     program = decomposed(program, fuse=fuse, batch_norm=True)
     _refuse_random_operators(program)
