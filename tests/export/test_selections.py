@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import ExportError, export_training_step
+from gradfuse import ExportError, TrainingSession, export_training_step
 from gradfuse.export import dropout
 from gradfuse.testing import assert_gradients_close
 from gradfuse.training.step import DROPOUT_SEED, TrainingStep
@@ -169,6 +169,37 @@ def test_the_evaluation_model_skips_nothing() -> None:
     model = step.evaluation_model
     assert model is not None
     assert not {"Where", "BitShift"} & {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False, "accumulate": 2}, {"max_grad_norm": 1.0}])
+def test_steps_that_skip_layers_train(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = Continued()
+    session = TrainingSession(_exported(module, optimizer=torch.optim.AdamW(module.parameters(), lr=0.05), **options))
+    inputs, targets = (part[0].numpy() for part in _batch(4))
+    losses = [session.step(inputs, targets) for _ in range(60)]
+    assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:20])
+
+
+class Noisy(Continued):
+    """A draw that eval mode reads, or that nothing reads there."""
+
+    reads = True
+
+    def skipping(self, x: Tensor) -> Tensor:
+        noise = torch.rand([])
+        return super().skipping(x) + (noise if self.training or self.reads else 0.0)
+
+
+def test_draws_in_eval_mode_are_refused_where_something_reads_them() -> None:
+    module = Noisy()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(
+        ExportError, match="the module draws random numbers in eval mode; expected none, or evaluation=F"
+    ):
+        _exported(module, optimizer=optimizer)
+    module.reads = False
+    assert _exported(module, optimizer=optimizer).evaluation_model is not None
 
 
 class Shaped(Chance):

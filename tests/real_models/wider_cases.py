@@ -128,7 +128,6 @@ add(
             "layerdrop": 0.1,
         }
     },
-    change={"layerdrop": 0.0},
 )
 add(
     "mixture of experts",
@@ -332,7 +331,6 @@ def encoder_decoder(**changed: Any) -> nn.Module:
 
 
 CASES["EncoderDecoderModel"] = StepCase("sequence to sequence", encoder_decoder, translations, TARGETS)
-QUIET = {"layerdrop": 0.0, "apply_spec_augment": False}
 add(
     "speech with CTC",
     speech,
@@ -344,7 +342,6 @@ add(
         "SEWForCTC": {**WAVES, "squeeze_factor": 2},
         "Wav2Vec2ConformerForCTC": {**WAVES, "conv_depthwise_kernel_size": 3},
     },
-    change=QUIET,
 )
 add(
     "speech with CTC",
@@ -365,7 +362,6 @@ add(
             "conv_depthwise_kernel_size": 3,
         }
     },
-    change=QUIET,
 )
 SPOKEN = {
     "vocab_size": VOCABULARY,
@@ -393,7 +389,6 @@ add(
     lambda items, length: {"input_values": torch.randn(items, 100 * length), "labels": ids(items, length)},
     {"input_values": {0: "batch", 1: "samples"}, "labels": TOKENS},
     {"SpeechT5ForSpeechToText": SPOKEN},
-    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "apply_spec_augment": False},
 )
 add(
     "speech",
@@ -404,7 +399,6 @@ add(
     },
     {"input_ids": TOKENS, "labels": {0: "batch", 1: "frames"}, "speaker_embeddings": BATCH},
     {"SpeechT5ForTextToSpeech": {**SPOKEN, "use_guided_attention_loss": False}},
-    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "apply_spec_augment": False},
 )
 add(
     "speech",
@@ -864,7 +858,6 @@ add(
         "AutoformerForPrediction": {**AHEAD, "label_length": 4, "moving_average": 3},
         "InformerForPrediction": AHEAD,
     },
-    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 )
 add(
     "state spaces and time series",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, explaining, onnx_model, pools, recurrences, tracing
+from gradfuse.export import branches, dropout, explaining, onnx_model, pools, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -53,7 +53,12 @@ def evaluation_model(
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
     sizes.warn(step, program, shapes)
     free = [name for name in names if name in step.trainable or name in changed]
-    model = onnx_model.translate(tracing.decomposed(program, fuse=False, batch_norm=False), step, names, free)
+    program = tracing.decomposed(program, fuse=False, batch_norm=False)
+    for draw in dropout.masks(program.graph):
+        if draw.users:
+            raise refusal("the module draws random numbers in eval mode; expected none, or evaluation=False")
+        program.graph.erase_node(draw)
+    model = onnx_model.translate(program, step, names, free)
     onnx_model.arrange_evaluation(model, step, free, native, shapes)
     proto = onnx_model.in_order(ir.to_proto(model))
     truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))

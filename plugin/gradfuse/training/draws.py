@@ -87,8 +87,8 @@ UniformNumbersAfter <layer: int> (seed, before, input) => (numbers) {{
     shift_2 = Constant<value=uint32 {{{32 - UNIFORM_BITS}}}>()
     high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
     drawn = Cast<to=1>(high_2)
-    step = Constant<value=float {{{2.0**-UNIFORM_BITS!r}}}>()
-    numbers_line = Mul(drawn, step)
+    spacing = Constant<value=float {{{2.0**-UNIFORM_BITS!r}}}>()
+    numbers_line = Mul(drawn, spacing)
     numbers = Reshape<allowzero=1>(numbers_line, shape)
 }}
 """
