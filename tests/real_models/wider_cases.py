@@ -931,11 +931,53 @@ CASES["timm inception_v3"] = StepCase(
     target="labels",
 )
 
+add(
+    "mixture of experts",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {
+        "MiniMaxForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4},
+        "Qwen3NextForCausalLM": {
+            **GROUPED,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    },
+)
+add(
+    "causal language models",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {
+        "Gemma3nForCausalLM": {
+            **GROUPED,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "intermediate_size": [24, 24],
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.5, 0.0],
+            "sliding_window": 4,
+        }
+    },
+    change={"altup_coef_clip": None, "activation_sparsity_pattern": [0.0, 0.0]},
+)
+
 # What is done in Python for each token, or each item of a batch, needs their number.
 for name, axis in {
     "RecurrentGemmaForCausalLM": 1,
     "FunnelForSequenceClassification": 1,
     "LlavaForConditionalGeneration": 0,
+    "MiniMaxForCausalLM": 1,
 }.items():
     CASES[name] = dataclasses.replace(CASES[name], fixed=(axis,))
 
