@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,7 +160,128 @@ def test_a_size_that_is_taken_to_be_a_multiple_is_told() -> None:
         assert_gradients_close(result, native[name], exact[name], np.float32, terms=8)
 
 
-def test_other_sizes_raise_no_warning() -> None:
+class OfSizes(nn.Module):
+    """A classifier of what a function makes of a sequence, (batch, length, 6) to (batch, length, 6)."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.function(x)).mean(1)  # type: ignore[no-any-return]
+
+
+def _exported_of_sizes(function: Callable[[Tensor], Tensor], **options: Any) -> TrainingStep:
+    torch.manual_seed(0)
+    batch = torch.randn(3, 8, 6), torch.arange(3)
+    shapes = {"x": {0: "batch", 1: "length"}, "target": {0: "batch"}}
+    module = OfSizes(function)
+    if "optimizer" in options:
+        options = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    return export_training_step(module, F.cross_entropy, batch, dynamic_shapes=shapes, **options)
+
+
+def _at_most_512(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] > 512 else x
+
+
+def _one_block(x: Tensor) -> Tensor:
+    return x if math.ceil(x.shape[1] / 256) == 1 else x * 2.0
+
+
+def _first(x: Tensor) -> Tensor:
+    return x[:, :20]
+
+
+def _last(x: Tensor) -> Tensor:
+    return x[:, -20:]
+
+
+def _long(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] < 5 else x
+
+
+def _chunked(x: Tensor) -> Tensor:
+    return torch.cat([chunk * number for number, chunk in enumerate(torch.split(x, 6, 1))], 1)
+
+
+def _odd(x: Tensor) -> Tensor:
+    return x if x.shape[1] % 3 else x * 2.0
+
+
+def _special(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] == 9 else x
+
+
+def _longer(x: Tensor) -> Tensor:
+    return x if x.shape[1] > x.shape[0] else x * 2.0
+
+
+def _checked(x: Tensor) -> Tensor:
+    if x.shape[1] > 100:
+        raise ValueError("too long")
+    return x
+
+
+@pytest.mark.parametrize(
+    "function, text",
+    [
+        (_at_most_512, "axis 1 of 'x' is taken to be at most 512"),
+        (_one_block, "axis 1 of 'x' is taken to be at most 256"),
+        (_first, "axis 1 of 'x' is taken to be at most 19"),
+        (_last, "axis 1 of 'x' is taken to be at most 19"),
+        (_long, "axis 1 of 'x' is taken to be at least 5"),
+        (_chunked, "axis 1 of 'x' is taken to be at least 7 and at most 12"),
+        (_odd, "(size % 3) != 0 is taken to hold for axis 1 of 'x'"),
+        (_special, "size != 9 is taken to hold for axis 1 of 'x'"),
+        (_longer, "x.shape[1] > x.shape[0] is taken to hold"),
+        (_checked, "axis 1 of 'x' is taken to be at most 100"),
+    ],
+)
+def test_sizes_that_are_taken_to_be_in_a_range_are_told(function: Callable[[Tensor], Tensor], text: str) -> None:
+    first = inspect.getsourcelines(function)[1]
+    with pytest.warns(UserWarning) as caught:
+        _exported_of_sizes(function)
+    (told,) = [str(one.message) for one in caught if "is taken to" in str(one.message)]
+    assert told == (
+        f"export_training_step: {text}, as in this batch, since {function.__name__} (test_explaining.py:{first + 1}) "
+        "asks for it"
+    )
+
+
+def _at_most(x: Tensor) -> Tensor:
+    return x[:, : min(x.shape[1], 20)]
+
+
+def _padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, max(0, 20 - x.shape[1])))
+
+
+def _not_empty(x: Tensor) -> Tensor:
+    if x.shape[1] == 0 or x.shape[2] != 6:
+        raise ValueError("no sequence")
+    return torch.cat([x[:, 1:], x[:, :1]], 1)
+
+
+@pytest.mark.parametrize("function", [_at_most, _padded, _not_empty])
+def test_code_for_all_sizes_raises_no_warning(function: Callable[[Tensor], Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        _exported_blocks(Blocks(), 7)
+        step = _exported_of_sizes(function)
+    for length in (2, 19, 20, 21, 70):
+        batch = (torch.randn(4, length, 6),), (torch.arange(4),)
+        results = run(step, batch, kernels=False)
+        module = OfSizes(function)
+        module.load_state_dict({name: torch.from_numpy(array) for name, array in step.parameters.items()})
+        native, exact = (
+            autograd(module, F.cross_entropy, batch, dtype, step) for dtype in (torch.float32, torch.float64)
+        )
+        for name, result in results.items():
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=8)
+
+
+def test_sizes_are_told_once_for_the_step_and_its_evaluation_model() -> None:
+    with pytest.warns(UserWarning) as caught:
+        _exported_of_sizes(_at_most_512, optimizer=True)
+    assert len([one for one in caught if "at most 512" in str(one.message)]) == 1

@@ -283,6 +283,24 @@ def test_promoted_by_known_types() -> None:
         assert types[0] == types[1] and "Cast" in [node.op_type for node in plain.graph]
 
 
+def test_conditions_on_sizes() -> None:
+    with needed("ShapeEnv.guards", "tell which sizes a step can have"):
+        (found,) = private.conditions_on_sizes(_traced(lambda x: x + (1 if x.shape[0] > 70 else 2)))
+        (symbol,) = found.sources
+        assert (found.sources[symbol], found.filename) == ("L['x'].size()[0]", __file__)
+        assert [found.holds({symbol: size}) for size in (70, 71)] == [True, False]
+        assert found.text({symbol: "size"}) == "size <= 70"
+
+
+def test_when_sizes_are_asked_for() -> None:
+    with needed("SLoc", "name the code that asks for a size"):
+        noted: list[Any] = []
+        with private.when_sizes_are_asked_for(noted.append):
+            program = _traced(lambda x: x + (1 if x.shape[0] > 70 else 2))
+        (found,) = private.conditions_on_sizes(program)
+        assert any(one is found.location for one in noted)
+
+
 def test_version() -> None:
     with needed("Tensor._version", "see that a step changes a parameter in place"):
         tensor = torch.zeros(2)

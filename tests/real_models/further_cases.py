@@ -109,7 +109,6 @@ add(
     lambda items, length: {"input_values": torch.randn(items, 100 * length), "labels": classes(items)},
     {"input_values": TOKENS, "labels": BATCH},
     {"Wav2Vec2ForSequenceClassification": {**WAVES, "classifier_proj_size": 8, "num_labels": CLASSES}},
-    change={"layerdrop": 0.0, "apply_spec_augment": False},
 )
 add(
     "vision",
@@ -159,7 +158,6 @@ add(
     language,
     {**TEXT, "labels": TOKENS},
     {"BioGptForCausalLM": {**TINY, "layerdrop": 0.1}},
-    change={"layerdrop": 0.0},
 )
 add(
     "mixture of experts",
@@ -382,7 +380,6 @@ add(
     translations,
     {**TEXT, "labels": {0: "batch", 1: "target_length"}},
     {"M2M100ForConditionalGeneration": TRANSLATOR},
-    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 )
 add(
     "state spaces and time series",
@@ -438,7 +435,6 @@ add(
             "max_target_positions": 64,
         }
     },
-    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 )
 STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_labels": CLASSES}
 add(

@@ -325,7 +325,6 @@ add(
     speech,
     {"input_values": TOKENS, "labels": BATCH},
     {"Wav2Vec2ForCTC": WAVES, "WavLMForCTC": WAVES, "HubertForCTC": WAVES},
-    change={"layerdrop": 0.0, "apply_spec_augment": False},
 )
 IMAGE = {
     "hidden_size": 16,
@@ -492,5 +491,4 @@ add(
             "decoder_ffn_dim": 24,
         }
     },
-    change={"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
 )

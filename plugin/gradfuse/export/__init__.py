@@ -104,7 +104,7 @@ def export_training_step(
         ) from error
     import onnx_ir as ir
 
-    from gradfuse.export import branches, onnx_model, tracing, verifying
+    from gradfuse.export import branches, explaining, onnx_model, tracing, verifying
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.evaluation import evaluation_model
@@ -136,6 +136,7 @@ def export_training_step(
     with mistakes_named(), Parts.shown(progress) as parts, _collection_paused_for(module):
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
+        sizes = explaining.Sizes()
         with undisturbed(step):
             parts.begin("running the step in PyTorch")
             native = step.run()
@@ -146,9 +147,12 @@ def export_training_step(
             wants_evaluation = optimizer is not None if evaluation is None else evaluation
             parts.begin("tracing")
             taken = branches.branches_of(step)
+            if taken.selections.codes:
+                with branches.both_sides(step, taken):
+                    native = step.run()
             with verifying.traced_as_run(step):
                 program, evaluating_program = tracing.forward_program(
-                    step, native, shapes, taken, fuse=fuse, evaluation=wants_evaluation
+                    step, native, shapes, taken, sizes, fuse=fuse, evaluation=wants_evaluation
                 )
             tracing.connect_dropout(program, step, native)
             order = (*native.gradients, *tracing.unused(step, native))
@@ -157,27 +161,30 @@ def export_training_step(
             translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
             onnx_model.arrange_step(translated, step, native, shapes)
             parts.begin("running the step in float64")
-            truth = verifying.truth_of(step, native)
+            truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
             parts.begin("exporting the evaluation model")
             evaluating = None
             if wants_evaluation:
-                evaluating = evaluation_model(step, shapes, native.changed, evaluating_program)
+                evaluating = evaluation_model(step, shapes, native.changed, sizes, evaluating_program)
 
         exported = ir.to_proto(translated)
         if fuse:
             parts.begin("comparing the model with PyTorch")
             unfused = onnx_model.in_order(exported)
             with verifying.traced_as_run(step):
-                truth.compare(unfused, "exported")
+                for truth in truths:
+                    truth.compare(unfused, "exported")
             parts.begin("fusing")
             model, report = onnx_model.fused(exported)
             parts.begin("comparing the fused model with PyTorch")
-            truth.verify_fused(model, unfused)
+            for truth in truths:
+                truth.verify_fused(model, unfused)
         else:
             parts.begin("comparing the model with PyTorch")
             model, report = onnx_model.in_order(onnx_model.plain(exported)), None
             with verifying.traced_as_run(step):
-                truth.verify(model, "exported")
+                for truth in truths:
+                    truth.verify(model, "exported")
 
         parameters = _arrays(step.state, step.trainable)
         state: Arrays = {}
@@ -186,7 +193,7 @@ def export_training_step(
             parts.begin("adding the optimizer")
             state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
             model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
-            verifying.compare_update(model, truth.step, described, optimizer, state | hyperparameters)
+            verifying.compare_update(model, truths[0].step, described, optimizer, state | hyperparameters)
 
         constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
         return TrainingStep(

@@ -436,6 +436,71 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
     return found
 
 
+@contextlib.contextmanager
+def when_sizes_are_asked_for(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call a function with what stands for a place in the traced code, whenever that may ask for a size."""
+    from torch.fx.experimental.symbolic_shapes import SLoc  # type: ignore[attr-defined]
+
+    original = SLoc.__init__
+
+    def init(self: SLoc, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        note(self)
+
+    SLoc.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SLoc.__init__ = original  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeCondition:
+    """What tracing took to be so of the sizes of inputs, as it is in the example.
+
+    Attributes:
+        sources: its symbols -> their sources, such as "L['x'].size()[1]".
+        expression: the condition.
+        location: what `when_sizes_are_asked_for` noted.
+        filename, line, function: where it is asked for, in torch or outside.
+    """
+
+    sources: Mapping[str, str]
+    expression: Any
+    location: Any
+    filename: str
+    line: int
+    function: str
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Tell whether it is so for sizes, by symbol."""
+        symbols = {symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}
+        return bool(self.expression.subs(symbols))
+
+    def text(self, names: Mapping[str, str]) -> str:
+        """Return it in Python, with names for the symbols."""
+        import sympy
+        from torch.utils._sympy.printers import PythonPrinter
+
+        named = {one: sympy.Symbol(names[str(one)], integer=True) for one in self.expression.free_symbols}
+        return str(PythonPrinter().doprint(self.expression.xreplace(named)))
+
+
+def conditions_on_sizes(program: torch.export.ExportedProgram) -> list[SizeCondition]:
+    """Return what tracing took to be so of sizes, by branches that ask for it."""
+    environment = shape_environment(program)
+    found = []
+    for guard in environment.guards if environment is not None else []:
+        frame = guard.sloc.framework_loc
+        sources = {str(symbol): environment.var_to_sources.get(symbol) for symbol in guard.expr.free_symbols}
+        if sources and all(sources.values()) and hasattr(frame, "filename"):
+            named = {symbol: str(one[0].name) for symbol, one in sources.items()}
+            found.append(
+                SizeCondition(named, guard.expr, guard.sloc, frame.filename, int(frame.lineno or 0), str(frame.name))
+            )
+    return found
+
+
 def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, str, int, str]]:
     """Return which sizes of inputs a traced program takes to be near their own: by a count of theirs that is constant.
 

@@ -22,26 +22,36 @@ import dis
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CodeType, TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import explaining
+from gradfuse.export import dropout, explaining, host_draws
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.selections import CannotSelectError, Selections
 from gradfuse.export.sizes_in_tensors import SizesInTensors
-from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.torch_step import TRIED_SEED, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
 _FINITE = ("isfinite", "isnan", "isinf")
-_RANDOM = ("rand", "rand_like", "bernoulli", "uniform_")
+_RANDOM = (
+    "rand rand_like randn randn_like randint bernoulli bernoulli_ uniform_ normal normal_ exponential_ randperm".split()
+)
+_ROUNDS = 8
+"""What a decision gives may decide the next one; more of them in a row are left alone."""
+
+_SEEDS_AT_RANDOM, _SEEDS_OF_EXTREMES = 40, 2**20
+"""So many are tried until all decisions by random numbers went both ways, and so many for a rare one."""
+_MOST_COMPARED = 4
+"""With so many of them a model is compared with PyTorch."""
+
 _KEEPS = frozenset(
     """
     all any logical_not logical_and logical_or _is_all_true __invert__ __and__ __or__ bitwise_not bitwise_and bitwise_or
@@ -69,13 +79,19 @@ class Branches:
         open: the others, as texts for messages.
         random: those of the others that depend on a random number.
         found: where `nonzero` finds something each time.
-        assumed: those of them that were met when the step was traced.
+        selections: the functions that compute both sides of what they decide by random numbers.
+        chances: where those decide that are the module's own.
+        items: where a random number is taken out of a tensor, and stays one.
+        assumed: those of `found` that were met when the step was traced.
     """
 
     decided: Mapping[Place, bool]
     open: tuple[str, ...]
     random: tuple[str, ...]
     found: frozenset[Place]
+    selections: Selections
+    chances: frozenset[Place]
+    items: frozenset[Place]
     assumed: set[Place] = dataclasses.field(default_factory=set)
 
 
@@ -83,28 +99,113 @@ def branches_of(step: TorchStep) -> Branches:
     """Run the forward pass of a step, and look at each of its branches.
 
     Raises:
-        ExportError: the step draws random numbers by numpy, which would be constants of the exported step.
+        ExportError: the step draws random numbers by numpy or Python that would be constants of the exported step.
     """
-    before = _numpy_state()
-    observed = _Observed(None)
-    _run(step, observed)
-    if _numpy_state() != before:
+    none = Selections()
+    before = host_draws.state()
+    observed = _Observed()
+    try:
+        _run(step, observed, none)
+    except Exception:
+        # A user's module may raise anything where it gets a tensor for a number.
+        observed = _Observed(items=False)
+        _run(step, observed, none)
+    if host_draws.state() != before:
         raise refusal(
-            "the module draws random numbers by numpy, which an exported step would repeat in every call; expected "
-            f"torch's random numbers or none{_settings(step)}"
+            "the module draws random numbers by numpy or by Python, which an exported step would repeat in every call; "
+            f"expected torch's random numbers or none{_settings(step)}"
         )
-    decided: dict[Place, bool] = {}
-    texts: list[str] = []
-    random: list[str] = []
-    for place, (answers, kinds) in list(observed.asked.items())[:_MOST]:
-        if len(answers) == 1 and ("finite" in kinds or _is_check(step, place)):
-            decided[place] = next(iter(answers))
-            continue
-        texts.append(_text(place))
-        if "random" in kinds:
-            random.append(_text(place))
-    found = frozenset(place for place, counts in observed.found.items() if all(counts))
-    return Branches(decided, tuple(texts), tuple(random), found)
+    chances = _of_chance(step, observed, none)
+    selections, observed = _selected(step, observed)
+    decided = {
+        place: answers[0]
+        for place, (answers, kinds) in list(observed.asked.items())[:_MOST]
+        if len({*answers}) == 1 and ("finite" in kinds or _is_check(step, place, selections))
+    }
+    left = [place for place in observed.asked if place not in decided]
+    return Branches(
+        decided=decided,
+        open=tuple(map(_text, left)),
+        random=tuple(_text(place) for place in left if "random" in observed.asked[place][1]),
+        found=frozenset(place for place, counts in observed.found.items() if all(counts)),
+        selections=selections,
+        chances=frozenset(chances),
+        items=frozenset(observed.items),
+    )
+
+
+def _of_chance(step: TorchStep, observed: _Observed, selections: Selections) -> list[Place]:
+    """Return the branches on random numbers that choose what is computed."""
+    random = [place for place, (_, kinds) in observed.asked.items() if "random" in kinds]
+    return [p for p in random if not (len({*observed.asked[p][0]}) == 1 and _is_check(step, p, selections))]
+
+
+def _selected(step: TorchStep, observed: _Observed) -> tuple[Selections, _Observed]:
+    """Return the functions that compute both sides of branches on random numbers, and what is asked besides.
+
+    Args:
+        step: the step.
+        observed: what its own functions ask, which is returned where their branches have no such form.
+    """
+    selections, last = Selections(), observed
+    written: Sequence[frozenset[str]] = ()
+    try:
+        for _ in range(_ROUNDS):
+            places = _of_chance(step, last, selections)
+            if not places:
+                return selections.surveyed(written), last
+            selections = selections.including(step, [(code, _line((code, offset))) for code, offset in places])
+            last = _Observed(items=observed.takes_items)
+            written = _run(step, last, selections)
+    except (Exception, CannotSelectError):
+        # A user's module may raise anything where it gets tensors for numbers.
+        pass
+    return Selections(), observed
+
+
+def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
+    """Return seeds with which PyTorch takes both ways of the branches on random numbers, each of them if possible.
+
+    Raises:
+        ExportError: one place in the code takes the same way with all seeds that were tried.
+    """
+    if not branches.selections.codes:
+        return [TRIED_SEED]
+    ways: dict[int, set[tuple[Place, int, bool]]] = {}
+    seen: set[tuple[Place, int, bool]] = set()
+    for seed in _tried_seeds(step):
+        observed = _Observed(items=bool(branches.items))
+        _run(step.with_seed(seed), observed, Selections())
+        ways[seed] = {
+            (place, number, answer)
+            for place, (answers, _) in observed.asked.items()
+            if place in branches.chances
+            for number, answer in enumerate(answers)
+        }
+        seen |= ways[seed]
+        if all((place, number, not answer) in seen for place, number, answer in seen):
+            break
+    for place in branches.chances:
+        if len({answer for one, _, answer in seen if one == place}) == 1:
+            raise refusal(
+                f"the decision by a random number in {_text(place)} went the same way with all seeds, so that the "
+                f"other one cannot be compared with PyTorch; expected one that is less rare{_settings(step)}"
+            )
+    chosen: list[int] = []
+    while seen and len(chosen) < _MOST_COMPARED:
+        best = max(ways, key=lambda seed: len(ways[seed] & seen))
+        chosen.append(best)
+        seen -= ways[best]
+    return chosen
+
+
+def _tried_seeds(step: TorchStep) -> Iterator[int]:
+    """Yield seeds, at last those with which single draws give their least and largest numbers of very many."""
+    yield from range(TRIED_SEED, TRIED_SEED + _SEEDS_AT_RANDOM)
+    with SeededDropout(torch.tensor(TRIED_SEED)) as drawn:
+        _forward(step)
+    for layer in drawn.single[:_MOST]:
+        yield from dropout.extreme_seeds(TRIED_SEED, _SEEDS_OF_EXTREMES, layer)
 
 
 def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> None:
@@ -140,8 +241,28 @@ def warn_of_assumptions(branches: Branches) -> None:
 @contextlib.contextmanager
 def answered(step: TorchStep, branches: Branches) -> Iterator[None]:
     """Let a module be traced: decide its checks, let `len` give symbolic lengths, and `to` do nothing where it can."""
-    with _symbolic_len(step), private.idle_conversions(), _Decided(branches):
+    with _symbolic_len(step), private.idle_conversions(), both_sides(step, branches), _Decided(branches):
         yield
+
+
+@contextlib.contextmanager
+def both_sides(step: TorchStep, branches: Branches) -> Iterator[None]:
+    """Let a module compute both sides of what it decides by random numbers."""
+    with host_draws.as_tensors(), branches.selections.installed(step), _Items(branches.items):
+        yield
+
+
+class _Items(TorchFunctionMode):
+    """Leave random numbers in tensors where code takes them out."""
+
+    def __init__(self, places: Collection[Place]) -> None:
+        super().__init__()
+        self._places = places
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and _caller() in self._places:
+            return _as_item(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class _Decided(TorchFunctionMode):
@@ -160,6 +281,11 @@ class _Decided(TorchFunctionMode):
         place = _caller()
         if func in _ASKS and place in self._branches.decided:
             return self._branches.decided[place]
+        if func is torch.Tensor.item and place in self._branches.items:
+            return _as_item(args[0])
+        if func in _ASKS and place in self._branches.chances:
+            # Unlike torch's own error it cannot be caught by a module.
+            raise CannotSelectError("a condition")
         func = _IN_OTHER_OPERATORS.get(func, func)
         result = self._sizes.called(func, args, kwargs or {})
         if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
@@ -179,34 +305,42 @@ class _Observed(TorchFunctionMode):
 
     Args:
         turned: that place; None: all answers are true.
+        items: whether random numbers that are taken out of tensors stay tensors.
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
         found: place of a `nonzero` -> whether it found something, each time.
+        items: where random numbers are taken out of tensors, and stay tensors.
     """
 
-    def __init__(self, turned: Place | None) -> None:
+    def __init__(self, turned: Place | None = None, *, items: bool = True) -> None:
         super().__init__()
-        self.asked: dict[Place, tuple[set[bool], set[str]]] = {}
+        self.asked: dict[Place, tuple[list[bool], set[str]]] = {}
         self.found: dict[Place, list[bool]] = {}
+        self.items: set[Place] = set()
+        self.takes_items = items
         self._turned = turned
         # With the tensor itself, so that no other gets its id.
         self._kinds: dict[int, tuple[str, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        known = {self._kinds.get(id(one), (None,))[0] for one in args if isinstance(one, Tensor)}
+        if func is torch.Tensor.item and known == {"random"} and self.takes_items and _is_inexact(args[0]):
+            self.items.add(_caller())
+            func = _as_item
+        result = func(*args, **(kwargs or {}))
         kind = None
         if name in _FINITE:
             kind = "finite"
-        elif name in _RANDOM:
+        elif name in _RANDOM or known == {"random"}:
             kind = "random"
         elif name in _KEEPS or func is torch.Tensor.__bool__:
             kind = next((self._kinds[id(one)][0] for one in args if id(one) in self._kinds), None)
         if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and isinstance(result, bool)):
             place = _caller()
-            answers, kinds = self.asked.setdefault(place, (set(), set()))
-            answers.add(result)
+            answers, kinds = self.asked.setdefault(place, ([], set()))
+            answers.append(result)
             kinds.update([] if kind is None else [kind])
             return not result if place == self._turned else result
         if name == "nonzero" and isinstance(result, Tensor):
@@ -244,7 +378,25 @@ _IN_OTHER_OPERATORS: Mapping[Any, Callable[..., Tensor]] = {
 """Functions whose gradients are operators that no exporter knows -> the same in operators that have others."""
 
 
-def _run(step: TorchStep, observed: _Observed) -> None:
+def _as_item(tensor: Tensor) -> Tensor:
+    """Return the only number of a tensor as one that counts as Python's number in arithmetic."""
+    number = tensor.reshape([])
+    return number if number.dtype == torch.bool else number.double()
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.dtype == torch.bool
+
+
+def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[frozenset[str]]:
+    """Run the forward pass, and let a mode observe it; return what the sides of selections write."""
+    seeded = SeededDropout(step.state.get(DROPOUT_SEED))
+    with seeded, host_draws.as_tensors(), observed, selections.installed(step) as decisions:
+        _forward(step)
+    return decisions.written
+
+
+def _forward(step: TorchStep) -> None:
     """Run the forward pass on copies of all tensors."""
 
     def copies(tensors: Any) -> list[Tensor]:
@@ -253,14 +405,14 @@ def _run(step: TorchStep, observed: _Observed) -> None:
     state = dict(zip(step.state, copies(step.state.values()), strict=True))
     for name in step.trainable:
         state[name].requires_grad_()
-    with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)), observed:
+    with lengths_as_tensors():
         step.apply(state, copies(step.inputs), copies(step.targets))
 
 
-def _is_check(step: TorchStep, place: Place) -> bool:
+def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:
     """Whether code raises an error, in the very function that asks, when the answer is the other one."""
     try:
-        _run(step, _Observed(place))
+        _run(step, _Observed(place), selections)
     except Exception as error:
         # A user's module may raise anything.
         traceback = _last(error.__traceback__)
@@ -271,12 +423,13 @@ def _is_check(step: TorchStep, place: Place) -> bool:
 
 
 def _caller() -> Place:
-    """Return where the code is that called the mode whose method calls this."""
+    """Return where the code is that called the mode whose method calls this, or a mode within that one."""
     frame = inspect.currentframe()
-    for _ in range(2):
-        assert frame is not None
+    assert frame is not None and frame.f_back is not None
+    frame = frame.f_back
+    while frame.f_code.co_name == "__torch_function__":
+        assert frame.f_back is not None
         frame = frame.f_back
-    assert frame is not None
     return frame.f_code, frame.f_lasti
 
 
@@ -287,9 +440,13 @@ def _last(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _text(place: Place) -> str:
+    return explaining.text_of(place[0], _line(place))
+
+
+def _line(place: Place) -> int:
     code, offset = place
     lines = [line for start, end, line in code.co_lines() if start <= offset < end]
-    return explaining.text_of(code, lines[0] if lines and lines[0] is not None else code.co_firstlineno)
+    return lines[0] if lines and lines[0] is not None else code.co_firstlineno
 
 
 _OFF: Mapping[str, Callable[[Any], object]] = {
@@ -310,11 +467,6 @@ def _settings(step: TorchStep) -> str:
     if not found:
         return ""
     return f" (make the model with {', '.join(f'{name}={value}' for name, value in found.items())})"
-
-
-def _numpy_state() -> tuple[bytes, int]:
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return np.asarray(keys).tobytes(), int(position)
 
 
 @contextlib.contextmanager

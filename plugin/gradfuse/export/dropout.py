@@ -7,6 +7,7 @@ operators would give other numbers in every runtime, and training could not be r
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradfuse.export import _torch_private as private
+from gradfuse.export import host_draws
 from gradfuse.export.translation import function_caller
 from gradfuse.training import draws
 
@@ -22,17 +24,34 @@ aten = torch.ops.aten
 
 _library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Decompositions are made without a seed, which they cannot know; `connect` adds it.
-_library.define("dropout_mask(Tensor input, float p, Tensor? seed=None, int layer=0) -> Tensor")
+_library.define("dropout_mask(Tensor input, float p, Tensor? seed=None, int layer=0, Tensor? before=None) -> Tensor")
 torch.library.register_fake(
     "gradfuse::dropout_mask", lambda input, *_: torch.empty_like(input, dtype=torch.bool), lib=_library
 )
-_library.define("uniform(Tensor input, Tensor? seed=None, int layer=0) -> Tensor")
+_library.define("uniform(Tensor input, Tensor? seed=None, int layer=0, Tensor? before=None) -> Tensor")
 torch.library.register_fake(
     "gradfuse::uniform", lambda input, *_: torch.empty_like(input, dtype=torch.float32), lib=_library
 )
 
+# Around each side of a decision by a random number. The second returns how many draws there were until then.
+_library.define("side_begins(Tensor condition) -> Tensor")
+_library.define(
+    "side_ends(Tensor condition, Tensor? inside=None, int drawn=0, Tensor? ahead=None, int drawn_ahead=0) -> Tensor"
+)
+for _name in ("side_begins", "side_ends"):
+    torch.library.register_fake(
+        f"gradfuse::{_name}", lambda condition, *_: torch.empty_like(condition, dtype=torch.int64), lib=_library
+    )
+    _library.impl(_name, lambda condition, *_: condition.to(torch.int64), "CompositeExplicitAutograd")
+_SIDE_BEGINS, _SIDE_ENDS = torch.ops.gradfuse.side_begins.default, torch.ops.gradfuse.side_ends.default
+
 # A draw has its number even if nothing reads it, as PyTorch makes it as well.
-for _overload in (torch.ops.gradfuse.dropout_mask.default, torch.ops.gradfuse.uniform.default):
+for _overload in (
+    torch.ops.gradfuse.dropout_mask.default,
+    torch.ops.gradfuse.uniform.default,
+    _SIDE_BEGINS,
+    _SIDE_ENDS,
+):
     torch.fx.node.has_side_effect(_overload)
 
 _Draw = Callable[[Tensor], Tensor]
@@ -47,12 +66,24 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         count: how many draws there were.
+        single: which of them were of one number.
     """
 
     def __init__(self, seed: Tensor | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = 0 if seed is None else int(seed)
         self.count = 0
+        self.single: list[int] = []
+        self._host = contextlib.ExitStack()
+
+    def __enter__(self) -> SeededDropout:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._host.enter_context(host_draws.as_numbers())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._host.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,6 +106,7 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _draw(self, like: Tensor) -> Tensor:
+        self.single += [self.count] * (like.numel() == 1)
         self.count += 1
         return uniform(self.seed, self.count - 1, like)
 
@@ -90,13 +122,36 @@ def uniform(seed: int, layer: int, input: Tensor) -> Tensor:
     return (words.float() * 2.0**-draws.UNIFORM_BITS).view(input.shape)
 
 
+def extreme_seeds(first: int, count: int, layer: int) -> tuple[int, int]:
+    """Return with which of `count` seeds from `first` on the `layer`-th draw gives the least and the largest number."""
+    words = _hashed(_key(torch.arange(first, first + count), layer))
+    return first + int(words.argmin()), first + int(words.argmax())
+
+
 def _words(seed: int, layer: int, input: Tensor) -> Tensor:
     """Return hashes of 32 bits, int64, one an element of `input`."""
-    key = ((seed % 2**31) * draws.SEED_FACTOR + layer * draws.LAYER_FACTOR) % draws.WORD
     word = torch.arange(input.numel(), device=input.device) * draws.FACTORS[0] % draws.WORD
-    word = (word ^ (word >> draws.SHIFTS[0])) + key
+    return _hashed((word ^ (word >> draws.SHIFTS[0])) + _key(seed, layer))
+
+
+def _key(seed: Any, layer: int) -> Any:
+    """Return what the hashes of a draw begin with; seeds may be in a tensor."""
+    return ((seed % 2**31) * draws.SEED_FACTOR + layer * draws.LAYER_FACTOR) % draws.WORD
+
+
+def _hashed(word: Tensor) -> Tensor:
     word = word * draws.FACTORS[1] % draws.WORD
     return (word ^ (word >> draws.SHIFTS[1])) * draws.FACTORS[2] % draws.WORD
+
+
+def begin_side(taken: Tensor) -> None:
+    """Say that what follows is done only where a condition holds, a boolean of shape ()."""
+    torch.ops.gradfuse.side_begins(taken)
+
+
+def end_side(taken: Tensor) -> None:
+    """Say that it ends: what was drawn within has no number where the condition does not hold."""
+    torch.ops.gradfuse.side_ends(taken)
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -225,17 +280,33 @@ _IN_PLACE: dict[Any, Any] = {
 
 def translations() -> dict[Any, Callable[..., Any]]:
     """Return the functions that emit the nodes of the draws, for `custom_translation_table`."""
-    call_mask, call_uniform = function_caller(draws.MASK), function_caller(draws.UNIFORM)
+    from onnxscript import opset18
 
-    def dropout_mask(input: Any, p: float, seed: Any, layer: int = 0) -> Any:
-        return call_mask(seed, input, layer=layer, threshold=draws.threshold(p))
+    op: Any = opset18
+    call_mask, call_mask_after = function_caller(draws.MASK), function_caller(draws.MASK_AFTER)
+    call_uniform, call_uniform_after = function_caller(draws.UNIFORM), function_caller(draws.UNIFORM_AFTER)
 
-    def uniform_numbers(input: Any, seed: Any, layer: int = 0) -> Any:
-        return call_uniform(seed, input, layer=layer)
+    def dropout_mask(input: Any, p: float, seed: Any, layer: int = 0, before: Any = None) -> Any:
+        if before is None:
+            return call_mask(seed, input, layer=layer, threshold=draws.threshold(p))
+        return call_mask_after(seed, before, input, layer=layer, threshold=draws.threshold(p))
+
+    def uniform_numbers(input: Any, seed: Any, layer: int = 0, before: Any = None) -> Any:
+        if before is None:
+            return call_uniform(seed, input, layer=layer)
+        return call_uniform_after(seed, before, input, layer=layer)
+
+    def side_ends(condition: Any, inside: Any, drawn: int, ahead: Any, drawn_ahead: int) -> Any:
+        def number(tensor: Any, count: int) -> Any:
+            constant = op.Constant(value_int=count)
+            return constant if tensor is None else op.Add(tensor, constant)
+
+        return op.Where(condition, number(inside, drawn), number(ahead, drawn_ahead))
 
     return {
         torch.ops.gradfuse.dropout_mask.default: dropout_mask,
         torch.ops.gradfuse.uniform.default: uniform_numbers,
+        _SIDE_ENDS: side_ends,
     }
 
 
@@ -253,7 +324,24 @@ def connect(program: torch.export.ExportedProgram, seed: int) -> None:
 
     Constants of the traced code are placeholders as well, ahead of those.
     """
+    graph = program.graph
     name = program.graph_signature.user_inputs[seed]
-    placeholder = next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
-    for layer, node in enumerate(masks(program.graph)):
-        node.args = (*node.args[: _ARGUMENTS[node.target]], placeholder, layer)
+    placeholder = next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+    # How many draws there were: so many as a node says, and some more.
+    before: torch.fx.Node | None = None
+    layer = 0
+    sides: list[tuple[torch.fx.Node, torch.fx.Node | None, int]] = []
+    for node in list(graph.nodes):
+        if node.target in _ARGUMENTS:
+            node.args = (*node.args[: _ARGUMENTS[node.target]], placeholder, layer, before)
+            layer += 1
+        elif node.target is _SIDE_BEGINS:
+            sides.append((node, before, layer))
+        elif node.target is _SIDE_ENDS:
+            begin, ahead, drawn_ahead = sides.pop()
+            graph.erase_node(begin)
+            if (ahead, drawn_ahead) == (before, layer):
+                graph.erase_node(node)
+            else:
+                node.args = (node.args[0], before, layer, ahead, drawn_ahead)
+                before, layer = node, 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, explaining, onnx_model, pools, recurrences, tracing
+from gradfuse.export import branches, dropout, explaining, onnx_model, pools, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -23,7 +23,11 @@ from gradfuse.models.arrays import Arrays
 
 
 def evaluation_model(
-    step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], program: ExportedProgram | None
+    step: TorchStep,
+    shapes: DynamicShapes,
+    changed: Sequence[str],
+    sizes: explaining.Sizes,
+    program: ExportedProgram | None,
 ) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
@@ -34,6 +38,7 @@ def evaluation_model(
         step: the step; the loss and autocast are left out.
         shapes: its dynamic dimensions.
         changed: the buffers that the step changes: they are inputs, as trainable parameters are; all others constants.
+        sizes: tells the user what is taken to be so of sizes.
         program: the traced module in evaluation mode, if the step's trace gives it.
 
     Raises:
@@ -48,12 +53,21 @@ def evaluation_model(
             native = _run(step, lambda tensor: tensor)
             if program is None:
                 taken = branches.branches_of(step)
-                program = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
+                with sizes.noted():
+                    traced = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
+    if program is None:
+        program = traced
+        sizes.warn(step, program, shapes)
     free = [name for name in names if name in step.trainable or name in changed]
-    model = onnx_model.translate(tracing.decomposed(program, fuse=False, batch_norm=False), step, names, free)
+    program = tracing.decomposed(program, fuse=False, batch_norm=False)
+    for draw in dropout.masks(program.graph):
+        if draw.users:
+            raise refusal("the module draws random numbers in eval mode; expected none, or evaluation=False")
+        program.graph.erase_node(draw)
+    model = onnx_model.translate(program, step, names, free)
     onnx_model.arrange_evaluation(model, step, free, native, shapes)
     proto = onnx_model.in_order(ir.to_proto(model))
     truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ _CONSTANT = re.compile(
     r"constant \((\d+)\)"
 )
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
+_SLICING = ("_compute_slice_index", "split")
+"""Functions of torch whose conditions on sizes are those of the code that calls them."""
 _RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("torch_step.py", "evaluation.py"))
 """The modules that call the user's code."""
 
@@ -102,14 +105,17 @@ def text_of(code: CodeType, line: int) -> str:
 
 
 class Sizes:
-    """Notes where code makes a size that may vary a constant, for messages.
+    """Notes where code asks for sizes, and makes one that may vary a constant, for messages.
 
     Attributes:
-        places: the places, in the order in which they were met.
+        places: the places of the latter, in the order in which they were met.
     """
 
     def __init__(self) -> None:
         self.places: list[str] = []
+        # With the location itself, so that no other gets its id.
+        self._asked: dict[int, tuple[Any, str]] = {}
+        self._told: set[str] = set()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -118,7 +124,12 @@ class Sizes:
             if where is not None:
                 self.places.append(where)
 
-        with private.when_a_size_becomes_constant(note):
+        def note_asked(location: Any) -> None:
+            where = _current_place()
+            if where is not None:
+                self._asked[id(location)] = location, where
+
+        with private.when_a_size_becomes_constant(note), private.when_sizes_are_asked_for(note_asked):
             yield
 
     def explain(self, step: TorchStep, error: BaseException) -> str | None:
@@ -146,6 +157,31 @@ class Sizes:
                 return self._text(name, axis, step.batch[name].shape[axis])
         return None
 
+    def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> None:
+        """Tell the user what was taken to be so of sizes, as it is in the batch, since code asks for it."""
+        multiples = _multiples(step, program)
+        texts = list(multiples.values())
+        for condition in private.conditions_on_sizes(program):
+            if not is_users(condition.filename) and condition.function not in _SLICING:
+                continue
+            axes = {symbol: _axis(step, source) for symbol, source in condition.sources.items()}
+            _, place = self._asked.get(id(condition.location), (None, None))
+            if (
+                place is None
+                or None in axes.values()
+                or any((axis, condition.line) in multiples for axis in axes.values() if axis)
+            ):
+                continue
+            text = _assumed(
+                step, shapes, condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}
+            )
+            if text is not None:
+                texts.append(f"{text}, as in this batch, since {place} asks for it")
+        for text in dict.fromkeys(texts):
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(f"{WHO}: {text}", stacklevel=5)
+
     def _text(self, name: str, axis: int, size: int) -> str:
         why = f", by {self.places[0]}" if self.places else ""
         return (
@@ -154,22 +190,88 @@ class Sizes:
         )
 
 
+def _assumed(
+    step: TorchStep, shapes: DynamicShapes, condition: private.SizeCondition, axes: Mapping[str, tuple[str, int]]
+) -> str | None:
+    """Return what a condition says of the axes that its symbols are the sizes of; None: nothing."""
+    sizes = {symbol: step.batch[name].shape[axis] for symbol, (name, axis) in axes.items()}
+    # Axes of one name have one size.
+    labels = {symbol: (shapes.names.get(name, {}).get(axis), sizes[symbol]) for symbol, (name, axis) in axes.items()}
+    varied = list(dict.fromkeys(labels.values()))
+
+    def holds(values: Sequence[int]) -> bool:
+        return condition.holds({symbol: values[varied.index(label)] for symbol, label in labels.items()})
+
+    if len(varied) > 1:
+        if all(map(holds, itertools.product(_SOME, repeat=len(varied)))):
+            return None
+        written = condition.text({symbol: f"{name}.shape[{axis}]" for symbol, (name, axis) in axes.items()})
+        return f"{written} is taken to hold"
+    name, axis = next(iter(axes.values()))
+    written = condition.text(dict.fromkeys(axes, "size"))
+    found = None if "%" in written else _range(lambda size: holds([size]), varied[0][1])
+    if found == (None, None):
+        return None
+    if found is None:
+        return f"{written} is taken to hold for axis {axis} of {name!r}"
+    least, most = found
+    words = [*([f"at least {least}"] if least else []), *([f"at most {most}"] if most else [])]
+    return f"axis {axis} of {name!r} is taken to be {' and '.join(words)}"
+
+
 def _names(step: TorchStep, which: str) -> tuple[str, ...]:
     return step.input_names if which == "inputs" else step.target_names
 
 
-def warn_of_multiples(step: TorchStep, program: ExportedProgram) -> None:
-    """Tell the user which axes were taken to be multiples of a number, as they are in the batch."""
+def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[str, int], int], str]:
+    """Return which axes were taken to be multiples of a number: (tensor and axis, line) -> what to say of it."""
+    found = {}
     for source, number, filename, line, function in private.assumed_multiples(program):
-        found = _AXIS.search(source)
-        if found is None or not is_users(filename):
-            continue
-        name = _names(step, found[1])[int(found[2])]
-        warnings.warn(
-            f"{WHO}: axis {found[3]} of {name!r} is taken to be a multiple of {number}, as in this "
-            f"batch, since {function} ({os.path.basename(filename)}:{line}) asks for it; pad other batches to one",
-            stacklevel=5,
-        )
+        axis = _axis(step, source)
+        if axis is not None and is_users(filename):
+            place = f"{function} ({os.path.basename(filename)}:{line})"
+            found[axis, line] = (
+                f"axis {axis[1]} of {axis[0]!r} is taken to be a multiple of {number}, as in this batch, since {place} "
+                "asks for it; pad other batches to one"
+            )
+    return found
+
+
+def _axis(step: TorchStep, source: str) -> tuple[str, int] | None:
+    """Return the tensor of the batch and its axis that a source of torch.export names."""
+    found = _AXIS.search(source)
+    return None if found is None else (_names(step, found[1])[int(found[2])], int(found[3]))
+
+
+_SMALLEST, _NEAR, _FAR = 2, 64, 2**24
+"""torch.export traces sizes from 2 on; conditions are tried for all sizes that are near, and for some far ones."""
+_SOME = (2, 3, 5, 8, 64, 513, 4097)
+
+
+def _range(holds: Callable[[int], bool], size: int) -> tuple[int | None, int | None] | None:
+    """Return the least and the largest size around one for which a condition holds; None: no bound was found.
+
+    Returns:
+        None if the condition does not hold in one range alone.
+    """
+    least, most = size, size
+    while least > _SMALLEST and holds(least - 1):
+        least -= 1
+    while most < size + _NEAR and holds(most + 1):
+        most += 1
+    if most == size + _NEAR:
+        outside = most
+        while outside < _FAR and holds(outside):
+            most, outside = outside, 2 * outside
+        if outside >= _FAR:
+            most = _FAR
+        while most < _FAR and outside - most > 1:
+            middle = (most + outside) // 2
+            most, outside = (middle, outside) if holds(middle) else (most, middle)
+    others = (*range(_SMALLEST, least - 1), *(range(most + 2, most + _NEAR) if most < _FAR else ()))
+    if any(map(holds, others)):
+        return None
+    return None if least == _SMALLEST else least, None if most == _FAR else most
 
 
 class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]

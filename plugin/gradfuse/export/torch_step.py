@@ -25,7 +25,8 @@ from gradfuse.export.watching import Watch
 from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
-_TRIED_SEED = 1_234_567_891
+TRIED_SEED = 1_234_567_891
+"""The seed that models are compared at; not that of a fresh step, which is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,19 +166,24 @@ class TorchStep:
             buffers=(*self.buffers, DROPOUT_SEED),
         )
 
+    def with_seed(self, seed: int) -> TorchStep:
+        """Return the step with another seed of its dropouts, if it has any."""
+        if DROPOUT_SEED not in self.state:
+            return self
+        number = torch.tensor(seed, dtype=torch.int64)
+        return dataclasses.replace(self, state=self.state | {DROPOUT_SEED: number})
+
     def with_distinct_counters(self, native: Outcome) -> TorchStep:
-        """Return the step with a seed and counters that differ from each other: in a fresh module all are 0."""
+        """Return the step with counters that differ from each other and from its seed: in a fresh module all are 0."""
         counters = [
             name
             for name in native.changed
-            if not native.buffers[name].is_floating_point()
+            if name != DROPOUT_SEED
+            and not native.buffers[name].is_floating_point()
             and native.buffers[name].dim() == 0
             and bool(native.buffers[name] == self.state[name] + 1)
         ]
-        state = {
-            name: self.state[name] + (_TRIED_SEED if name == DROPOUT_SEED else number)
-            for number, name in enumerate(counters, 2)
-        }
+        state = {name: self.state[name] + number for number, name in enumerate(counters, 2)}
         return dataclasses.replace(self, state=self.state | state)
 
     @property

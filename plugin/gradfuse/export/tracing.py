@@ -30,6 +30,7 @@ from gradfuse.export import (
 from gradfuse.export.decompositions import complex_numbers, forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
+from gradfuse.export.selections import CannotSelectError
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.watching import Watch
@@ -43,6 +44,7 @@ def forward_program(
     native: Outcome,
     shapes: DynamicShapes,
     taken: branches.Branches,
+    sizes: explaining.Sizes,
     *,
     fuse: bool,
     evaluation: bool,
@@ -57,6 +59,7 @@ def forward_program(
         native: what PyTorch's own run of it gave.
         shapes: its dynamic dimensions.
         taken: the branches on values that it takes.
+        sizes: tells the user what is taken to be so of sizes.
         fuse: whether operators of gradfuse may stand in it.
         evaluation: whether to return the traced program of the module in evaluation mode too, where it is the same but
             for dropouts: (tensors of the step, inputs) -> the tensors that the module returns.
@@ -81,11 +84,10 @@ def forward_program(
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
     watch = Watch(step.module) if evaluation and _may_share(step, shapes, taken) else None
-    sizes = explaining.Sizes()
     try:
         with quiet(), sizes.noted():
             program = torch.export.export(_Traced(step, native, taken, watch), arguments, dynamic_shapes=dims)
-    except Exception as error:
+    except (Exception, CannotSelectError) as error:
         # torch.export has no common base class for what it refuses.
         branches.refuse_open(step, taken, error)
         raise refusal(
@@ -95,7 +97,7 @@ def forward_program(
     if constant is not None:
         raise refusal(constant)
     branches.warn_of_assumptions(taken)
-    explaining.warn_of_multiples(step, program)
+    sizes.warn(step, program, shapes)
     evaluating = None
     if watch is not None:
         places = {name: index for index, name in enumerate((*used, *others, *step.input_names))}
@@ -110,7 +112,8 @@ def forward_program(
 
 def _may_share(step: TorchStep, shapes: DynamicShapes, taken: branches.Branches) -> bool:
     """Whether the trace of a step may be that of its module in evaluation mode too."""
-    return step.autocast is None and not shapes.automatic and not (taken.decided or taken.open or taken.found)
+    decides = taken.decided or taken.open or taken.found or taken.selections.codes or taken.items
+    return step.autocast is None and not shapes.automatic and not decides
 
 
 @collection_paused()

@@ -26,7 +26,7 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import Rounding
-from gradfuse.export.torch_step import Outcome, TorchStep, undisturbed
+from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
@@ -46,19 +46,20 @@ def has_onnxruntime() -> bool:
     return True
 
 
-def truth_of(step: TorchStep, native: Outcome) -> Truth:
+def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED) -> Truth:
     """Return what PyTorch computes for a step, with a seed and counters other than 0 if the step runs on them."""
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
         with undisturbed(step):
             return _named(step.run(cast), native.changed)
 
-    distinct = step.with_distinct_counters(native)
+    seeded = step.with_seed(seed)
+    distinct = seeded.with_distinct_counters(native)
     try:
         own = run(distinct, lambda tensor: tensor)
     except ExportError:
         # A counter may be the index of something.
-        distinct, own = step, _named(native, native.changed)
+        distinct, own = seeded, run(seeded, lambda tensor: tensor)
     return Truth.of(distinct, own, run, (*step.trainable, *native.changed))
 
 
@@ -180,17 +181,20 @@ class Truth:
         """Run a model in stock onnxruntime and compare every output, by its name, with PyTorch.
 
         An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
-        spacing of the parameters' type at 1 and G the largest output of the step: what should be 0 can be no better
-        than the terms that cancel in it. If not, max|actual - exact| may be larger by 4 max|moved - exact|, with the
-        largest of up to 16 runs in which every result of arithmetic is moved by up to 64 roundings: an activation that
-        rounding may put on the other side of a kink lies there in half of them. Integers must be equal.
+        spacing of the parameters' type at 1 and G the largest output of the step that is no whole number: what should
+        be 0 can be no better than the terms that cancel in it. If not, max|actual - exact| may be larger by
+        4 max|moved - exact|, with the largest of up to 16 runs in which every result of arithmetic is moved by up to 64
+        roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
+        must be equal.
         """
         results = _run(model, self.feeds(model), which)
         if results is None:
             return
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
-        scale = max((bounds.magnitude(array) for array in reference.values()), default=0.0)
+        # Counters and the seed of dropout are no measure of what rounding does.
+        rounded = {name for name, array in results.items() if array.dtype.kind not in "biu"}
+        scale = max((bounds.magnitude(array) for name, array in reference.items() if name in rounded), default=0.0)
         for name, array in results.items():
             wanted = self._wanted(reference, name, array, which)
             bound = 16 * difference(self.own.get(name, wanted), wanted) + 64 * eps * bounds.magnitude(wanted)

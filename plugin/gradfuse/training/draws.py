@@ -25,6 +25,7 @@ def _signed(word: int) -> int:
     return word - WORD if word >= WORD // 2 else word
 
 
+# Number n of a draw is `layer`, and as many more as `before` says where that is not known ahead of time.
 # In 32 bits, as int32 where onnxruntime multiplies (products wrap around) and as uint32 where it shifts.
 _WORDS_TEXT = f"""
     seed_range = Constant<value_int={2**31}>()
@@ -32,7 +33,8 @@ _WORDS_TEXT = f"""
     layer_factor = Constant<value_int={LAYER_FACTOR}>()
     word_range = Constant<value_int={WORD}>()
     half_range = Constant<value_int={WORD // 2}>()
-    layer_number = Constant<value_int: int = @layer>()
+    first_number = Constant<value_int: int = @layer>()
+    layer_number = Add(first_number, before)
     seed_part = Mod(seed, seed_range)
     seed_product = Mul(seed_part, seed_factor)
     layer_product = Mul(layer_number, layer_factor)
@@ -67,8 +69,8 @@ _WORDS_TEXT = f"""
     shape = Shape(input)
 """
 
-MASK = f"""
-DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
+MASK_AFTER = f"""
+DropoutMaskAfter <layer: int, threshold: int> (seed, before, input) => (kept) {{
     {_WORDS_TEXT}
     shift_2 = Constant<value=uint32 {{1}}>()
     high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
@@ -79,14 +81,24 @@ DropoutMask <layer: int, threshold: int> (seed, input) => (kept) {{
 }}
 """
 
-UNIFORM = f"""
-UniformNumbers <layer: int> (seed, input) => (numbers) {{
+UNIFORM_AFTER = f"""
+UniformNumbersAfter <layer: int> (seed, before, input) => (numbers) {{
     {_WORDS_TEXT}
     shift_2 = Constant<value=uint32 {{{32 - UNIFORM_BITS}}}>()
     high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
     drawn = Cast<to=1>(high_2)
-    step = Constant<value=float {{{2.0**-UNIFORM_BITS!r}}}>()
-    numbers_line = Mul(drawn, step)
+    spacing = Constant<value=float {{{2.0**-UNIFORM_BITS!r}}}>()
+    numbers_line = Mul(drawn, spacing)
     numbers = Reshape<allowzero=1>(numbers_line, shape)
 }}
 """
+
+
+def _alone(text: str) -> str:
+    """Return the same function for draws whose number is `layer` itself."""
+    text = text.replace("After <", " <").replace("(seed, before, input)", "(seed, input)")
+    text = text.replace("first_number", "layer_number", 1)
+    return text.replace("    layer_number = Add(first_number, before)\n", "")
+
+
+MASK, UNIFORM = _alone(MASK_AFTER), _alone(UNIFORM_AFTER)

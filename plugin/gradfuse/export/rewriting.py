@@ -1,0 +1,351 @@
+"""Rewrites statements that decide between computations, so that both sides of a decision can be computed.
+
+`if chance: x = f(x)` becomes
+
+    _decision = gradfuse_decisions.begin(chance, ("x",), locals())
+    for _side in _decision:
+        if _side:
+            x = f(x)
+        if _decision.leave(locals()):
+            x = _decision["x"]
+
+`not`, `and`, `or` and conditional expressions of such statements become calls. Where a side ends its round of a loop,
+or the function, what follows becomes part of the other side. All else of a function stays, and so do its lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import linecache
+from collections.abc import Iterator
+from types import CodeType
+
+HELPER = "gradfuse_decisions"
+"""The global variable that rewritten functions use."""
+
+_MOST_NODES = 20_000
+"""What follows a decision that ends a round may become part of several sides; more than that is left alone."""
+
+
+class CannotRewriteError(Exception):
+    """Code has no source, or says something that has no other form."""
+
+
+def rewritten(code: CodeType, asked: frozenset[int]) -> CodeType:
+    """Return the code of a function in which the statements that decide in the given lines compute both sides.
+
+    Raises:
+        CannotRewriteError: that is not possible.
+    """
+    lines = "".join(linecache.getlines(code.co_filename))
+    try:
+        tree = ast.parse(lines, code.co_filename)
+        if _found(compile(tree, code.co_filename, "exec", dont_inherit=True), code).co_code != code.co_code:
+            raise CannotRewriteError
+        function = _function(tree, code)
+        function.body = _Rewriter(asked).of_function(function.body)
+        ast.fix_missing_locations(tree)
+        new = _found(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
+    except (SyntaxError, RecursionError) as error:
+        raise CannotRewriteError from error
+    if new.co_freevars != code.co_freevars:
+        raise CannotRewriteError
+    return new
+
+
+def _found(module: CodeType, code: CodeType) -> CodeType:
+    """Return the code of the same function within that of its module."""
+    pending = [module]
+    while pending:
+        one = pending.pop()
+        if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno):
+            return one
+        pending += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
+    raise CannotRewriteError
+
+
+def _function(tree: ast.Module, code: CodeType) -> ast.FunctionDef:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return node
+    raise CannotRewriteError
+
+
+class _Rewriter:
+    """Rewrites the statements of a function that decide in some lines."""
+
+    def __init__(self, asked: frozenset[int]) -> None:
+        self._asked = asked
+        self._made = 0
+        self._nodes = 0
+        self._left = set(asked)
+
+    def of_function(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        if any(isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await, ast.Match)) for node in _own_nodes(body)):
+            raise CannotRewriteError
+        if self._ends(body, ast.Return):
+            name = "returned_by_gradfuse"
+            body = [*self._without_returns(body, name), ast.Return(_name(name))]
+        body = self._block(body)
+        if self._left:
+            raise CannotRewriteError
+        return body
+
+    def _is_asked(self, statement: ast.stmt) -> bool:
+        """Whether one of the lines is one of a statement's own, not of those that it holds."""
+        lines = {
+            line
+            for part in _expressions(statement)
+            if hasattr(part, "lineno")
+            for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)
+        }
+        self._left -= lines
+        return bool(lines & self._asked)
+
+    def _ends(self, body: list[ast.stmt], kind: type[ast.stmt]) -> bool:
+        """Whether an asked `if` holds a `return`, or a `continue` of the loop that the body is of."""
+        nodes = _own_nodes(body) if kind is ast.Return else _of_loop(body)
+        asked = [node for node in nodes if isinstance(node, ast.If) and self._is_asked(node)]
+        return any(_holds(node, kind) for node in asked)
+
+    def _block(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        return [new for statement in body for new in self._statement(statement)]
+
+    def _statement(self, statement: ast.stmt) -> list[ast.stmt]:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return [statement]
+        asked = self._is_asked(statement)
+        if isinstance(statement, (ast.For, ast.While)) and self._ends(statement.body, ast.Continue):
+            statement.body = self._without_continues(statement.body)
+        for field in ("body", "orelse", "finalbody"):
+            if isinstance(getattr(statement, field, None), list):
+                setattr(statement, field, self._block(getattr(statement, field)))
+        for handler in getattr(statement, "handlers", []):
+            handler.body = self._block(handler.body)
+        if not asked:
+            return [statement]
+        if isinstance(statement, ast.If):
+            statement.test = _Expressions().visit(statement.test)
+            return self._both_sides(statement)
+        if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)):
+            raise CannotRewriteError
+        if statement.value is not None:
+            statement.value = _Expressions().visit(statement.value)
+        return [statement]
+
+    def _both_sides(self, statement: ast.If) -> list[ast.stmt]:
+        inside = [*statement.body, *statement.orelse]
+        if any(_holds(node, ast.Return) for node in inside) or any(
+            isinstance(node, (ast.Break, ast.Continue)) for node in _of_loop(inside)
+        ):
+            raise CannotRewriteError
+        if any(isinstance(node, (ast.Global, ast.Nonlocal, ast.Delete)) for node in _own_nodes(inside)):
+            raise CannotRewriteError
+        statement = _InPlace().visit(statement)
+        names = sorted(set(_stored(inside)))
+        self._made += 1
+        decision, side = f"_gradfuse_decision_{self._made}", f"_gradfuse_side_{self._made}"
+        scope = _call("locals")
+        begin = _call_of(
+            HELPER, "begin", statement.test, ast.Tuple([ast.Constant(one) for one in names], ast.Load()), scope
+        )
+        restored: list[ast.stmt] = [
+            ast.Assign([_name(one, ast.Store())], ast.Subscript(_name(decision), ast.Constant(one), ast.Load()))
+            for one in names
+        ]
+        left = ast.If(_call_of(decision, "leave", scope), restored or [ast.Pass()], [])
+        sides = ast.If(_name(side), statement.body or [ast.Pass()], statement.orelse)
+        loop = ast.For(_name(side, ast.Store()), _name(decision), [sides, left], [])
+        new: list[ast.stmt] = [ast.Assign([_name(decision, ast.Store())], begin), loop]
+        for one in (new[0], loop, sides, left, *restored):
+            _locate(one, statement.test)
+        return new
+
+    def _without_continues(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        return self._pushed(body, ast.Continue, lambda end: [])
+
+    def _without_returns(self, body: list[ast.stmt], name: str) -> list[ast.stmt]:
+        def assigned(end: ast.stmt) -> list[ast.stmt]:
+            value = end.value if isinstance(end, ast.Return) else None
+            return [ast.copy_location(ast.Assign([_name(name, ast.Store())], value or ast.Constant(None)), end)]
+
+        return self._pushed([*body, ast.copy_location(ast.Return(None), body[-1])], ast.Return, assigned)
+
+    def _pushed(self, body: list[ast.stmt], kind: type[ast.stmt], ended: object) -> list[ast.stmt]:
+        """Return a body with what follows an `if` that may end it within the sides of that `if`."""
+        new: list[ast.stmt] = []
+        for index, statement in enumerate(body):
+            self._nodes += 1
+            if self._nodes > _MOST_NODES:
+                raise CannotRewriteError
+            if isinstance(statement, kind):
+                return [*new, *ended(statement)]  # type: ignore[operator]
+            if not _holds_end(statement, kind):
+                new.append(statement)
+                continue
+            if not isinstance(statement, ast.If):
+                raise CannotRewriteError
+            rest = body[index + 1 :]
+            sides = [
+                self._pushed(copy.deepcopy([*side, *rest]), kind, ended) for side in (statement.body, statement.orelse)
+            ]
+            changed = ast.If(statement.test, sides[0] or [ast.Pass()], sides[1])
+            return [*new, ast.copy_location(changed, statement)]
+        return new
+
+
+class _InPlace(ast.NodeTransformer):
+    """Turns `x += y` into `x = x + y`: what a variable holds must be there for the other side."""
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if not isinstance(node.target, ast.Name):
+            return node
+        value = _located(ast.BinOp(_name(node.target.id), node.op, node.value), node)
+        return ast.copy_location(ast.Assign([node.target], value), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+
+class _Expressions(ast.NodeTransformer):
+    """Turns what asks for a truth value within an expression into calls."""
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return _located(_call_of(HELPER, "negated", node.operand), node) if isinstance(node.op, ast.Not) else node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        *before, result = node.values
+        name = "both" if isinstance(node.op, ast.And) else "any"
+        for value in reversed(before):
+            result = _located(_call_of(HELPER, name, value, _later(result)), node)
+        return result
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        call = _call_of(HELPER, "either", node.test, _later(node.body), _later(node.orelse))
+        return _located(call, node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
+        raise CannotRewriteError
+
+
+def _later(value: ast.expr) -> ast.Lambda:
+    if any(isinstance(node, ast.NamedExpr) for node in ast.walk(value)):
+        raise CannotRewriteError
+    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.Lambda(nothing, value)
+
+
+def _name(name: str, context: ast.expr_context | None = None) -> ast.Name:
+    return ast.Name(name, context or ast.Load())
+
+
+def _call(name: str) -> ast.Call:
+    return ast.Call(_name(name), [], [])
+
+
+def _call_of(owner: str, method: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(_name(owner), method, ast.Load()), list(arguments), [])
+
+
+def _locate(new: ast.AST, old: ast.AST) -> None:
+    """Put a node, and what it holds that has no place of its own, where another one is."""
+    for node in ast.walk(new):
+        if isinstance(node, (ast.expr, ast.stmt)) and not hasattr(node, "lineno"):
+            ast.copy_location(node, old)
+
+
+def _located(new: ast.expr, old: ast.AST) -> ast.expr:
+    _locate(new, old)
+    return new
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def _own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield the nodes of statements, without those within functions and classes that they define."""
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, _SCOPES):
+            pending += ast.iter_child_nodes(node)
+
+
+def _of_loop(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield the nodes of statements, without those within loops and functions of their own."""
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, (*_SCOPES, ast.For, ast.While, ast.AsyncFor)):
+            pending += ast.iter_child_nodes(node)
+
+
+def _holds(node: ast.AST, kind: type[ast.AST]) -> bool:
+    inside = _own_nodes if kind is ast.Return else _of_loop
+    return any(isinstance(one, kind) for one in inside(list(ast.iter_child_nodes(node))))  # type: ignore[arg-type]
+
+
+def _holds_end(statement: ast.stmt, kind: type[ast.stmt]) -> bool:
+    if kind is ast.Continue and isinstance(statement, (ast.For, ast.While, ast.AsyncFor)):
+        return False
+    return not isinstance(statement, _SCOPES) and _holds(statement, kind)
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the expressions of a statement, without those of the statements that it holds."""
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.expr):
+            yield child
+        elif isinstance(child, ast.withitem):
+            yield child.context_expr
+
+
+@functools.singledispatch
+def _stored_by(node: ast.AST) -> list[str]:
+    return []
+
+
+@_stored_by.register
+def _(node: ast.Name) -> list[str]:
+    return [node.id] if isinstance(node.ctx, ast.Store) else []
+
+
+@_stored_by.register(ast.FunctionDef)
+@_stored_by.register(ast.AsyncFunctionDef)
+@_stored_by.register(ast.ClassDef)
+def _(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[str]:
+    return [node.name]
+
+
+@_stored_by.register(ast.Import)
+@_stored_by.register(ast.ImportFrom)
+def _(node: ast.Import | ast.ImportFrom) -> list[str]:
+    return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+
+
+@_stored_by.register
+def _(node: ast.ExceptHandler) -> list[str]:
+    return [node.name] if node.name else []
+
+
+def _stored(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that statements bind, but for those of the loops that this module makes."""
+    comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        yield from (name for name in _stored_by(node) if not name.startswith("_gradfuse_"))
+        if not isinstance(node, (*_SCOPES, *comprehensions)):
+            pending += ast.iter_child_nodes(node)
