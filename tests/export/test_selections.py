@@ -118,7 +118,10 @@ def _exported(module: nn.Module, **options: Any) -> TrainingStep:
     return export_training_step(module, F.cross_entropy, _batch(4), dynamic_shapes=DYNAMIC, **options)
 
 
-@pytest.mark.parametrize("kind", [Continued, Flagged, Returned, Derived])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(Continued, marks=pytest.mark.long), Flagged, Returned, pytest.param(Derived, marks=pytest.mark.long)],
+)
 def test_a_step_takes_the_layers_that_pytorch_takes(kind: type[Chance]) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -143,6 +146,7 @@ def test_a_step_takes_the_layers_that_pytorch_takes(kind: type[Chance]) -> None:
     assert skipped
 
 
+@pytest.mark.long
 def test_layers_are_skipped_as_often_as_they_should_be() -> None:
     """The share of the steps that skip a layer, and both, is within five standard deviations of independent draws."""
     torch.manual_seed(0)
@@ -192,6 +196,7 @@ class Noisy(Continued):
         return super().skipping(x) + (noise if self.training or self.reads else 0.0)
 
 
+@pytest.mark.long
 def test_draws_in_eval_mode_are_refused_where_something_reads_them() -> None:
     module = Noisy()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -300,6 +305,7 @@ class Rare(Chance):
         return x * 2.0 if torch.rand([]) < self.share else x
 
 
+@pytest.mark.long
 def test_rare_decisions_are_compared_and_others_refused() -> None:
     module = Rare()
     module.share = 1e-4
