@@ -176,6 +176,17 @@ def test_what_is_not_finite_reaches_what_it_takes_part_in(
     assert torch.equal(output.isfinite(), ~reached)
 
 
+@pytest.mark.parametrize("spatial", (1, 2, 3))
+def test_a_window_far_larger_than_the_image(spatial: int) -> None:
+    """Every other element of the window lies in the padding, which is not stored."""
+    far = 2**31 - 1
+    image, weight = torch.full((1, 1, *[1] * spatial), 3.0), torch.arange(2.0, 2.0 + 2**spatial)
+    ends = (0,) * spatial + (far,) * spatial
+    (output,) = run(OP, image, weight.reshape(1, 1, *[2] * spatial), dilation=(far,), padding=ends)
+    assert output.shape == image.shape
+    assert output.item() == 6.0
+
+
 @pytest.mark.parametrize("transposed", (0, 1))
 def test_relu_keeps_nan(transposed: int) -> None:
     sample = arguments((1, (2, 2), (5, 5), (3, 3)), {}, torch.float32)

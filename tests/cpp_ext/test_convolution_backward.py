@@ -166,6 +166,19 @@ def test_nothing_is_multiplied_with_padding(
         assert torch.equal(output.isfinite(), ~expected)
 
 
+@pytest.mark.parametrize("spatial", (1, 2, 3))
+def test_a_window_far_larger_than_the_image(spatial: int) -> None:
+    """Every other element of the window lies in the padding, which is not stored."""
+    far = 2**31 - 1
+    image, grad = torch.full((1, 1, *[1] * spatial), 3.0), torch.full((1, 1, *[1] * spatial), 5.0)
+    weight = torch.arange(2.0, 2.0 + 2**spatial).reshape(1, 1, *[2] * spatial)
+    ends = (0,) * spatial + (far,) * spatial
+    of_input, of_weight, of_bias = run(OP, grad, image, weight, dilation=(far,), padding=ends)
+    assert of_input.flatten().tolist() == [10.0]
+    assert of_weight.flatten().tolist() == [15.0, *[0.0] * (2**spatial - 1)]
+    assert of_bias.tolist() == [5.0]
+
+
 @pytest.mark.parametrize("mask", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
 def test_only_what_is_wanted_is_computed(mask: tuple[int, ...]) -> None:
     outputs = check(2, (3, 4), (5, 6), (3, 3), output_mask=mask)

@@ -1535,15 +1535,30 @@ bool HasFewWindows(const Geometry& g) {
   return g.batch * g.small_size <= std::clamp<int64_t>(4 * g.small_channels, 64, 512);
 }
 
+// Whether packed planes are about as large as the tensors: padding and dilation may be billions.
+bool CanPack(const Geometry& g) {
+  constexpr double kSmall = 1 << 16;
+  constexpr double kMostTimes = 16;
+  double packed = 1;
+  for (int axis = 0; axis < Geometry::kSpatial; ++axis) {
+    const auto stride = static_cast<double>(g.stride[axis]);
+    const double reach = static_cast<double>(g.kernel[axis] - 1) * static_cast<double>(g.dilation[axis]);
+    packed *= std::min(stride, static_cast<double>(g.kernel[axis])) *
+              (static_cast<double>(g.small[axis]) + reach / stride + 1);
+  }
+  return packed <= std::max(kSmall, kMostTimes * static_cast<double>(g.small_size + g.large_size));
+}
+
 bool IsEmpty(const Geometry& g) { return g.batch * g.small_size * g.small_channels * g.large_channels == 0; }
 
 }  // namespace
 
 template <class T>
 void TransposedConvolution(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
-  if (!IsEmpty(g) && PaysByWindows(g)) {
+  const bool by_loops = IsEmpty(g) || !CanPack(g);
+  if (!by_loops && PaysByWindows(g)) {
     SumsOfWindows(g, small, weight, out, parallel);
-  } else if (IsEmpty(g) || !SumsOfPlanes(g, small, weight, out, parallel)) {
+  } else if (by_loops || !SumsOfPlanes(g, small, weight, out, parallel)) {
     direct::TransposedConvolution(g, small, weight, out, parallel);
   }
 }
@@ -1551,7 +1566,7 @@ void TransposedConvolution(const Geometry& g, const T* small, const T* weight, T
 template <class T>
 void Convolution(const Geometry& g, const T* large, const T* weight, const T* bias, bool relu, T* out,
                  const ParallelFor& parallel) {
-  if (!IsEmpty(g)) {
+  if (!IsEmpty(g) && CanPack(g)) {
     const PackedPlanes planes(g);
     const Finishes<T> finishes{bias, relu};
     const bool is_finite = PaysByPanel(g, planes) ? SumsOfPanels(g, planes, large, weight, finishes, out, parallel)
@@ -1570,7 +1585,8 @@ void GradWeight(const Geometry& g, const T* small, const T* large, T* out, const
     return;
   }
   const bool by_channel = g.small_channels == 1 && g.large_channels == 1;
-  const bool is_done = by_channel         ? ProductsOfChannels(g, small, large, out, parallel)
+  const bool is_done = !CanPack(g)        ? false
+                       : by_channel       ? ProductsOfChannels(g, small, large, out, parallel)
                        : HasFewWindows(g) ? ProductsOfWindows(g, small, large, out, parallel)
                                           : ProductsOfPlanes(g, small, large, out, parallel);
   if (!is_done) direct::GradWeight(g, small, large, out, parallel);
