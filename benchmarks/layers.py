@@ -42,7 +42,7 @@ class LayerStep:
         rng = np.random.default_rng(0)
         declared = ", ".join(f"float[{','.join(map(str, shape))}] {name}" for name, shape in self.inputs.items())
         model = onnx.parser.parse_model(
-            f'<ir_version: 10, opset_import: ["": 20]> layer ({declared}) => (float loss) {{ {self.body} }}'
+            f'<ir_version: 10, opset_import: ["": 23]> layer ({declared}) => (float loss) {{ {self.body} }}'
         )
         for name, shape in self.parameters.items():
             value = np.ones(shape) if name == "variance" else 0.1 * rng.standard_normal(shape)
@@ -96,6 +96,18 @@ def _batch_norm(batch: int, channels: int, size: int, *, relu: bool) -> LayerSte
     )
 
 
+def _layer_norm(rows: int, columns: int, *, simplified: bool) -> LayerStep:
+    kind, operands = ("RMSNormalization", "x, scale") if simplified else ("LayerNormalization", "x, scale, bias")
+    shape = (rows, columns)
+    return LayerStep(
+        "LayerNormBackward",
+        f"{rows} x {columns}" + (" without a mean" if simplified else ""),
+        f"x = Add(rows, shift) y = {kind}({operands}) {_LOSS}",
+        {"rows": shape, "target": shape},
+        dict.fromkeys(("shift", "scale") if simplified else ("shift", "scale", "bias"), (columns,)),
+    )
+
+
 def _update(rows: int, columns: int) -> LayerStep:
     return LayerStep(
         "ApplyAdamW",
@@ -124,5 +136,8 @@ def layer_steps() -> Iterator[LayerStep]:
     for batch, channels, size in ((2, 4, 4), (2, 16, 8), (8, 64, 8), (32, 16, 32), (16, 96, 24), (16, 64, 48)):
         for relu in (False, True):
             yield _batch_norm(batch, channels, size, relu=relu)
+    for rows, columns in ((2, 8), (16, 64), (128, 192), (512, 256), (2048, 1024), (8192, 1024)):
+        for simplified in (False, True):
+            yield _layer_norm(rows, columns, simplified=simplified)
     for rows, columns in ((1, 16), (16, 64), (128, 128), (256, 1024), (1024, 1024), (4096, 2048)):
         yield _update(rows, columns)

@@ -23,14 +23,17 @@ from gradfuse.custom_ops import (
     ctc_loss,
     ctc_loss_backward,
     embedding_dense_backward,
+    gelu_backward,
     grouped_bias_add_grad,
     gru_recurrence,
     gru_recurrence_backward,
+    layer_norm_backward,
     lstm_recurrence,
     lstm_recurrence_backward,
     max_pool_backward,
     mse_loss_backward,
     scaled_masked_softmax_backward,
+    threshold_backward,
 )
 from gradfuse.custom_ops.operator import DOMAIN, VERSION, Operator
 
@@ -52,6 +55,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             grouped_bias_add_grad,
             ctc_loss,
             convolution_backward,
+            layer_norm_backward,
             batch_norm_backward,
             batch_norm,
             embedding_dense_backward,
@@ -63,6 +67,8 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             gru_recurrence_backward,
             max_pool_backward,
             convolution,
+            gelu_backward,
+            threshold_backward,
         )
     }
 )

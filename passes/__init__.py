@@ -5,13 +5,16 @@ from gradfuse.passes.apply_sgd import FuseApplySgdPass
 from gradfuse.passes.batch_norm_backward import FuseBatchNormBackwardPass
 from gradfuse.passes.convolution_backward import FuseConvolutionBackwardPass
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
+from gradfuse.passes.gelu_backward import FuseGeluBackwardPass
 from gradfuse.passes.grouped_bias_add_grad import FuseGroupedBiasAddGradPass
+from gradfuse.passes.layer_norm_backward import FuseLayerNormBackwardPass
 from gradfuse.passes.matching import FusePass
 from gradfuse.passes.max_pool_backward import FuseMaxPoolBackwardPass
 from gradfuse.passes.mse_loss_backward import FuseMseLossBackwardPass
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report
 from gradfuse.passes.scaled_masked_softmax_backward import FuseScaledMaskedSoftmaxBackwardPass
+from gradfuse.passes.threshold_backward import FuseThresholdBackwardPass
 
 __all__ = [
     "ExporterBug",
@@ -20,11 +23,14 @@ __all__ = [
     "FuseBatchNormBackwardPass",
     "FuseConvolutionBackwardPass",
     "FuseCrossEntropyLossGradPass",
+    "FuseGeluBackwardPass",
     "FuseGroupedBiasAddGradPass",
+    "FuseLayerNormBackwardPass",
     "FuseMaxPoolBackwardPass",
     "FuseMseLossBackwardPass",
     "FusePass",
     "FuseScaledMaskedSoftmaxBackwardPass",
+    "FuseThresholdBackwardPass",
     "Fusion",
     "NearMiss",
     "Report",

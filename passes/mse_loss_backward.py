@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.algebra import UNIT, Monomial, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, bypassed, materialise, require_same
 from gradfuse.passes.reading import Form, is_float
 
@@ -184,13 +184,25 @@ def _unwritten_differences(site: Site, root: ir.Value, form: Form) -> Iterator[t
 def _pairs(site: Site, form: Form, polys: list[Poly]) -> list[tuple[int, int]]:
     """The pairs of polynomials of whose difference the form is a multiple, but not the difference itself."""
     found = []
+    wanted, factors = _varying(site, form.poly), [_varying(site, poly) for poly in polys]
     for (i, x), (k, t) in itertools.combinations(enumerate(polys), 2):
         if len(x) + len(t) != len(form.poly):
             continue
+        one, other = factors[i], factors[k]
+        if wanted is not None and one is not None and other is not None and sorted(one + other) != wanted:
+            continue  # What does not vary changes no term in these, and a quotient takes far longer.
         ratio = site.algebra.ratio(form.poly, x - t)
         if ratio is not None and not site.algebra.free(ratio) and ratio.constant not in (1.0, -1.0):
             found.append((i, k))
     return found
+
+
+def _varying(site: Site, poly: Poly) -> list[Monomial] | None:
+    """The factors of each term that vary, sorted; None where there are conditions, by which terms may become alike."""
+    atoms = site.algebra.atoms
+    if any(atoms[a].idempotent for m in poly.terms for a, _ in m):
+        return None
+    return sorted(tuple((a, e) for a, e in m if atoms[a].free) for m in poly.terms)
 
 
 def _weighted(site: Site, difference: ir.Value) -> bool:

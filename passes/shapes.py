@@ -18,7 +18,6 @@ _LIKE_INPUT = {
     **dict.fromkeys(("ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad"), 0),
     **dict.fromkeys(("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX"), 0),
     **dict.fromkeys(("SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13", "DropoutGrad"), 0),
-    **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"), 0),
     **dict.fromkeys(("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad"), 1),
 }
 # Those of which several outputs do: output -> input.
@@ -28,6 +27,8 @@ _LIKE_INPUTS = {
     "ConvGrad": {0: 1, 1: 2},
     "BatchNormInternal": {0: 0, 1: 3, 2: 4, 3: 1, 4: 1},
     "BatchNormalizationGrad": {0: 1, 1: 2, 2: 2},
+    "LayerNormalizationGrad": {0: 0, 1: 2, 2: 2},
+    "SimplifiedLayerNormalizationGrad": {0: 0, 1: 2},
 }
 _QUANTISED = ("MatMulNBits", "GatherBlockQuantized")
 # Those whose first output has the type of one input, and the shape that another one holds.

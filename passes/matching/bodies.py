@@ -132,6 +132,10 @@ class _Match:
         return all(self._is_same_attribute(a, twin.attributes[name]) for name, a in node.attributes.items())
 
     def _is_same_attribute(self, own: ir.Attr, other: ir.Attr) -> bool:
+        if own.is_ref():
+            name = own.ref_attr_name
+            assert name is not None
+            return own.type == other.type and bool(self.attributes.setdefault(name, other.value) == other.value)
         if own.type != ir.AttributeType.GRAPH or other.type != ir.AttributeType.GRAPH:
             return bool(own.type == other.type and own.value == other.value)
         graph, twin = own.as_graph(), other.as_graph()

@@ -372,6 +372,22 @@ def _batch_normalization_grad_array(
     return centred * (scale * invstd).reshape(column), d_scale, d_bias
 
 
+def _layer_normalization_grad_array(
+    dy: Array, x: Array, scale: Array, *statistics: Array, axis: int = -1, **_: Any
+) -> tuple[Array, ...]:
+    """With the mean and the inverse deviation, or without a mean, as in RMS normalization."""
+    first = axis % x.ndim
+    outer, inner = tuple(range(first)), tuple(range(first, x.ndim))
+    *mean, inverse = statistics
+    normalized = (x - mean[0] if mean else x) * inverse
+    scaled = dy * scale
+    left = scaled - normalized * (scaled * normalized).mean(inner, keepdims=True)
+    if mean:
+        left -= scaled.mean(inner, keepdims=True)
+    sums = [(dy * normalized).sum(outer), dy.sum(outer)]
+    return left * inverse, *sums[: 1 + len(mean)]
+
+
 ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "Scale": _scale_array,
     "SoftmaxGrad_13": _softmax_grad_array,
@@ -394,5 +410,6 @@ ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
 WITHOUT_FORM: dict[str, Callable[..., tuple[Array, ...]]] = {
     "ConvGrad": _conv_grad_array,
     "BatchNormalizationGrad": _batch_normalization_grad_array,
+    **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"), _layer_normalization_grad_array),
 }
 """Those that are not read, which rules know by name."""

@@ -243,8 +243,11 @@ def test_training_steps_have_the_operator_where_it_is_the_same(
     target = np.zeros(T * directions * N * HIDDEN + STATES[op] * directions * N * HIDDEN, np.float32)
     session.step(values["x"], target)
     native, exact = gradients(torch.float32), gradients(torch.float64)
+    # Each hidden value is rounded, and takes part in all gradients.
+    largest = max(float(one.abs().max()) for one in exact.values())
     for name in trained:
-        assert_gradients_close(np.asarray(session.gradients[name]), native[name], exact[name], np.float32)
+        gradient = np.asarray(session.gradients[name])
+        assert_gradients_close(gradient, native[name], exact[name], np.float32, terms=largest)
 
 
 def test_a_training_step_without_fusing_has_standard_operators_only() -> None:

@@ -13,10 +13,10 @@ from gradfuse import fuse
 from gradfuse.testing import assert_gradients_close
 
 EXPECTED = {
-    "gpt_rows_of_another_name": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 2},
-    "gpt_rows_of_the_same_name": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1},
-    "gpt_ignored": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1},
-    "gpt_internal": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1},
+    "gpt_rows_of_another_name": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 2, "LayerNormBackward": 3},
+    "gpt_rows_of_the_same_name": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1, "LayerNormBackward": 2},
+    "gpt_ignored": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1, "LayerNormBackward": 2},
+    "gpt_internal": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1, "LayerNormBackward": 2},
     "clip": {"CrossEntropyLossGrad": 2},
     "clip_internal": {"CrossEntropyLossGrad": 2},
     "clip_fixed": {"CrossEntropyLossGrad": 2},

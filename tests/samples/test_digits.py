@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import onnx
@@ -45,11 +46,11 @@ def test_both_models_learn(saved: tuple[str, Path]) -> None:
 @pytest.mark.long
 def test_the_operators_of_both_models_are_fused(saved: tuple[str, Path]) -> None:
     output, folder = saved
-    expected = {"ConvolutionBackward", "CrossEntropyLossGrad", "MaxPoolBackward", "ScaledMaskedSoftmaxBackward"}
-    assert set(re.findall(r"^  (\w+) replaces \d+ nodes$", output, re.MULTILINE)) == expected
+    attention = {"CrossEntropyLossGrad", "GeluBackward", "LayerNormBackward", "ScaledMaskedSoftmaxBackward"}
+    both = attention | {"ConvolutionBackward", "MaxPoolBackward", "ThresholdBackward"}
+    assert set(re.findall(r"^  (\w+) replaces \d+ nodes$", output, re.MULTILINE)) == both
     model = onnx.load(folder / "digits_rowattention_fused.onnx")
-    fused = {node.op_type for node in model.graph.node if node.domain == "aclnn"}
-    assert fused == {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"}
+    assert {node.op_type for node in model.graph.node if node.domain == "aclnn"} == attention
 
 
 @pytest.mark.long
@@ -84,9 +85,10 @@ def test_a_saved_model_trains_on_a_gpu(saved: tuple[str, Path]) -> None:
         [*command, "--steps", "4", "--batch-size", "8"], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    ours = re.search(r"^GradfuseCudaExecutionProvider: 2 nodes: (.+)$", result.stdout, re.MULTILINE)
+    ours = re.search(r"^GradfuseCudaExecutionProvider: \d+ nodes: (.+)$", result.stdout, re.MULTILINE)
     assert ours is not None
-    assert set(ours[1].split(", ")) == {"1 CrossEntropyLossGrad", "1 ScaledMaskedSoftmaxBackward"}
+    fused = Counter(node.op_type for node in onnx.load(model).graph.node if node.domain == "aclnn")
+    assert set(ours[1].split(", ")) == {f"{count} {op_type}" for op_type, count in fused.items()}
     assert re.search(r"^CPUExecutionProvider: \d+ nodes: ", result.stdout, re.MULTILINE)
     assert re.search(r"^4 steps: loss \d\.\d+ at first, \d\.\d+ at last$", result.stdout, re.MULTILINE)
     environment = {**os.environ, "GRADFUSE_VIRTUAL_GPUS": "0"}

@@ -10,14 +10,17 @@
 #include "gradfuse/ops/ctc_loss.h"
 #include "gradfuse/ops/ctc_loss_backward.h"
 #include "gradfuse/ops/embedding_dense_backward.h"
+#include "gradfuse/ops/gelu_backward.h"
 #include "gradfuse/ops/grouped_bias_add_grad.h"
 #include "gradfuse/ops/gru_recurrence.h"
 #include "gradfuse/ops/gru_recurrence_backward.h"
+#include "gradfuse/ops/layer_norm_backward.h"
 #include "gradfuse/ops/lstm_recurrence.h"
 #include "gradfuse/ops/lstm_recurrence_backward.h"
 #include "gradfuse/ops/max_pool_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
+#include "gradfuse/ops/threshold_backward.h"
 
 namespace gradfuse {
 
@@ -29,7 +32,8 @@ using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
     ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
-    GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs>;
+    GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
+    LayerNormBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

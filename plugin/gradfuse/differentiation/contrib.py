@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.differentiation.elementwise import tanh_gelu_slope
-from gradfuse.differentiation.normalization import mean
+from gradfuse.differentiation.elementwise import gelu_gradient
+from gradfuse.differentiation.normalization import (
+    by_operator,
+    computed_statistics,
+    fits_operator,
+    normalized_by_deviation,
+    through_deviation,
+)
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient, summed_at_run_time
-from gradfuse.differentiation.tensors import Tensor, normal_density
+from gradfuse.differentiation.tensors import Tensor
 
 _MICROSOFT = "com.microsoft"
 
@@ -139,7 +144,7 @@ def _of_recurrent_weights(
 @gradient("Gelu", domain=_MICROSOFT)
 def gelu(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)
-    yield dy * gelu_slope(x)
+    yield gelu_gradient(call, x, dy, "none")
 
 
 @gradient("FastGelu", domain=_MICROSOFT)
@@ -147,10 +152,10 @@ def fast_gelu(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)
     bias = call.input(1)
     inner = x if bias is None else x + bias
-    slope = dy * tanh_gelu_slope(inner)
-    yield slope
+    gradient_ = gelu_gradient(call, inner, dy, "tanh")
+    yield gradient_
     if bias is not None:
-        yield lambda: call.summed_to(slope, bias, call.y[0])
+        yield lambda: call.summed_to(gradient_, bias, call.y[0])
 
 
 @gradient("BiasGelu", domain=_MICROSOFT)
@@ -158,9 +163,9 @@ def bias_gelu(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)
     bias = call.x[1]
     assert bias is not None
-    slope = dy * gelu_slope(x + bias)
-    yield slope
-    yield lambda: call.summed_to(slope, bias, call.y[0])
+    gradient_ = gelu_gradient(call, x + bias, dy, "none")
+    yield gradient_
+    yield lambda: call.summed_to(gradient_, bias, call.y[0])
 
 
 @gradient("QuickGelu", domain=_MICROSOFT)
@@ -283,34 +288,6 @@ def _first_columns(matrix: Tensor, count: int) -> Tensor:
     return matrix.slice(ints(0), ints(count), ints(1))
 
 
-def _normalized(x: Tensor, axes: list[int], epsilon: float, centred: bool) -> tuple[Tensor, Tensor]:
-    """Return x without its mean, if it is to be, divided by what is left's root of the mean square; and 1 / that."""
-    values = x - mean(x, axes) if centred else x
-    inverse = 1 / (mean(values * values, axes) + epsilon).sqrt()
-    return values * inverse, inverse
-
-
-def _by_input(scaled: Tensor, normalized: Tensor, inverse: Tensor, axes: list[int], centred: bool) -> Tensor:
-    through = scaled - normalized * mean(scaled * normalized, axes)
-    return inverse * (through - mean(scaled, axes) if centred else through)
-
-
-@gradient("SimplifiedLayerNormalization", domain="")
-@gradient("SimplifiedLayerNormalization", domain=_MICROSOFT)
-def simplified_layer_normalization(call: Call) -> Iterator[Gradient]:
-    """x / sqrt(mean(x^2) + epsilon) * scale, over the axes from `axis` on."""
-    x, dy = _operands(call)
-    scale = call.x[1]
-    assert scale is not None
-    if any(other is not None for other in call.dy[1:]):
-        raise call.error("the result depends on its second output; expected on its first only")
-    rank = call.rank(x)
-    axes = list(range(call.attribute("axis", -1) % rank, rank))
-    normalized, inverse = _normalized(x, axes, call.attribute("epsilon", 1e-5), centred=False)
-    yield lambda: _by_input(dy * scale, normalized, inverse, axes, centred=False)
-    yield lambda: call.summed_to(dy * normalized, scale, call.y[0])
-
-
 @gradient("SkipLayerNormalization", domain=_MICROSOFT, limits="the outputs mean and inv_std_var are not used")
 def skip_layer_normalization(call: Call) -> Iterator[Gradient]:
     """LayerNormalization of input + skip + bias, a sum that is its fourth output; the rest is gamma and beta."""
@@ -334,23 +311,28 @@ def _skip(
     if any(other is not None for other in statistics):
         raise call.error("the result depends on its statistics; expected on its first and fourth output only")
     total = x + skip if bias is None else x + skip + bias
-    axes, shape = [call.rank(x) - 1], x
-    normalized, inverse = _normalized(total, axes, call.attribute("epsilon", 1e-12), centred)
+    axes, shape, epsilon = [call.rank(x) - 1], x, call.attribute("epsilon", 1e-12)
     terms = [] if by_sum is None else [by_sum]
-    if dy is not None:
-        terms.append(_by_input(dy * gamma, normalized, inverse, axes, centred))
+    normalized: Tensor | None = None
+    fused: tuple[Tensor | None, ...] = ()
+    if dy is not None and fits_operator(call, -1, gamma, beta):
+        middle, inverse = computed_statistics(total, axes, epsilon, centred=centred)
+        wanted = [True, 2 in call.needed, beta is not None and 3 in call.needed]
+        fused = by_operator(call, dy, total, gamma, middle, inverse, -1, wanted)
+        terms += [one for one in fused[:1] if one is not None]
+    elif dy is not None:
+        normalized, inverse = normalized_by_deviation(total, axes, epsilon, centred=centred)
+        terms.append(through_deviation(dy * gamma, normalized, inverse, axes, centred=centred))
     gradient = call.tape.total(terms)
     yield lambda: gradient
     yield lambda: call.summed_to(gradient, skip, shape)
-    yield lambda: None if dy is None else call.summed_to(dy * normalized, gamma, shape)
-    if centred:
-        yield lambda: None if dy is None or beta is None else call.summed_to(dy, beta, shape)
+    if fused:
+        yield from fused[1 : 3 if centred else 2]
+    else:
+        yield lambda: None if dy is None or normalized is None else call.summed_to(dy * normalized, gamma, shape)
+        if centred:
+            yield lambda: None if dy is None or beta is None else call.summed_to(dy, beta, shape)
     yield lambda: None if bias is None else call.summed_to(gradient, bias, shape)
-
-
-def gelu_slope(x: Tensor) -> Tensor:
-    """The derivative of x Phi(x)."""
-    return ((x * (1 / math.sqrt(2))).op("Erf") + 1) * 0.5 + x * normal_density(x)
 
 
 def _operands(call: Call) -> tuple[Tensor, Tensor]:

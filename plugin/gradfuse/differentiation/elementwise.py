@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.rules import FLOATS, Call, Gradient, gradient, no_gradient, refuse
+from gradfuse.custom_ops.elementwise import MAX_RANK
+from gradfuse.differentiation.rules import FLOATS, FUSES, Call, Gradient, gradient, no_gradient, refuse
 from gradfuse.differentiation.tensors import Tape, Tensor, normal_density
+
+_KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 no_gradient(
     *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not", "Xor", "IsNaN", "IsInf"),
@@ -183,6 +186,9 @@ def neg(call: Call) -> Iterator[Gradient]:
 def relu(call: Call) -> Iterator[Gradient]:
     """As `aten::threshold_backward`, which lets the gradient through where the result is NaN."""
     dy = _dy(call)
+    if _has_operator(call, (*_KERNEL_TYPES, ir.DataType.DOUBLE)):
+        yield dy.op("ThresholdBackward", call.y[0], domain="aclnn")
+        return
     yield call.y[0].op("LessOrEqual", 0.0).where(dy.tape.constant(0.0, dy.dtype), dy)
 
 
@@ -248,15 +254,27 @@ def shrink(call: Call) -> Iterator[Gradient]:
 
 @gradient("Gelu")
 def gelu(call: Call) -> Iterator[Gradient]:
-    x, dy = _x(call), _dy(call)
-    if call.attribute("approximate", "none") == "none":
-        cumulative = ((x * (1 / math.sqrt(2))).op("Erf") + 1) * 0.5
-        yield dy * (cumulative + x * normal_density(x))
-    else:
-        yield dy * tanh_gelu_slope(x)
+    yield gelu_gradient(call, _x(call), _dy(call), call.attribute("approximate", "none"))
 
 
-def tanh_gelu_slope(x: Tensor) -> Tensor:
+def gelu_gradient(call: Call, x: Tensor, dy: Tensor, approximate: str) -> Tensor:
+    """Return dy times the derivative of the Gaussian error linear unit at x, which has the shape of the output."""
+    if _has_operator(call, _KERNEL_TYPES):
+        return dy.op("GeluBackward", x, domain="aclnn", approximate=approximate)
+    if approximate == "tanh":
+        return dy * _tanh_gelu_slope(x)
+    cumulative = ((x * (1 / math.sqrt(2))).op("Erf") + 1) * 0.5
+    return dy * (cumulative + x * normal_density(x))
+
+
+def _has_operator(call: Call, dtypes: Collection[ir.DataType]) -> bool:
+    """Whether an elementwise operator of the domain `aclnn` may stand in a gradient, and takes these tensors."""
+    shape = call.y[0].value.shape
+    fits = shape is not None and len(shape) <= MAX_RANK and call.y[0].dtype in dtypes
+    return bool(call.node.meta.get(FUSES)) and fits
+
+
+def _tanh_gelu_slope(x: Tensor) -> Tensor:
     """The derivative of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     scale = math.sqrt(2 / math.pi)
     t = ((x + x * x * x * 0.044715) * scale).tanh()

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.embedding_dense_backward import MAX_RANK
 from gradfuse.differentiation.rules import Call, Gradient, gradient
-from gradfuse.differentiation.tensors import Tensor
+from gradfuse.differentiation.tensors import Part, Tensor
 from gradfuse.differentiation.views import padded, positions_of, scattered
 
 LOOKS_UP = "gradfuse.looks_up_rows"
@@ -58,11 +58,7 @@ def _padded(call: Call, x: Tensor, part: Tensor, place: int, axis: int) -> Tenso
     tape, rank = call.tape, call.rank(x)
     number = None if x.value.shape is None else x.value.shape[axis]
     if isinstance(number, int):
-        before = place % number
-        pads = [0] * (2 * rank)
-        pads[axis], pads[rank + axis] = before, number - 1 - before
-        result: Tensor = part.op("Pad", tape.ints(*pads), 0.0)
-        return result
+        return Part(part, rank, axis, place % number, 1, number)
     size = x.size(axis).reshape([1])
     begin = tape.ints(place) if place >= 0 else size + place
     return padded(call, part, tape.ints(axis), begin, size - 1 - begin, rank)

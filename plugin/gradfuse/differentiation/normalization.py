@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.rules import Call, Gradient, constant_of, gradient
+from gradfuse.custom_ops.layer_norm_backward import MAX_RANK
+from gradfuse.differentiation.rules import FLOATS, FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 
+MICROSOFT = "com.microsoft"
 BY_BATCH = "gradfuse.normalizes_by_batch"
 """The key of `meta` that says of a BatchNormalization: its mean and variance are the batch's, and read by it alone."""
 
 
-def _centred(x: Tensor, axes: list[int], epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return (x - mean) / deviation, and 1 / deviation, over axes."""
-    centred = x - mean(x, axes)
-    inverse = 1 / (mean(centred * centred, axes) + epsilon).sqrt()
-    return centred * inverse, inverse
+def normalized_by_deviation(
+    x: Tensor, axes: list[int], epsilon: float, *, centred: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return x without its mean, if it is to be, divided by what is left's root of the mean square; and 1 / that."""
+    values = x - mean(x, axes) if centred else x
+    inverse = _inverse_deviation(values, axes, epsilon)
+    return values * inverse, inverse
+
+
+def _inverse_deviation(values: Tensor, axes: list[int], epsilon: float) -> Tensor:
+    return 1 / (mean(values * values, axes) + epsilon).sqrt()
 
 
 def mean(x: Tensor, axes: list[int]) -> Tensor:
@@ -27,9 +35,12 @@ def mean(x: Tensor, axes: list[int]) -> Tensor:
     return x.op("ReduceMean", axes=axes, keepdims=1)
 
 
-def _through_centring(scaled: Tensor, normalized: Tensor, inverse: Tensor, axes: list[int]) -> Tensor:
+def through_deviation(
+    scaled: Tensor, normalized: Tensor, inverse: Tensor, axes: list[int], *, centred: bool = True
+) -> Tensor:
     """The gradient of the input from that of the normalized values, as mean and deviation depend on it as well."""
-    return inverse * (scaled - mean(scaled, axes) - normalized * mean(scaled * normalized, axes))
+    through = scaled - mean(scaled, axes) if centred else scaled
+    return inverse * (through - normalized * mean(scaled * normalized, axes))
 
 
 @gradient("BatchNormalization", limits="in training mode, its first output")
@@ -50,8 +61,8 @@ def batch_normalization(call: Call) -> Iterator[Gradient]:
         return vector.cast(x.dtype).reshape([-1, *[1] * (rank - 2)])
 
     if call.attribute("training_mode", 0):
-        normalized, inverse = _centred(x, others, epsilon)
-        yield lambda: _through_centring(dy * column(scale), normalized, inverse, others)
+        normalized, inverse = normalized_by_deviation(x, others, epsilon)
+        yield lambda: through_deviation(dy * column(scale), normalized, inverse, others)
     else:
         inverse = 1 / (column(call.x[4]) + epsilon).sqrt()
         normalized = (x - column(call.x[3])) * inverse
@@ -85,25 +96,16 @@ def fold_relus(graph: ir.Graph) -> None:
             continue
         gated = node.inputs[0]
         gate = None if gated is None else gated.producer()
-        if gated is None or gate is None or gate.op_type != "Where":
+        if gated is None or gate is None or gate.op_type != "ThresholdBackward" or gate.domain != "aclnn":
             continue
-        condition, other, source = gate.inputs
-        cut = None if condition is None else condition.producer()
-        if cut is None or cut.op_type != "LessOrEqual" or len(list(gated.uses())) > 1 or gated.is_graph_output():
-            continue
-        output, least = cut.inputs
-        producer = None if output is None else output.producer()
-        if producer is not None and producer.op_type == "Relu" and _is_zero(other) and _is_zero(least):
+        source, output = gate.inputs
+        alone = len(list(gated.uses())) == 1 and not gated.is_graph_output()
+        if alone and "threshold" not in gate.attributes:
             node.replace_input_with(0, source)
             node.replace_input_with(_RELU_OUTPUT, output)
 
 
 _RELU_OUTPUT = 5
-
-
-def _is_zero(value: ir.Value | None) -> bool:
-    found = None if value is None else constant_of(value)
-    return found is not None and found.size == 1 and not found.any()
 
 
 @gradient("InstanceNormalization")
@@ -112,9 +114,9 @@ def instance_normalization(call: Call) -> Iterator[Gradient]:
     assert x is not None and scale is not None and dy is not None
     rank = call.rank(x)
     axes, others = list(range(2, rank)), [axis for axis in range(rank) if axis != 1]
-    normalized, inverse = _centred(x, axes, call.attribute("epsilon", 1e-5))
+    normalized, inverse = normalized_by_deviation(x, axes, call.attribute("epsilon", 1e-5))
     column = scale.reshape([-1, *[1] * (rank - 2)])
-    yield lambda: _through_centring(dy * column, normalized, inverse, axes)
+    yield lambda: through_deviation(dy * column, normalized, inverse, axes)
     yield lambda: (dy * normalized).sum(others, keepdims=False)
     yield lambda: dy.sum(others, keepdims=False)
 
@@ -123,15 +125,27 @@ def instance_normalization(call: Call) -> Iterator[Gradient]:
 def layer_normalization(call: Call) -> Iterator[Gradient]:
     x, scale = call.x[0], call.x[1]
     assert x is not None and scale is not None
-    rank = call.rank(x)
-    axes = list(range(call.attribute("axis", -1) % rank, rank))
-    normalized, inverse = _centred(x, axes, call.attribute("epsilon", 1e-5))
+    rank, epsilon = call.rank(x), call.attribute("epsilon", 1e-5)
+    axis = call.attribute("axis", -1)
+    axes = list(range(axis % rank, rank))
     dy, by_mean, by_inverse = [*call.dy, None, None][:3]
+    bias = call.input(2)
+    if dy is not None and by_mean is None and by_inverse is None and fits_operator(call, axis, scale, bias):
+        # onnxruntime's statistics are float32 at most.
+        middle: Tensor | None
+        if x.dtype != ir.DataType.DOUBLE and call.attribute("stash_type", 1) == ir.DataType.FLOAT:
+            middle, inverse = statistics_of(call, 3)
+        else:
+            middle, inverse = computed_statistics(x, axes, epsilon)
+        wanted = [index in call.needed for index in range(3)]
+        yield from by_operator(call, dy, x, scale, middle, inverse, axis, wanted)
+        return
+    normalized, inverse = normalized_by_deviation(x, axes, epsilon)
 
     def by_x() -> Tensor:
         terms = []
         if dy is not None:
-            terms.append(_through_centring(dy * scale, normalized, inverse, axes))
+            terms.append(through_deviation(dy * scale, normalized, inverse, axes))
         if by_mean is not None:
             terms.append(x.ones() * (by_mean.cast(x.dtype) / _count(x, axes)))
         if by_inverse is not None:
@@ -140,15 +154,97 @@ def layer_normalization(call: Call) -> Iterator[Gradient]:
 
     yield by_x
     yield lambda: None if dy is None else call.summed_to(dy * normalized, scale, call.y[0])
-    bias = call.input(2)
     if bias is not None:
         yield lambda: None if dy is None else call.summed_to(dy, bias, call.y[0])
+
+
+def fits_operator(call: Call, axis: int, *vectors: Tensor | None) -> bool:
+    """Whether the gradients of a normalization from an axis on may be `LayerNormBackward`.
+
+    Weight and bias, which may broadcast, must then have the sizes of the axes that are normalized.
+    """
+    x = call.x[0]
+    if not call.node.meta.get(FUSES) or x is None or x.dtype not in FLOATS or not 1 <= call.rank(x) <= MAX_RANK:
+        return False
+    inner = call.dims(x)[axis % call.rank(x) :]
+    given = [vector for vector in vectors if vector is not None]
+    return None not in inner and all(
+        vector.dtype == x.dtype and vector.value.shape is not None and call.dims(vector) == inner for vector in given
+    )
+
+
+def statistics_of(call: Call, count: int) -> list[Tensor]:
+    """Return what a normalization gives behind its result, `count` outputs in all, in float32."""
+    node, x = call.node, call.x[0]
+    assert x is not None
+    if len(node.outputs) < count:
+        node.resize_outputs(count)
+    rank = call.rank(x)
+    first = call.attribute("axis", -1) % rank
+    for index, value in enumerate(node.outputs):
+        if index and not value.name:
+            value.name = f"{call.tape.prefix}{node.outputs[0].name}.{index}"
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+            value.shape = ir.Shape([*call.dims(x)[:first], *(1 for _ in range(first, rank))])
+    return [call.tape.of(value) for value in node.outputs[1:]]
+
+
+def computed_statistics(
+    x: Tensor, axes: list[int], epsilon: float, *, centred: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """Return the mean, if values are to be centred, and 1 / deviation, in float32 or float64."""
+    wide = x if x.dtype == ir.DataType.DOUBLE else x.cast(ir.DataType.FLOAT)
+    middle = mean(wide, axes) if centred else None
+    return middle, _inverse_deviation(wide if middle is None else wide - middle, axes, epsilon)
+
+
+def by_operator(
+    call: Call,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    middle: Tensor | None,
+    inverse: Tensor,
+    axis: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias by one operator, as far as they are wanted."""
+    mask = [int(one) for one in wanted]
+    found = call.tape.parts(
+        "LayerNormBackward", 3, dy, x, weight, middle, inverse, domain="aclnn", axis=axis, output_mask=mask
+    )
+    return tuple(one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True))
 
 
 def _count(x: Tensor, axes: list[int]) -> Tensor:
     """How many elements there are along axes, in the type of `x`."""
     sizes = x.shape().op("Gather", x.tape.ints(*axes), axis=0)
     return sizes.op("ReduceProd", keepdims=0).cast(x.dtype)
+
+
+@gradient("RMSNormalization")
+@gradient("SimplifiedLayerNormalization", domain="")
+@gradient("SimplifiedLayerNormalization", domain=MICROSOFT)
+def rms_normalization(call: Call) -> Iterator[Gradient]:
+    """x / sqrt(mean(x^2) + epsilon) * scale, over the axes from `axis` on."""
+    x, scale, dy = call.x[0], call.x[1], call.dy[0]
+    assert x is not None and scale is not None
+    if dy is None or any(other is not None for other in call.dy[1:]):
+        raise call.error("the result depends on its second output; expected on its first only")
+    rank, axis, epsilon = call.rank(x), call.attribute("axis", -1), call.attribute("epsilon", 1e-5)
+    axes = list(range(axis % rank, rank))
+    if fits_operator(call, axis, scale):
+        # onnxruntime's statistics are float32 at most; RMSNormalization gives none.
+        if x.dtype != ir.DataType.DOUBLE and call.node.op_type != "RMSNormalization":
+            (inverse,) = statistics_of(call, 2)
+        else:
+            _, inverse = computed_statistics(x, axes, epsilon, centred=False)
+        wanted = [0 in call.needed, 1 in call.needed, False]
+        yield from by_operator(call, dy, x, scale, None, inverse, axis, wanted)[:2]
+        return
+    normalized, inverse = normalized_by_deviation(x, axes, epsilon, centred=False)
+    yield lambda: through_deviation(dy * scale, normalized, inverse, axes, centred=False)
+    yield lambda: call.summed_to(dy * normalized, scale, call.y[0])
 
 
 @gradient("LpNormalization")

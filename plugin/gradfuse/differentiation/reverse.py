@@ -48,7 +48,8 @@ def gradients(
             source = node.inputs[index]
             assert source is not None
             found.setdefault(source, []).append(gradient)
-    return {value: tape.total(found[value]) for value in wrt if value in found}
+    # Whoever takes the tape's nodes now has those of all results.
+    return {value: tape.of(tape.total(found[value]).value) for value in wrt if value in found}
 
 
 def _way_back(

@@ -100,10 +100,28 @@ class Tape:
         return found[0] if len(found) == 1 else self.op("Concat", *found, axis=axis)
 
     def total(self, terms: Sequence[Tensor]) -> Tensor:
-        """Return the sum of tensors of one shape."""
+        """Return the sum of tensors of one shape; parts that make up a whole tensor are joined."""
+        terms = self._joined(terms)
         if len(terms) == 1:
             return terms[0]
         return self.op("Add", *terms) if len(terms) == 2 else self.op("Sum", *terms)
+
+    def _joined(self, terms: Sequence[Tensor]) -> list[Tensor]:
+        rest = list(terms)
+        for first in terms:
+            if not isinstance(first, Part) or first.begin or first not in rest:
+                continue
+            row, end = [first], first.length
+            while end < first.whole:
+                following = next((one for one in rest if isinstance(one, Part) and one.follows(first, end)), None)
+                if following is None:
+                    break
+                row.append(following)
+                end += following.length
+            else:
+                rest = [one for one in rest if one not in row]
+                rest.append(self.concat([one.part for one in row], first.axis))
+        return rest
 
 
 def _dtype(op_type: str, operands: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> ir.DataType:
@@ -122,11 +140,16 @@ def _dtype(op_type: str, operands: Sequence[Tensor | None], attributes: Mapping[
 class Tensor:
     """A value of a graph with the arithmetic of Python; a number beside it is a constant of its type."""
 
-    __slots__ = ("tape", "value")
+    __slots__ = ("_value", "tape")
 
-    def __init__(self, tape: Tape, value: ir.Value) -> None:
+    def __init__(self, tape: Tape, value: ir.Value | None) -> None:
         self.tape = tape
-        self.value = value
+        self._value = value
+
+    @property
+    def value(self) -> ir.Value:
+        assert self._value is not None
+        return self._value
 
     @property
     def dtype(self) -> ir.DataType:
@@ -269,6 +292,38 @@ class Tensor:
 
     def matmul(self, other: Tensor) -> Tensor:
         return self.op("MatMul", other)
+
+
+class Part(Tensor):
+    """A tensor of zeros but for a part of it; a node is written for it when something reads it.
+
+    Args:
+        part: the part, of which the size along the axis is known.
+        rank: the number of axes.
+        axis: the axis along which there are zeros.
+        begin: how many of them are ahead of the part.
+        length: the size of the part along the axis, more than 0.
+        whole: the size of the tensor along it.
+    """
+
+    __slots__ = ("axis", "begin", "length", "part", "rank", "whole")
+
+    def __init__(self, part: Tensor, rank: int, axis: int, begin: int, length: int, whole: int) -> None:
+        super().__init__(part.tape, None)
+        self.part, self.rank, self.axis = part, rank, axis
+        self.begin, self.length, self.whole = begin, length, whole
+
+    @property
+    def value(self) -> ir.Value:
+        if self._value is None:
+            pads = [0] * (2 * self.rank)
+            pads[self.axis], pads[self.rank + self.axis] = self.begin, self.whole - self.begin - self.length
+            self._value = self.part.op("Pad", self.tape.ints(*pads), 0.0).value
+        return self._value
+
+    def follows(self, other: Part, end: int) -> bool:
+        """Whether this begins where parts along the axis of another one end."""
+        return self.begin == end and (self.axis, self.whole, self.rank) == (other.axis, other.whole, other.rank)
 
 
 def normal_density(x: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import onnx_ir as ir
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient
-from gradfuse.differentiation.tensors import Tensor
+from gradfuse.differentiation.tensors import Part, Tensor
 
 
 def scattered(call: Call, positions: Tensor, dy: Tensor, x: Tensor) -> Tensor:
@@ -97,8 +98,12 @@ def slice_(call: Call) -> Iterator[Gradient]:
         positions = positions_of(call, x).op("Slice", *call.x[1:])
         yield scattered(call, positions, dy, x)
         return
-    # Zeros on both sides: begin of them ahead, and as many behind as are missing.
     rank = call.rank(x)
+    part = _known_part(call, x, dy, axes)
+    if part is not None:
+        yield part
+        return
+    # Zeros on both sides: begin of them ahead, and as many behind as are missing.
     at = call.tape.ints(*(int(axis) % rank for axis in axes))
     sizes = call.shape(x).op("Gather", at, axis=0)
     begin = (starts.cast(ir.DataType.INT64) < call.tape.constant(0)).where(
@@ -107,6 +112,23 @@ def slice_(call: Call) -> Iterator[Gradient]:
     begin = begin.op("Max", call.tape.constant(0)).op("Min", sizes)
     behind = sizes - begin - dy.shape().op("Gather", at, axis=0)
     yield padded(call, dy, at, begin, behind, rank)
+
+
+def _known_part(call: Call, x: Tensor, dy: Tensor, axes: Iterable[Any]) -> Tensor | None:
+    """Return the gradient of a slice along one axis whose place is known; None where it is not."""
+    starts, rank = call.constant(1), call.rank(x)
+    cuts = []
+    for index, axis in enumerate(axes):
+        whole, size = (call.dims(value)[int(axis) % rank] for value in (x, call.y[0]))
+        if starts is None or not isinstance(whole, int) or not isinstance(size, int) or not size:
+            return None
+        start = int(starts.flat[index])
+        begin = min(max(start + whole if start < 0 else start, 0), whole)
+        if size < whole:
+            cuts.append(Part(dy, rank, int(axis) % rank, begin, size, whole))
+    if not cuts:
+        return dy
+    return cuts[0] if len(cuts) == 1 else None
 
 
 def padded(call: Call, tensor: Tensor, axes: Tensor, begin: Tensor, end: Tensor, rank: int) -> Tensor:

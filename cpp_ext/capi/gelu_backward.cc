@@ -1,0 +1,21 @@
+#include "gradfuse/ops/gelu_backward.h"
+
+#include "aclnnop/aclnn_gelu_backward.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::GeluBackwardArgs;
+
+aclnnStatus aclnnGeluBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* self,
+                                              char* approximateOptional, aclTensor* gradInput, uint64_t* workspaceSize,
+                                              aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnGeluBackwardGetWorkspaceSize", {gradOutput, self, gradInput},
+      [&](Args& args) {
+        if (approximateOptional != nullptr) args.approximate = approximateOptional;
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnGeluBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnGeluBackward", Args::kName, workspace, workspaceSize, executor, stream);
+}

@@ -1,0 +1,31 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_THRESHOLD_BACKWARD_H_
+#define GRADFUSE_ACLNNOP_ACLNN_THRESHOLD_BACKWARD_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradient of a ReLU, or of a threshold: gradInput is 0 where self, its input or result, is at most the threshold, and
+ * gradOutput elsewhere.
+ *
+ * gradOutput, self: one of FLOAT, DOUBLE, FLOAT16 and BF16, rank 0 to 8, of one shape.
+ * gradInput: of the same type and shape.
+ */
+aclnnStatus aclnnThresholdBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* self, double threshold,
+                                                   aclTensor* gradInput, uint64_t* workspaceSize,
+                                                   aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnThresholdBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                   aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif

@@ -1,0 +1,19 @@
+#include "gradfuse/ops/threshold_backward.h"
+
+#include "aclnnop/aclnn_threshold_backward.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::ThresholdBackwardArgs;
+
+aclnnStatus aclnnThresholdBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* self, double threshold,
+                                                   aclTensor* gradInput, uint64_t* workspaceSize,
+                                                   aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnThresholdBackwardGetWorkspaceSize", {gradOutput, self, gradInput},
+      [&](Args& args) { args.threshold = static_cast<float>(threshold); }, workspaceSize, executor);
+}
+
+aclnnStatus aclnnThresholdBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                   aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnThresholdBackward", Args::kName, workspace, workspaceSize, executor, stream);
+}

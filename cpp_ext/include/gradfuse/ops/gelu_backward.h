@@ -1,0 +1,45 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
+#include "gradfuse/signature.h"
+
+namespace gradfuse {
+
+// Gradient of the Gaussian error linear unit with respect to self:
+//   grad_input = grad_output (P(self) + self p(self)), with the normal distribution P and its density p.
+// "tanh": of 0.5 self (1 + tanh(sqrt(2 / pi) (self + 0.044715 self^3))).
+struct GeluBackwardArgs {
+  static constexpr char kName[] = "GeluBackward";
+  static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+  Tensor grad_output;
+  Tensor self;
+  std::string approximate = "none";
+  MutableTensor grad_input;
+
+  template <class Self, class Visitor>
+  static void Visit(Self& self, Visitor& visitor) {
+    visitor.Input("grad_output", self.grad_output, kT);
+    visitor.Input("self", self.self, kT);
+    visitor.Attribute("approximate", self.approximate);
+    visitor.Output("grad_input", self.grad_input, kT);
+  }
+
+  bool ByTanh() const { return approximate == "tanh"; }
+};
+
+Status Check(const GeluBackwardArgs& args);
+std::vector<Shape> OutputShapes(const GeluBackwardArgs& args);
+namespace cpu {
+void Run(const GeluBackwardArgs& args, const ParallelFor& parallel);
+}
+namespace cuda {
+int64_t WorkspaceBytes(const GeluBackwardArgs& args);
+Status Run(const GeluBackwardArgs& args, const Queue& queue);
+}  // namespace cuda
+
+}  // namespace gradfuse

@@ -1,0 +1,157 @@
+"""GeluBackward: ``grad_output (P(x) + x p(x))``, with the normal distribution P and its density p, or by a tanh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
+from gradfuse.passes.reading import Form
+
+_CURVES = {"Erf": "none", "Tanh": "tanh"}
+_NEAR_ROOT, _NEAR_CURVE = 64, 8  # nodes ahead among which gradient and input are looked for
+_FEWEST_TERMS = 3  # of a slope, and so of its product with a gradient
+_CLOSE = 1e-6  # to the constants within a curve, which no form of the root has
+
+_ROOT_HALF = 1 / math.sqrt(2)
+_DENSITY = 1 / math.sqrt(2 * math.pi)
+_SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+class FuseGeluBackwardPass(FusePass):
+    """Finds, in a value P, an Erf E of x / sqrt(2) or a Tanh T of sqrt(2 / pi) (x + 0.044715 x^3) with P = g s, where
+
+    1. s is the slope of the unit at x: (1 + E) / 2 + x D / sqrt(2 pi), with an Exp D of -x^2 / 2 that the graph has, or
+       (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2;
+    2. g and x are values of P's type and shape.
+    """
+
+    operator = "GeluBackward"
+    linear = False
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        form = site.forms.form(root)
+        if _curves(site).isdisjoint(site.algebra.tensors(form.poly)):
+            return None
+        near = list(_ahead(site, root, form, _NEAR_ROOT))
+        candidates = (
+            partial(_bound, site, builder, root, grad, unit)
+            for unit in _units(site, near, form)
+            for grad in near
+            if form.poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
+        )
+        return self.first_bound(builder, candidates)
+
+    def possible(self, site: Site, form: Form) -> bool:
+        return len(form.poly) >= _FEWEST_TERMS
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A unit that a graph computes.
+
+    Attributes:
+        x: its input.
+        curve: the node of its Erf or Tanh.
+        slope: its slope at x.
+    """
+
+    x: ir.Value
+    curve: ir.Node
+    slope: Poly
+
+
+def _curves(site: Site) -> Set[object]:
+    """The names of the tensors that are a curve, in forms."""
+
+    def find() -> Set[object]:
+        curves = (node.outputs[0] for node in site.graph if node.op_type in _CURVES and not node.domain)
+        forms = (site.forms.get(value) for value in curves)
+        return frozenset(name for form in forms if form is not None for name in site.algebra.tensors(form.poly))
+
+    return site.answer("curves of GELU", (), (), find)
+
+
+def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Value]:
+    """Values of a form's shape that so many nodes at most, those nearest to a value, read."""
+    todo, seen = [value], {value}
+    for known in todo:
+        node = known.producer()
+        if node is None or node.graph is not site.graph or most == 0:
+            continue
+        most -= 1
+        for source in node.inputs:
+            own = None if source is None or source in seen else site.forms.get(source)
+            if source is not None and own is not None and own.groups == form.groups:
+                seen.add(source)
+                todo.append(source)
+                yield source
+
+
+def _units(site: Site, near: Sequence[ir.Value], form: Form) -> Iterator[_Unit]:
+    """The units that have their curve among some values of a form's shape."""
+    for curve in _made_by(near, _CURVES):
+        inner, height = curve.inputs[0], site.forms.form(curve.outputs[0]).poly
+        inside = None if inner is None else site.forms.get(inner)
+        if inner is None or inside is None:
+            continue
+        for x in (inner, *_ahead(site, inner, form, _NEAR_CURVE)):
+            at = site.forms.form(x).poly
+            if inside.poly.close_to(_inside(site, at, _CURVES[curve.op_type]), _CLOSE):
+                slopes = (
+                    _slopes_of_erf(site, at, height, near) if curve.op_type == "Erf" else [_slope(site, at, height)]
+                )
+                yield from (_Unit(x, curve, slope) for slope in slopes)
+
+
+def _made_by(values: Sequence[ir.Value], operators: Set[str] | dict[str, str]) -> Iterator[ir.Node]:
+    for value in values:
+        node = value.producer()
+        if node is not None and not node.domain and node.op_type in operators:
+            yield node
+
+
+def _inside(site: Site, x: Poly, approximate: str) -> Poly:
+    """What the curve of a unit is of."""
+    if approximate == "none":
+        return x.scaled(_ROOT_HALF)
+    return (x + site.algebra.product([x, x, x]).scaled(_CUBIC)).scaled(_SCALE)
+
+
+def _slopes_of_erf(site: Site, x: Poly, height: Poly, near: Sequence[ir.Value]) -> Iterator[Poly]:
+    """The slopes of a unit by Erf, with each value that may be its density.
+
+    The density is written as the graph has it: a form keeps all digits of an exponent.
+    """
+    exponent = site.algebra.mul(x, x).scaled(-0.5)
+    for node in _made_by(near, {"Exp"}):
+        inside = None if node.inputs[0] is None else site.forms.get(node.inputs[0])
+        if inside is not None and inside.poly.close_to(exponent, _CLOSE):
+            density = site.forms.form(node.outputs[0]).poly.scaled(_DENSITY)
+            yield (UNIT + height).scaled(0.5) + site.algebra.mul(x, density)
+
+
+def _slope(site: Site, x: Poly, height: Poly) -> Poly:
+    """The slope of a unit by Tanh."""
+    algebra = site.algebra
+    inner_slope = (UNIT + algebra.mul(x, x).scaled(3 * _CUBIC)).scaled(_SCALE)
+    moved = algebra.product([x, UNIT - algebra.mul(height, height), inner_slope])
+    return (UNIT + height + moved).scaled(0.5)
+
+
+def _bound(site: Site, builder: Builder, root: ir.Value, grad: ir.Value, unit: _Unit) -> Rewrite:
+    if any(value.dtype != root.dtype for value in (grad, unit.x)):
+        raise Mismatch("it is computed of tensors of several types")
+    require_same(site, root, site.algebra.mul(site.forms.form(grad).poly, unit.slope))
+    approximate = _CURVES[unit.curve.op_type]
+    fused = builder.fused(FuseGeluBackwardPass.operator, [grad, unit.x], site.extents(root), approximate=approximate)
+    return replace(
+        builder.rewrite("gelu-backward", [fused], fused),
+        frontier=tuple(dict.fromkeys((grad, unit.x))),
+        runs=frozenset([unit.curve]),
+    )

@@ -1,0 +1,72 @@
+"""ThresholdBackward: a gradient, or zeros where the result of a ReLU is at most 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from gradfuse.custom_ops import DOMAIN
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+
+_CUTS = {"LessOrEqual": (0, 1), "GreaterOrEqual": (1, 0)}
+"""Comparisons, with the places of the value and the number in them."""
+_FUSED_RELUS = ("BatchNorm", "Convolution")
+
+
+class FuseThresholdBackwardPass(FusePass):
+    """Finds a Where that takes zeros where the result of a ReLU is at most 0, and a value of its shape elsewhere.
+
+    Comparisons by `>` give another gradient where the result is NaN, and stay.
+    """
+
+    operator = "ThresholdBackward"
+    linear = False
+    weak = True
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        node = root.producer()
+        if node is None or node.domain or node.op_type != "Where" or node.graph is not site.graph:
+            return None
+        condition, zero, grad = node.inputs
+        compared = None if condition is None else _compared(condition)
+        if condition is None or compared is None or grad is None or not _is_zero(site, zero):
+            return None
+        value, bound = compared
+        if value is None or not _is_of_relu(value) or not _is_zero(site, bound):
+            return None
+        if not all(site.knows(one) and site.extents(one) == site.extents(root) for one in (value, grad)):
+            return None
+        if any(one.dtype != root.dtype for one in (value, grad)):
+            raise Mismatch("it is computed of tensors of several types")
+        fused = builder.fused(self.operator, [grad, value], site.extents(root))
+        cut = condition.producer()
+        assert cut is not None
+        return replace(
+            builder.rewrite("threshold-backward", [fused], fused),
+            frontier=tuple(dict.fromkeys((grad, value))),
+            runs=frozenset([cut]),
+        )
+
+
+def _compared(condition: ir.Value) -> tuple[ir.Value | None, ir.Value | None] | None:
+    """What is compared with what, where a condition says that a value is at most another one; None: it does not."""
+    node = condition.producer()
+    places = None if node is None or node.domain else _CUTS.get(node.op_type)
+    if node is None or places is None:
+        return None
+    return node.inputs[places[0]], node.inputs[places[1]]
+
+
+def _is_of_relu(value: ir.Value) -> bool:
+    node = value.producer()
+    if node is None:
+        return False
+    if node.domain == DOMAIN:
+        return node.op_type in _FUSED_RELUS and node.attributes.get_int("relu", 0) == 1
+    return node.op_type == "Relu" and not node.domain
+
+
+def _is_zero(site: Site, value: ir.Value | None) -> bool:
+    array = None if value is None else site.forms.constant(value)
+    return array is not None and array.size == 1 and float(array.item()) == 0

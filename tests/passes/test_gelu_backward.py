@@ -1,0 +1,153 @@
+"""Gradients of Gaussian error linear units, as several producers write them, become one operator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from producers import run
+from torch import Tensor, nn
+
+import gradfuse
+from gradfuse import fuse
+from gradfuse.testing import assert_gradients_close
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+ERF = """
+    half = Constant<value_float = 0.5>()  one = Constant<value_float = 1.0>()
+    minus_half = Constant<value_float = -0.5>()
+    root = Constant<value_float = 0.70710677>()  scale = Constant<value_float = 0.3989423>()
+    scaled = Mul(x, root)  e = Erf(scaled)  raised = Add(e, one)  share = Mul(raised, half)
+    square = Mul(x, x)  exponent = Mul(square, minus_half)  bell = Exp(exponent)  density = Mul(bell, scale)
+    moved = Mul(x, density)  slope = Add(share, moved)
+    dx = Mul(g, slope)
+"""
+TANH = """
+    half = Constant<value_float = 0.5>()  one = Constant<value_float = 1.0>()  three = Constant<value_float = 3.0>()
+    scale = Constant<value_float = 0.7978846>()  cubic = Constant<value_float = 0.044715>()
+    cube = Pow(x, three)  bent = Mul(cube, cubic)  sum = Add(x, bent)  inner = Mul(sum, scale)  t = Tanh(inner)
+    raised = Add(t, one)  share = Mul(raised, half)
+    square = Mul(x, x)  thrice = Mul(square, three)  bend = Mul(thrice, cubic)  steeper = Add(bend, one)
+    steep = Mul(steeper, scale)  tt = Mul(t, t)  rest = Sub(one, tt)  product = Mul(rest, steep)
+    half_x = Mul(x, half)  moved = Mul(half_x, product)  slope = Add(share, moved)
+    dx = Mul(g, slope)
+"""
+
+
+def graph(text: str, shapes: str = "float[N, 6] g, float[N, 6] x, float[N, 6] z, float[6] row") -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> unit ({shapes}) => (float[N, 6] dx) {{ {text} }}'
+    )
+
+
+def changed(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.domain == "aclnn"]
+
+
+def by_torch(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
+    out: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return out
+
+
+@pytest.mark.parametrize("text, approximate", [(ERF, "none"), (TANH, "tanh")])
+def test_slopes_are_found(text: str, approximate: str) -> None:
+    found = fuse(graph(text)).model
+    assert [node.op_type for node in found.graph.node] == ["GeluBackward"]
+    numbers = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    grad, x = 2 * numbers
+    feeds = {"g": grad.numpy(), "x": x.numpy(), "z": x.numpy(), "row": np.zeros(6, np.float32)}
+    dx = run(found, feeds)["dx"]
+    exact = by_torch(grad.double(), x.double(), approximate)
+    assert_gradients_close(dx, by_torch(grad, x, approximate), exact, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [
+            ("Constant<value_float = 0.70710677>()", "Constant<value_float = 1.4142135>()"),
+            ("Mul(x, root)", "Div(x, root)"),
+        ],
+        [("dx = Mul(g, slope)", "a = Mul(g, share)  b = Mul(g, moved)  dx = Add(b, a)")],
+        [
+            (
+                "square = Mul(x, x)  exponent = Mul(square, minus_half)",
+                "square = Mul(scaled, scaled)  exponent = Neg(square)",
+            )
+        ],
+    ],
+)
+def test_slopes_are_found_however_they_are_written(changes: list[tuple[str, str]]) -> None:
+    assert operators(fuse(graph(changed(ERF, *changes))).model) == ["GeluBackward"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        changed(ERF, ("0.70710677", "0.7072")),
+        changed(ERF, ("Mul(x, root)", "Mul(z, root)")),
+        changed(ERF, ("Mul(x, density)", "Mul(z, density)")),
+        changed(ERF, ("Mul(x, x)", "Mul(x, z)")),
+        changed(ERF, ("-0.5", "-0.50001")),
+        changed(ERF, ("0.3989423", "0.3979423")),
+        changed(ERF, ("Add(share, moved)", "Sub(share, moved)")),
+        changed(ERF, ("Add(share, moved)", "Identity(moved)")),
+        changed(ERF, ("Erf(scaled)", "Tanh(scaled)")),
+        changed(ERF, ("Mul(g, slope)", "Add(g, slope)")),
+        changed(TANH, ("0.7978846", "0.7979")),
+        changed(TANH, ("0.044715", "0.0447")),
+        changed(TANH, ("Mul(t, t)", "Mul(t, x)")),
+        changed(TANH, ("Mul(t, t)", "Identity(t)")),
+        changed(TANH, ("Mul(square, three)", "Identity(square)")),
+        changed(TANH, ("half_x = Mul(x, half)", "half_x = Mul(z, half)")),
+        changed(TANH, ("Pow(x, three)", "Pow(z, three)")),
+        changed(TANH, ("Add(t, one)", "Sub(t, one)")),
+    ],
+)
+def test_what_is_almost_a_slope_stays(text: str) -> None:
+    result = fuse(graph(text))
+    assert operators(result.model) == []
+    assert not any(miss.bug for miss in result.report.near_misses)
+
+
+@pytest.mark.parametrize("text", [ERF, TANH])
+def test_a_gradient_of_another_shape_stays(text: str) -> None:
+    """The operator does not broadcast."""
+    assert operators(fuse(graph(changed(text, ("Mul(g, slope)", "Mul(row, slope)")))).model) == []
+
+
+class Gelu(nn.Module):
+    """A unit as libraries of models write it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "erf":
+            return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+        if self.how == "pow":
+            return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+@pytest.mark.parametrize("how", ["erf", "pow", "product"])
+def test_units_that_modules_write_out_have_the_operator_in_exported_steps(how: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), Gelu(how), nn.Linear(16, 3))
+    batch: Any = ((torch.randn(5, 6),), (torch.randint(3, (5,)),))
+    step = gradfuse.export_training_step(module, nn.functional.cross_entropy, batch)
+    assert operators(step.model) == ["CrossEntropyLossGrad", "GeluBackward"]

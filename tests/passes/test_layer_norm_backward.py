@@ -1,0 +1,405 @@
+"""The gradients of layer and RMS normalization, as several producers write them, become one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operators import SAMPLES
+from producers import run
+
+import gradfuse
+from gradfuse import fuse
+from gradfuse.ort_training import operators as training_operators
+from gradfuse.passes.report import Report
+from gradfuse.testing import assert_gradients_close
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+Array = npt.NDArray[Any]
+OP = "LayerNormBackward"
+
+
+def whole_of(shape: tuple[Any, ...]) -> str:
+    return f"float[{','.join(map(str, shape))}]"
+
+
+def onnx_model(text: str, shape: tuple[Any, ...], first: int, opset: int = 18) -> onnx.ModelProto:
+    whole, inner = whole_of(shape), whole_of(shape[first:])
+    rows = whole_of((*shape[:first], *(1 for _ in shape[first:])))
+    inputs = [f"{whole} {n}" for n in ("dy", "x", "other")] + [f"{inner} weight"]
+    inputs += [f"{rows} {n}" for n in ("mean", "rstd", "third")]
+    outputs = f"{whole} grad_input, {inner} grad_weight, {inner} grad_bias"
+    return onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]> '
+        f"backward ({', '.join(inputs)}) => ({outputs}) {{ {text} }}"
+    )
+
+
+def feeds(shape: tuple[int, ...], first: int, *, centred: bool = True) -> dict[str, Array]:
+    numbers = np.random.default_rng(0)
+    x = numbers.standard_normal(shape) + 0.5
+    axes = tuple(range(first, len(shape)))
+    mean = x.mean(axes, keepdims=True)
+    spread = np.square(x - mean if centred else x).mean(axes, keepdims=True)
+    values = {
+        "dy": numbers.standard_normal(shape),
+        "x": x,
+        "other": numbers.standard_normal(shape),
+        "weight": numbers.standard_normal(shape[first:]),
+        "mean": mean,
+        "rstd": 1 / np.sqrt(spread + 1e-5),
+        "third": numbers.standard_normal(mean.shape),
+    }
+    return {name: array.astype(np.float32) for name, array in values.items()}
+
+
+def of_torch(
+    arrays: Mapping[str, Array], dtype: torch.dtype, first: int, *, weighted: bool, centred: bool
+) -> dict[str, Array]:
+    t = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    results = SAMPLES[OP].oracle(
+        t["dy"], t["x"], t["weight"] if weighted else None, t["mean"] if centred else None, t["rstd"],
+        axis=first, dtype=dtype,
+    )  # fmt: skip
+    return dict(zip(("grad_input", "grad_weight", "grad_bias"), (one.numpy() for one in results), strict=True))
+
+
+def fused(model: Any) -> tuple[onnx.ModelProto, Report]:
+    result = fuse(model, policy="all")
+    onnx.checker.check_model(result.model, full_check=True)
+    return result.model, result.report
+
+
+def masks(model: onnx.ModelProto) -> list[list[int]]:
+    """What is wanted of each of the operators in a model."""
+    nodes = [node for node in model.graph.node if node.op_type == OP]
+    return [list(one.ints) for node in nodes for one in node.attribute if one.name == "output_mask"]
+
+
+def require_backward(
+    model: onnx.ModelProto, shape: tuple[int, ...], first: int, *, weighted: bool = True, centred: bool = True
+) -> None:
+    result, report = fused(model)
+    assert masks(result) == [[1, 1, 1]], report
+    arrays = feeds(shape, first, centred=centred)
+    exact, native = (
+        of_torch(arrays, d, first, weighted=weighted, centred=centred) for d in (torch.float64, torch.float32)
+    )
+    results = run(result, {v.name: arrays[v.name] for v in model.graph.input})
+    for name, value in exact.items():
+        terms = float(np.abs(arrays["dy"]).sum())
+        assert_gradients_close(results[name], native[name], value, np.float32, terms=terms)
+
+
+def axes_of(rank: int, first: int) -> str:
+    inner, outer = ([str(k) for k in ks] for ks in (range(first, rank), range(first)))
+    return f"inner = Constant<value_ints = [{','.join(inner)}]>() outer = Constant<value_ints = [{','.join(outer)}]>() "
+
+
+MEAN_OF_X = "m = ReduceMean<keepdims = 1>(x, inner)"
+"""How a graph has the mean where it computes it."""
+
+
+def by_rule(rank: int, first: int, *, weighted: bool, of_mean: bool) -> str:
+    """As a training step without fused operators, to_stock and textbooks write it."""
+    return axes_of(rank, first) + "\n".join(
+        [
+            "m = Identity(mean)" if of_mean else MEAN_OF_X,
+            "d = Sub(x, m)  y = Mul(d, rstd)",
+            "s = Mul(dy, weight)" if weighted else "s = Identity(dy)",
+            "mean_s = ReduceMean<keepdims = 1>(s, inner)  left = Sub(s, mean_s)  sy = Mul(s, y)",
+            "mean_sy = ReduceMean<keepdims = 1>(sy, inner)  through = Mul(y, mean_sy)  rest = Sub(left, through)",
+            "grad_input = Mul(rstd, rest)",
+            "dy_y = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(dy_y, outer)",
+            "grad_bias = ReduceSum<keepdims = 0>(dy, outer)",
+        ]
+    )
+
+
+def by_torch(rank: int, first: int, size: int, *, weighted: bool) -> str:
+    """torch's decomposition of aten::native_layer_norm_backward, node by node."""
+    return axes_of(rank, first) + "\n".join(
+        [
+            f"n = Constant<value_float = {float(size)}>()",
+            "d = Sub(x, mean)  y = Mul(d, rstd)",
+            "s = Mul(dy, weight)" if weighted else "s = Identity(dy)",
+            "a = Mul(s, n)  b = ReduceSum<keepdims = 1>(s, inner)  sy = Mul(s, y)",
+            "c = ReduceSum<keepdims = 1>(sy, inner)  e = Mul(y, c)  ab = Sub(a, b)  abe = Sub(ab, e)",
+            "share = Div(rstd, n)  grad_input = Mul(share, abe)",
+            "dy_y = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(dy_y, outer)",
+            "grad_bias = ReduceSum<keepdims = 0>(dy, outer)",
+        ]
+    )
+
+
+SHAPES = [((6, 5), 1), ((4, 3, 7), 2), ((4, 3, 7), 1), ((2, 3, 4, 5), 2), ((2, 3, 4, 5), 3)]
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(SHAPES), st.booleans(), st.booleans(), st.booleans())
+def test_the_gradient_with_means(
+    case: tuple[tuple[int, ...], int], weighted: bool, of_mean: bool, dynamic: bool
+) -> None:
+    shape, first = case
+    text = by_rule(len(shape), first, weighted=weighted, of_mean=of_mean)
+    given_shape = ("N", *shape[1:]) if dynamic else shape
+    require_backward(onnx_model(text, given_shape, first), shape, first, weighted=weighted)
+
+
+@settings(max_examples=8)
+@given(st.sampled_from(SHAPES), st.booleans(), st.booleans())
+def test_torchs_decomposition(case: tuple[tuple[int, ...], int], weighted: bool, dynamic: bool) -> None:
+    shape, first = case
+    text = by_torch(len(shape), first, int(np.prod(shape[first:])), weighted=weighted)
+    given_shape = ("N", *shape[1:]) if dynamic else shape
+    require_backward(onnx_model(text, given_shape, first), shape, first, weighted=weighted)
+
+
+def test_sums_without_the_axes_that_they_are_over() -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    for name in ("mean_s", "mean_sy"):
+        operand = name.removeprefix("mean_")
+        text = text.replace(
+            f"{name} = ReduceMean<keepdims = 1>({operand}, inner)",
+            f"{name}_flat = ReduceMean<keepdims = 0>({operand}, inner)  {name} = Unsqueeze({name}_flat, inner)",
+        )
+    require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
+
+
+def test_without_a_mean_it_is_rms_normalization() -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    text = text.replace("d = Sub(x, m)", "d = Identity(x)").replace("left = Sub(s, mean_s)", "left = Identity(s)")
+    require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2, centred=False)
+    (fusion,) = fused(onnx_model(text, (4, 3, 7), 2))[1].fusions
+    assert fusion.rule == "rms-norm-backward"
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (3, 4, 6), ("N", 4, 6)])
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_operators_of_onnxruntime_training(shape: tuple[Any, ...], centred: bool) -> None:
+    """As they are, and in standard nodes."""
+    first = len(shape) - 1
+    outputs = "dx, dw, db" if centred else "dx, dw"
+    op = f"com.microsoft.{'' if centred else 'Simplified'}LayerNormalizationGrad<axis = {first}, epsilon = 0.00001>"
+    bias = "db" if centred else "ReduceSum<keepdims = 0>(dy, outer)"
+    text = axes_of(len(shape), first) + (
+        f"{outputs} = {op}(dy, x, weight, {'mean, ' if centred else ''}rstd)  grad_input = Identity(dx) "
+        f"grad_weight = Identity(dw) grad_bias = {f'Identity({bias})' if centred else bias}"
+    )
+    model = onnx_model(text, shape, first)
+    sizes = tuple(3 if size == "N" else size for size in shape)
+    plain = ir.from_proto(model)
+    training_operators.replace(plain.graph, "model")
+    arrays = feeds(sizes, first, centred=centred)
+    for one, found in ((model, [[1, 1, int(centred)]]), (ir.to_proto(plain), [[1, 1, 1]])):
+        result, report = fused(one)
+        assert masks(result) == found, report
+        exact, native = (
+            of_torch(arrays, d, first, weighted=True, centred=centred) for d in (torch.float64, torch.float32)
+        )
+        results = run(result, {v.name: arrays[v.name] for v in result.graph.input})
+        for name, value in exact.items():
+            terms = float(np.abs(arrays["dy"]).sum())
+            assert_gradients_close(results[name], native[name], value, np.float32, terms=terms)
+
+
+def test_a_weight_of_another_shape_keeps_the_operator_of_onnxruntime_training() -> None:
+    text = (
+        "one = Constant<value_ints = [1]>() w = Gather(weight, one) dx, dw, db = com.microsoft.LayerNormalizationGrad"
+        "<axis = 1>(dy, x, w, mean, rstd)  grad_input = Identity(dx) grad_weight = Add(dw, weight) "
+        "grad_bias = Add(db, weight)"
+    )
+    result = fuse(onnx_model(text, (4, 6), 1), policy="all")
+    assert not masks(result.model), result.report
+
+
+def network(batch: int | str, *, simplified: bool) -> onnx.ModelProto:
+    op = "RMSNormalization" if simplified else "LayerNormalization"
+    operands = "h, s" if simplified else "h, s, b"
+    shapes = {"w": (6, 8), "s": (8,), "b": (8,), "a": (8, 4)}
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 23]> f (float[{batch},5,6] x) => (float[{batch},4] y) '
+        f"<{', '.join(f'{whole_of(shape)} {name}' for name, shape in shapes.items())}> {{ h = MatMul(x, w) "
+        f"n = {op}<axis = -1>({operands}) l = MatMul(n, a) "
+        "axes = Constant<value_ints = [1]>() y = ReduceMean<keepdims = 0>(l, axes) }"
+    )
+    numbers = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        array = numbers.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+@pytest.mark.parametrize("simplified", [False, True])
+@pytest.mark.parametrize("batch", ["N", 4])
+def test_steps_that_were_built_without_fusing(batch: str | int, simplified: bool) -> None:
+    plain = gradfuse.build_training_step(network(batch, simplified=simplified), "cross_entropy", fuse=False)
+    model, report = fused(plain.model)
+    assert masks(model) == [[1, 1, int(not simplified)]], report
+    numbers = np.random.default_rng(1)
+    x, y = numbers.standard_normal((4, 5, 6)).astype(np.float32), numbers.integers(0, 4, 4)
+    given = {**plain.parameters, plain.input_names[0]: x, plain.target_names[0]: y}
+    wanted, got = run(plain.model, given), run(model, given)
+    for name, value in wanted.items():
+        assert_gradients_close(got[name], value, value.astype(np.float64), value.dtype, terms=16.0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.last = torch.nn.LayerNorm((5, 8), elementwise_affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        return (self.last(hidden + self.first(x)) ** 3).mean(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.long
+def test_a_step_that_torch_exported() -> None:
+    torch.manual_seed(0)
+    net, x, y = Net(), torch.randn(4, 5, 6), torch.randint(0, 8, (4,))
+    step = gradfuse.export_training_step(
+        net, torch.nn.functional.cross_entropy, (x, y), fuse=False, dynamic_shapes=({0: "N"}, {0: "N"})
+    )
+    model, report = fused(step.model)
+    assert masks(model) == [[1, 1, 1], [1, 0, 0]] or masks(model) == [[1, 0, 0], [1, 1, 1]], report
+    gradients = {}
+    for dtype in (torch.float32, torch.float64):
+        copy = Net()
+        copy.load_state_dict(net.state_dict())
+        copy.to(dtype)
+        named = dict(copy.named_parameters())
+        values = torch.autograd.grad(torch.nn.functional.cross_entropy(copy(x.to(dtype)), y), list(named.values()))
+        gradients[dtype] = {f"{name}.grad": value.numpy() for name, value in zip(named, values, strict=True)}
+    given = {**step.parameters, step.input_names[0]: x.numpy(), step.target_names[0]: y.numpy()}
+    results = run(model, given)
+    for name, exact in gradients[torch.float64].items():
+        assert_gradients_close(results[name], gradients[torch.float32][name], exact, np.float32, terms=8.0)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_the_gradient_of_rms_normalization_node_by_node(shift: float) -> None:
+    """As autodiff on graphs writes it: the deviation, its inverse and that one's derivative are values of their own."""
+    text = axes_of(3, 2) + (
+        f"""shift = Constant<value_float = {shift}>() eps = Constant<value_float = 0.001>()
+        half = Constant<value_float = 0.5>() n = Constant<value_float = 7.0>()
+        moved = Add(x, shift) square = Mul(moved, moved) spread = ReduceMean<keepdims = 1>(square, inner)
+        added = Add(spread, eps) root = Sqrt(added) inverse = Reciprocal(root) y = Mul(x, inverse)
+        s = Mul(dy, weight) direct = Mul(s, inverse) products = Mul(s, x)
+        by_inverse = ReduceSum<keepdims = 1>(products, inner) squared = Mul(inverse, inverse) negated = Neg(squared)
+        by_root = Mul(by_inverse, negated) slope = Div(half, root) by_spread = Mul(by_root, slope)
+        share = Div(by_spread, n) twice = Add(share, share) indirect = Mul(twice, moved)
+        grad_input = Add(direct, indirect)
+        dy_y = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(dy_y, outer)
+        grad_bias = ReduceSum<keepdims = 0>(dy, outer)"""
+    )
+    shape = (4, 3, 7)
+    result, report = fused(onnx_model(text, shape, 2))
+    # A deviation from another point than 0 is of another value than what it divides.
+    assert masks(result) == ([[1, 1, 1]] if shift == 0 else []), report
+    arrays = feeds(shape, 2)
+    x, weight = (torch.from_numpy(arrays[name]).double().requires_grad_() for name in ("x", "weight"))
+    inverse = torch.rsqrt((x + shift).square().mean(-1, keepdim=True) + 0.001)
+    (x * inverse * weight * torch.from_numpy(arrays["dy"])).sum().backward()  # type: ignore[no-untyped-call]
+    results = run(result, arrays)
+    for name, exact in (("grad_input", x.grad), ("grad_weight", weight.grad)):
+        assert exact is not None
+        assert_gradients_close(results[name], exact.float(), exact, np.float32, terms=float(np.abs(arrays["dy"]).sum()))
+
+
+ALMOST = {
+    "no part of the deviation": ("rest = Sub(left, through)", "rest = Identity(left)"),
+    "no part of the mean": ("left = Sub(s, mean_s)", "left = Identity(s)"),
+    "a part of the mean that is added": ("left = Sub(s, mean_s)", "left = Add(s, mean_s)"),
+    "a part of the deviation that is added": ("rest = Sub(left, through)", "rest = Add(left, through)"),
+    "a sum in place of a mean": ("mean_sy = ReduceMean", "mean_sy = ReduceSum"),
+    "a mean of another tensor": ("ReduceMean<keepdims = 1>(s, inner)", "ReduceMean<keepdims = 1>(other, inner)"),
+    "a product with another tensor": ("sy = Mul(s, y)", "sy = Mul(other, y)"),
+    "another mean in the product": ("sy = Mul(s, y)", "d2 = Sub(x, third) y2 = Mul(d2, rstd) sy = Mul(s, y2)"),
+    "what is not centred in the product": ("sy = Mul(s, y)", "y2 = Mul(x, rstd) sy = Mul(s, y2)"),
+    "what is not centred outside": ("through = Mul(y, mean_sy)", "y2 = Mul(x, rstd) through = Mul(y2, mean_sy)"),
+    "an epsilon in the deviation": (
+        "y = Mul(d, rstd)", "eps = Constant<value_float = 0.01>() r2 = Add(rstd, eps) y = Mul(d, r2)"
+    ),
+    "another deviation outside": ("grad_input = Mul(rstd, rest)", "grad_input = Mul(third, rest)"),
+    "no deviation outside": ("grad_input = Mul(rstd, rest)", "grad_input = Identity(rest)"),
+    "no deviation in the product": ("sy = Mul(s, y)", "sy = Mul(s, d)"),
+    "no weight in the mean": ("ReduceMean<keepdims = 1>(s, inner)", "ReduceMean<keepdims = 1>(dy, inner)"),
+    "no weight in the product": ("sy = Mul(s, y)", "sy = Mul(dy, y)"),
+    "the weight twice": ("s = Mul(dy, weight)", "s1 = Mul(dy, weight) s = Mul(s1, weight) q = Identity(s1)"),
+    "means over another axis": (MEAN_OF_X, "two = Constant<value_ints = [1]>() m = ReduceMean<keepdims = 1>(x, two)"),
+    "a factor of two": ("through = Mul(y, mean_sy)", "y3 = Add(y, y) through = Mul(y3, mean_sy)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_gradients_that_are_almost_those_stay(name: str) -> None:
+    shape, first = (4, 3, 7), 2
+    old, new = ALMOST[name]
+    text = by_rule(3, first, weighted=True, of_mean=old != MEAN_OF_X)
+    assert old in text
+    model = onnx_model(text.replace(old, new), shape, first)
+    result, report = fused(model)
+    arrays = feeds(shape, first)
+    if name == "the weight twice":
+        # Right, with the product as the gradient.
+        assert masks(result) == [[1, 0, 0]]
+    else:
+        assert not masks(result), report
+    wanted, got = run(model, arrays), run(result, arrays)
+    for output, value in wanted.items():
+        np.testing.assert_allclose(got[output], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 5, 5), ("N", 5, 5)], ids=str)
+def test_a_weight_or_deviation_along_other_axes_stays(shape: tuple[Any, ...]) -> None:
+    """Where all sizes are the same, only the axes tell them apart."""
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    column = "one = Constant<value_ints = [1]>() column = Unsqueeze(weight, one) "
+    turned = "turned = Transpose<perm = [0, 2, 1]>(rstd) "
+    for changed in (
+        column + text.replace("s = Mul(dy, weight)", "s = Mul(dy, column)"),
+        turned + text.replace("y = Mul(d, rstd)", "y = Mul(d, turned)"),
+        turned + text.replace("grad_input = Mul(rstd, rest)", "grad_input = Mul(turned, rest)"),
+    ):
+        model = onnx_model(changed, shape, 2)
+        result, _ = fused(model)
+        arrays = feeds((5, 5, 5), 2)
+        wanted, got = run(model, arrays), run(result, arrays)
+        for output, value in wanted.items():
+            np.testing.assert_allclose(got[output], value, rtol=1e-4, atol=1e-5)
+        found = [node for node in result.graph.node if node.op_type == OP]
+        assert all("weight" not in node.input and "column" not in node.input for node in found)
+
+
+@pytest.mark.parametrize(
+    "old, new, mask",
+    [
+        ("dy_y = Mul(dy, y)", "dy_y = Mul(other, y)", [1, 0, 1]),
+        ("dy_y = Mul(dy, y)", "dy_y = Mul(dy, d)", [1, 0, 1]),
+        ("ReduceSum<keepdims = 0>(dy, outer)", "ReduceSum<keepdims = 0>(s, outer)", [1, 1, 0]),
+        ("ReduceSum<keepdims = 0>(dy, outer)", "ReduceMean<keepdims = 0>(dy, outer)", [1, 1, 0]),
+    ],
+)
+def test_sums_that_are_others_stay(old: str, new: str, mask: list[int]) -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    assert old in text
+    model = onnx_model(text.replace(old, new), (4, 3, 7), 2)
+    result, report = fused(model)
+    assert masks(result) == [mask], report
+    arrays = feeds((4, 3, 7), 2)
+    wanted, got = run(model, arrays), run(result, arrays)
+    for output, value in wanted.items():
+        np.testing.assert_allclose(got[output], value, rtol=1e-4, atol=1e-5)

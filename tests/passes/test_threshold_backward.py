@@ -1,0 +1,79 @@
+"""Gradients of ReLUs become one operator."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from producers import run
+
+import gradfuse
+from gradfuse import fuse
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+GRAPH = """<ir_version: 10, opset_import: ["": 20]>
+relu (float[N, 6] g, float[N, 6] x, float[6] row) => (float[N, 6] y, float[N, 6] dx) {
+    zero = Constant<value_float = 0.0>()
+    y = Relu(x)  cut = LessOrEqual(y, zero)
+    dx = Where(cut, zero, g)
+}"""
+
+
+def fused(*changes: tuple[str, str]) -> onnx.ModelProto:
+    text = GRAPH
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    model: onnx.ModelProto = fuse(onnx.parser.parse_model(text)).model
+    return model
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.domain == "aclnn"]
+
+
+@pytest.mark.parametrize("changes", [[], [("LessOrEqual(y, zero)", "GreaterOrEqual(zero, y)")]])
+def test_gradients_are_found(changes: list[tuple[str, str]]) -> None:
+    model = fused(*changes)
+    assert operators(model) == ["ThresholdBackward"]
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([[nan, 0.0, -0.0, inf, -inf, 1.0]] * 2)
+    g = torch.tensor([[inf, nan, inf, -1.0, 2.0, nan], [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]])
+    dx = run(model, {"g": g.numpy(), "x": x.numpy(), "row": np.zeros(6, np.float32)})["dx"]
+    wanted = torch.ops.aten.threshold_backward(g, x.relu(), 0.0)
+    np.testing.assert_array_equal(dx, wanted.numpy())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("LessOrEqual(y, zero)", "Less(y, zero)")],
+        [("LessOrEqual(y, zero)", "LessOrEqual(zero, y)")],
+        [("LessOrEqual(y, zero)", "LessOrEqual(y, row)")],
+        [("cut = LessOrEqual(y, zero)", "kept = Greater(y, zero)  cut = Not(kept)")],
+        [("Where(cut, zero, g)", "Where(cut, g, zero)")],
+        [("Where(cut, zero, g)", "Where(cut, zero, row)")],
+        [("Where(cut, zero, g)", "Where(cut, x, g)")],
+        [("y = Relu(x)", "one = Constant<value_float = 1.0>()  y = Add(x, one)")],
+        [
+            ("LessOrEqual(y, zero)", "LessOrEqual(y, one)"),
+            ("zero = C", "one = Constant<value_float = 1.0>()  zero = C"),
+        ],
+    ],
+)
+def test_what_is_almost_a_gradient_stays(changes: list[tuple[str, str]]) -> None:
+    assert operators(fused(*changes)) == []
+
+
+def test_gradients_of_batch_normalization_keep_the_relu() -> None:
+    """The gradient of a ReLU that they read is part of them, in fused steps and in those that are fused later."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten())
+    batch = ((torch.randn(2, 2, 4, 4),), (torch.zeros(2, dtype=torch.int64),))
+    for fuses in (True, False):
+        step = gradfuse.export_training_step(module, torch.nn.functional.cross_entropy, batch, fuse=fuses)
+        model = step.model if fuses else fuse(step.model).model
+        assert "BatchNormBackward" in operators(model)
+        assert "ThresholdBackward" not in operators(model)
