@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,3 +149,92 @@ def test_a_model_that_cannot_be_run_in_float64_is_refused_in_one_line() -> None:
     session = ReferenceSession(ir.from_proto(onnx.parser.parse_model(text)), "some.onnx")
     with pytest.raises(gradfuse.ModelError, match=r"^some\.onnx: onnxruntime cannot run the model in float64: .*$"):
         session.run({"x": np.zeros(3, np.float32)})
+
+
+def _outputs(text: str, **feeds: np.ndarray[Any, Any]) -> tuple[list[np.ndarray[Any, Any]], int]:
+    """Return what a model gives in float64, and how many sessions onnxruntime opens for it."""
+    opened = 0
+
+    class Counted(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal opened
+            opened += 1
+            super().__init__(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime, "InferenceSession", Counted)
+        return in_float64(text, **feeds), opened
+
+
+X = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -3.0]], np.float32)
+SQUARES = "g (float[2,3] x) => (float[2,3] y) { a = Mul (x, x) b = Softsign (a) c = %s d = Softsign (c) y = %s }"
+
+
+@pytest.mark.parametrize(
+    "first, second, opened, expected",
+    [
+        ("Mul (b, b)", "Mul (d, d)", 1, lambda a, b, c, d: d * d),
+        ("Mul (b, x)", "Mul (d, x)", 2, lambda a, b, c, d: d * X),
+        ("Mul (x, b)", "Mul (d, x)", 2, lambda a, b, c, d: d * X),
+        ("Sub (b, x)", "Sub (x, d)", 2, lambda a, b, c, d: X - d),
+        ("LeakyRelu <alpha = 0.5> (b)", "Mul (d, d)", 1, lambda a, b, c, d: d * d),
+    ],
+)
+def test_layers_that_are_almost_alike(first: str, second: str, opened: int, expected: Any) -> None:
+    (y,), count = _outputs(SQUARES % (first, second), x=X)
+    x = X.astype(np.float64)
+
+    def at(text: str, values: dict[str, Any]) -> Any:
+        operator, arguments = text.split(" (")
+        a, b = [values[one] for one in (arguments.rstrip(")").split(", ") * 2)[:2]]
+        by_name = {"Mul": a * b, "Sub": a - b}
+        return np.where(a < 0, a / 2, a) if operator.startswith("Leaky") else by_name[operator]
+
+    a = x * x
+    b = a / (1 + np.abs(a))
+    c = at(first, {"x": x, "b": b})
+    d = c / (1 + np.abs(c))
+    np.testing.assert_allclose(y, expected(a, b, c, d), rtol=1e-12)
+    assert count == opened
+
+
+def test_layers_that_differ_by_attributes_types_or_shapes_are_not_taken_for_each_other() -> None:
+    text = """g (float[2,3] x, int64[2,3] n) => (float[3,2] y, int64[2,3] m, float[2,1] s, float[1,3] t) {
+        a = Transpose <perm = [1, 0]> (x) b = Softsign (a) c = Transpose <perm = [0, 1]> (b) y = Softsign (c)
+        p = Softsign (x) m = Mul (n, n) q = Softsign (x) r = Mul (q, q) u = Softsign (r)
+        s = ReduceSum <keepdims = 1> (u, k) v = Softsign (x) t = ReduceSum <keepdims = 1> (v, l)
+    }"""
+    text = text.replace("{", "<int64[1] k = {1}, int64[1] l = {0}> {", 1)
+    n = np.array([[2**53 + 1, 2, 3], [4, 5, 6]])
+    (y, m, s, t), _ = _outputs(text, x=X, n=n)
+    x = X.astype(np.float64)
+
+    def soft(x: Any) -> Any:
+        return x / (1 + np.abs(x))
+
+    np.testing.assert_allclose(y, soft(soft(x.T)), rtol=1e-12)
+    np.testing.assert_array_equal(m, n * n)
+    np.testing.assert_allclose(s, soft(soft(x) ** 2).sum(1, keepdims=True), rtol=1e-12)
+    np.testing.assert_allclose(t, soft(x).sum(0, keepdims=True), rtol=1e-12)
+
+
+def test_layers_that_draw_with_one_seed_draw_the_same() -> None:
+    draw = "RandomUniformLike <seed = 3.0, dtype = 11>"
+    text = f"""g (double[2,3] x) => (double[2,3] y, double[2,3] z) {{
+        a = {draw} (x) y = Softsign (a) b = {draw} (x) z = Softsign (b)
+    }}"""
+    (y, z), _ = _outputs(text, x=X.astype(np.float64))
+    np.testing.assert_array_equal(y, z)
+
+
+def test_branches_that_have_names_of_their_own() -> None:
+    text = """g (float[2,3] x, bool c) => (float[2,3] y) {
+        a = Mul (x, x) b = Softsign (a)
+        y = If (c) <then_branch = t () => (float[2,3] o) { 0 = Mul (b, b) o = Add (0, x) },
+                    else_branch = e () => (float[2,3] p) { p = Mul (b, x) }>
+    }""".replace("0", "n0")
+    x = X.astype(np.float64)
+    b = x * x / (1 + x * x)
+    for c, wanted in ((True, b * b + x), (False, b * x)):
+        (y,), _ = _outputs(text, x=X, c=np.array(c))
+        np.testing.assert_allclose(y, wanted, rtol=1e-12)

@@ -53,7 +53,7 @@ def rectified(step: TrainingStep) -> list[bool]:
     return [any(one.name == "relu" and one.i for one in node.attribute) for node in of_type(step, "BatchNorm")]
 
 
-GATES = ("LessOrEqual", "Greater")
+GATES = ("LessOrEqual", "Greater", "ThresholdBackward")
 
 
 @pytest.mark.parametrize(

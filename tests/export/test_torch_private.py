@@ -221,6 +221,75 @@ def test_storage() -> None:
         assert made == view and len({x, made, other}) == 3
 
 
+def test_autograd_nodes() -> None:
+    x = torch.ones(2, requires_grad=True)
+    names = [type(node).__name__ for node in private.autograd_nodes((x.exp() * x).sum())]
+    assert sorted(names) == ["AccumulateGrad", "ExpBackward0", "MulBackward0", "SumBackward0"]
+
+
+def test_own_functions() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return 2 * gradients[0]
+
+    with needed("BackwardCFunction._forward_cls", "name a backward pass that is not exported"):
+        x = torch.ones(2, requires_grad=True)
+        doubled: Tensor = Doubled.apply(x.exp())  # type: ignore[no-untyped-call]
+        assert [name.rpartition(".")[2] for name in private.own_functions(doubled.sum())] == ["Doubled"]
+        assert private.own_functions(x.exp().sum()) == []
+
+
+def test_is_symbolic() -> None:
+    sizes: list[Any] = []
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.extend(x.shape)
+            return x + 1
+
+    torch.export.export(Noting(), (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert [private.is_symbolic(size) for size in sizes[:2]] == [True, False]
+    assert private.is_symbolic(slice(None, sizes[0])) and not private.is_symbolic(slice(1, 2))
+
+
+def test_untraced() -> None:
+    with needed("_disable_current_modes, DisableTorchFunction", "compute with constants while a step is traced"):
+        numbers, found = torch.tensor([1, 2]), []
+
+        class Summing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                with private.untraced():
+                    found.append(numbers.sum().item())
+                return x + 1
+
+        program = torch.export.export(Summing(), (torch.ones(3),))
+        assert found[0] == 3 and "sum" not in str(program.graph)
+
+
+def test_is_lazy() -> None:
+    layer = nn.LazyLinear(2)
+    assert private.is_lazy(layer.weight)
+    layer(torch.ones(1, 3))
+    assert not private.is_lazy(layer.weight)
+
+
+def test_is_wrapped() -> None:
+    with needed("_functorch.is_functorch_wrapped_tensor", "export masks that are mapped by vmap"):
+        found = []
+
+        def noted(x: Tensor) -> Tensor:
+            found.append(private.is_wrapped(x))
+            return x + 1
+
+        torch.vmap(noted)(torch.ones(2, 3))
+        assert found == [True] and not private.is_wrapped(torch.ones(2))
+
+
 def test_written_arguments() -> None:
     with needed("OpOverload._schema", "see what a traced program writes into"):
         aten, x, y = torch.ops.aten, torch.ones(1), torch.zeros(1)

@@ -3,7 +3,7 @@
 Usage, in tests/: python -m real_models.run [--page FILE] [--jobs N] [--seconds N] [CASE ...]
 
 There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` and
-`further_cases` at a module, by `export_training_step`. Each runs in a process of its own, within limits of time and
+its kin at a module, by `export_training_step`. Each runs in a process of its own, within limits of time and
 memory. Prints what came of each, and ends with 1 where a case does worse than it says it should. With --page, the lines
 of the modules that were run go into the table of a page of the documentation; they have times where cases ran one by
 one.
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +46,12 @@ TIMED_STEPS = 20
 
 AS_IS, CHANGED, REFUSED = "as it is", "changed", "refused"
 
-TIMES = 3
+TIMES = 4
 """How many columns of the table, the last ones, are times."""
 
 HEAD = """\
-| class | family | exported | error | fused operators | nodes | export | a step | in PyTorch |
-|---|---|---|---|---|---|---|---|---|
+| class | family | exported | error | fused operators | nodes | export | plain step | fused step | in PyTorch |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -105,7 +108,7 @@ def main(arguments: list[str]) -> int:
 
 def step_cases() -> dict[str, StepCase]:
     """Return the cases that begin at a module."""
-    from real_models import adapter_cases, further_cases, wider_cases  # noqa: F401
+    from real_models import adapter_cases, further_cases, latest_cases, wider_cases  # noqa: F401
     from real_models.step_cases import CASES
 
     return CASES
@@ -147,7 +150,7 @@ def step_result(name: str, case: StepCase, seconds: int) -> Result:
     order = (AS_IS, CHANGED, REFUSED)
     good = order.index(how) <= order.index(wanted) and (how != REFUSED or str(case.refused) in str(error))
     if how == REFUSED:
-        return Result(good, f"refused: {error}", (case.family, f"refused: {_cell(str(error))}", *[""] * 6))
+        return Result(good, f"refused: {error}", (case.family, f"refused: {_cell(str(error))}", *[""] * (3 + TIMES)))
     change = ", ".join(
         [f"{setting}={value}" for setting, value in case.change.items()]
         + [f"axis {axis} static" for axis in case.fixed]
@@ -160,8 +163,7 @@ def step_result(name: str, case: StepCase, seconds: int) -> Result:
         ", ".join(one if count == 1 else f"{count} {one}" for one, count in sorted(found["fused"].items())),
         str(found["nodes"]),
         f"{found['seconds']:.0f} s",
-        f"{found['step_ms']:.1f} ms",
-        f"{found['torch_ms']:.1f} ms",
+        *(f"{found[one]:.1f} ms" for one in ("plain_ms", "step_ms", "torch_ms")),
     )
     return Result(good and found["error_of_bound"] <= 1, "; ".join(row[1:]), row)
 
@@ -223,7 +225,7 @@ def step(name: str, *, changed: bool) -> dict[str, Any]:
 
 
 def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict[str, float]:
-    """Compare a step with torch on a batch of another size, and time both.
+    """Compare a step with torch on a batch of another size, and time it with the library, without it, and in torch.
 
     The error of an output is given in units of 16 times torch's own error + 64 eps max|exact| + 8 eps G, where exact is
     torch's float64 run and G the largest output; of all outputs, the largest counts. What is over that is given in
@@ -237,10 +239,14 @@ def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict
 
     from gradfuse import library
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    library.register(options)
-    session = onnxruntime.InferenceSession(exported.model.SerializeToString(), options)
+    def made(registered: bool) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        if registered:
+            library.register(options)
+        return onnxruntime.InferenceSession(exported.model.SerializeToString(), options)
+
+    session, plain = made(True), made(False)
     tensors = dict(zip(exported.input_names + exported.target_names, batch[0] + batch[1], strict=True))
     feeds = exported.parameters | exported.buffers | {one: tensor.numpy() for one, tensor in tensors.items()}
     names = [output.name for output in session.get_outputs()]
@@ -269,8 +275,9 @@ def measured(exported: TrainingStep, module: Any, loss: Any, batch: Any) -> dict
         module.zero_grad()
         loss(module(*batch[0]), *batch[1]).backward()
 
-    step_ms = _milliseconds(lambda: session.run(names, feeds))
-    return {"error_of_bound": float(worst), "step_ms": step_ms, "torch_ms": _milliseconds(native_step)}
+    runs = {"plain_ms": plain, "step_ms": session}
+    steps = {name: functools.partial(one.run, names, feeds) for name, one in runs.items()}
+    return {"error_of_bound": float(worst), **_milliseconds({**steps, "torch_ms": native_step})}
 
 
 def _moved(exported: TrainingStep, module: Any, loss: Any, batch: Any, wide: bool, seed: int) -> dict[str, Any]:
@@ -286,14 +293,15 @@ def _moved(exported: TrainingStep, module: Any, loss: Any, batch: Any, wide: boo
     return found
 
 
-def _milliseconds(function: Any) -> float:
-    """Return the median time of a call."""
-    times = []
+def _milliseconds(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median times of calls, which take turns, so that all meet the same machine."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(TIMED_STEPS):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return sorted(times)[len(times) // 2] * 1e3
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(taken) * 1e3 for name, taken in times.items()}
 
 
 def one(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-_RANDOM_OPS = frozenset(
+RANDOM_OPS = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 
@@ -23,12 +23,13 @@ def random_outputs(model: ir.Model) -> set[str]:
         }
     tainted: set[ir.Value | None] = set()
     for node in model.graph:
-        if any(_draws(n, random_functions) or not tainted.isdisjoint(n.inputs) for n in _with_subgraphs(node)):
+        if any(_draws(n, random_functions) or not tainted.isdisjoint(n.inputs) for n in with_subgraphs(node)):
             tainted.update(node.outputs)
     return {str(value.name) for value in model.graph.outputs if value in tainted}
 
 
-def _with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
+def with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
+    """Yield a node and those of its subgraphs."""
     yield node
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
@@ -44,7 +45,7 @@ def _draws(node: ir.Node, random_functions: set[ir.OperatorIdentifier]) -> bool:
     if node.domain not in ("", "com.microsoft"):
         return False
     if node.op_type != "Dropout":
-        return node.op_type in _RANDOM_OPS
+        return node.op_type in RANDOM_OPS
     mode = node.inputs[2] if len(node.inputs) > 2 else None
     if mode is None:
         return False

@@ -16,10 +16,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from onnx_ir.passes.common import InlinePass
 
 from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, widened
+from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
 from gradfuse.differentiation.dependence import captured_by
 from gradfuse.errors import ModelError
 from gradfuse.models import scatters
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.inlining import graphs_of
 from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
@@ -180,12 +182,92 @@ def _moving(value: ir.Value, size: float, seed: int) -> list[ir.Node]:
     return nodes
 
 
+class _Sessions:
+    """Opens onnxruntime sessions, one for all that compute the same, as layers of a network are mostly alike.
+
+    Args:
+        model: the model whose nodes they run.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        # In several threads, updates of a ScatterND may be lost; 0 leaves their number to onnxruntime.
+        self._threads = 1 if scatters.reduces_by_scatter_nd(model) else 0
+        self._functions = [ir.serde.serialize_function(one) for one in model.functions.values()]
+        self._called = {(domain, name) for domain, name, _ in model.functions}
+        groups = (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values()))
+        # Each node that draws has a generator of its own.
+        self._is_shared = not any(_draws(node) for group in groups for node in group)
+        self._base = onnx.ModelProto(ir_version=model.ir_version)
+        self._base.opset_import.extend(
+            onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()
+        )
+        self._open: dict[bytes, Any] = {}
+
+    def session(self, nodes: Sequence[ir.Node], inputs: Mapping[str, _Array], outputs: Sequence[str]) -> Any:
+        """Return a session of nodes that takes inputs of such types and shapes, and gives the outputs, by position.
+
+        What it takes and gives has names of its own.
+        """
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self._base)
+        graph = proto.graph
+        graph.name = "part"
+        graph.node.extend(ir.serde.serialize_node(node) for node in nodes)
+        for name, array in inputs.items():
+            dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, array.shape))
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        if any((inner.domain, inner.op_type) in self._called for node in nodes for inner in with_subgraphs(node)):
+            proto.functions.extend(self._functions)
+        is_shared = self._is_shared and not any(map(graphs_of, nodes))
+        if is_shared:
+            _number_names(graph)
+        content = proto.SerializeToString(deterministic=True)
+        session = self._open.get(content)
+        if session is None:
+            session = self._opened(content)
+            if is_shared:
+                self._open[content] = session
+        return session
+
+    def _opened(self, content: bytes) -> Any:
+        onnxruntime = import_onnxruntime()
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = self._threads
+        # Threads that wait for work would take the time of those that have some.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # The graph runs as it is written, and sessions of long graphs open several times faster.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def _draws(node: ir.Node) -> bool:
+    return node.op_type in RANDOM_OPS or "Dropout" in node.op_type
+
+
+def _number_names(graph: onnx.GraphProto) -> None:
+    """Give the values of a graph without subgraphs the names of their positions, and drop those of nodes."""
+    numbers = {"": ""}
+
+    def numbered(names: Sequence[str]) -> list[str]:
+        return [numbers.setdefault(name, str(len(numbers))) for name in names]
+
+    for value in graph.input:
+        (value.name,) = numbered([value.name])
+    for node in graph.node:
+        node.input[:], node.output[:] = numbered(node.input), numbered(node.output)
+        node.name = node.doc_string = ""
+        del node.metadata_props[:]
+    for value in graph.output:
+        (value.name,) = numbered([value.name])
+
+
 class _Part:
     """Nodes that run one after the other: by onnxruntime, or one node by numpy."""
 
-    def __init__(self, model: ir.Model, nodes: list[ir.Node], threads: int) -> None:
-        self._model = model
-        self._threads = threads
+    def __init__(self, nodes: list[ir.Node], sessions: _Sessions) -> None:
+        self._sessions = sessions
         self._nodes = nodes
         made = {value.name for node in nodes for value in node.outputs}
         self.inputs = list(dict.fromkeys(name for node in nodes for name in _reads(node) if name not in made))
@@ -209,39 +291,21 @@ class _Part:
         try:
             shapes = {name: array.shape for name, array in inputs.items()}
             if self._session is None or self._shapes != shapes:
-                self._session, self._shapes = self._open(inputs), shapes
-            return dict(zip(self.outputs, self._session.run(self.outputs, inputs), strict=True))
+                self._session = self._sessions.session(self._nodes, inputs, self.outputs)
+                self._shapes = shapes
+            names = [value.name for value in self._session.get_inputs()]
+            feeds = dict(zip(names, inputs.values(), strict=True))
+            return dict(zip(self.outputs, self._session.run(None, feeds), strict=True))
         except Exception as error:
             # onnxruntime's exception classes share no public base.
             raise ModelError(f"{source}: onnxruntime cannot run the model in float64: {reason(error)}") from error
-
-    def _open(self, inputs: Arrays) -> Any:
-        onnxruntime = import_onnxruntime()
-        graph = onnx.GraphProto(name="part")
-        graph.node.extend(ir.serde.serialize_node(node) for node in self._nodes)
-        for name, array in inputs.items():
-            dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-            graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, array.shape))
-        graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.outputs)
-        proto = onnx.ModelProto(ir_version=self._model.ir_version, graph=graph)
-        proto.opset_import.extend(
-            onnx.helper.make_opsetid(domain, version) for domain, version in self._model.opset_imports.items()
-        )
-        proto.functions.extend(ir.serde.serialize_function(one) for one in self._model.functions.values())
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        options.intra_op_num_threads = self._threads
-        # The graph runs as it is written, and sessions of long graphs open several times faster.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
     nodes = list(model.graph)
     groups = itertools.groupby(enumerate(nodes), lambda item: item[0] if _in_numpy(item[1]) else -1)
-    # In several threads, updates of a ScatterND may be lost; 0 leaves their number to onnxruntime.
-    threads = 1 if scatters.reduces_by_scatter_nd(model) else 0
-    parts = [_Part(model, [node for _, node in group], threads) for _, group in groups]
+    sessions = _Sessions(model)
+    parts = [_Part([node for _, node in group], sessions) for _, group in groups]
     needed: set[str] = set(outputs)
     for part in reversed(parts):
         part.outputs = [name for name in part.made if name in needed]

@@ -6,6 +6,7 @@ Importing this package is cheap: torch and the modules that do the work are impo
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from gradfuse.export.dynamic_shapes import DynamicShapes
+    from gradfuse.export.explaining import Sizes
+    from gradfuse.export.reporting import Parts
+    from gradfuse.export.torch_step import TorchStep
     from gradfuse.models.arrays import Arrays
     from gradfuse.passes.progress import Progress
     from gradfuse.training.optimizers import Optimizer
@@ -102,15 +107,11 @@ def export_training_step(
         raise ExportError(
             f"export_training_step: {error.name} is not installed; expected what gradfuse[torch] installs"
         ) from error
-    import onnx_ir as ir
-
-    from gradfuse.export import branches, explaining, onnx_model, tracing, verifying
+    from gradfuse.export import explaining, verifying
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
-    from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
-    from gradfuse.export.torch_step import TorchStep, undisturbed
-    from gradfuse.training.step import TrainingStep
+    from gradfuse.export.torch_step import TorchStep
 
     if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
         raise refusal("optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
@@ -136,79 +137,109 @@ def export_training_step(
     with mistakes_named(), Parts.shown(progress) as parts, _collection_paused_for(module):
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
-        sizes = explaining.Sizes()
-        with undisturbed(step):
-            parts.begin("running the step in PyTorch")
+        # What is computed for multiples as well must be seen.
+        sizes = explaining.Sizes(general=verifying.has_onnxruntime())
+        wants_evaluation = optimizer is not None if evaluation is None else evaluation
+        make = functools.partial(_exported, step, shapes, optimizer, fuse=fuse, evaluation=wants_evaluation)
+        try:
+            return make(sizes, parts)
+        except ExportError:
+            if not sizes.made_general:
+                raise
+        # What other lengths than multiples of a number compute is not what those of the batch do.
+        return make(explaining.Sizes(general=False), parts)
+
+
+def _exported(
+    step: TorchStep,
+    shapes: DynamicShapes,
+    optimizer: torch.optim.Optimizer | None,
+    sizes: Sizes,
+    parts: Parts,
+    *,
+    fuse: bool,
+    evaluation: bool,
+) -> TrainingStep:
+    """Export a step whose arguments have been read."""
+    import onnx_ir as ir
+
+    from gradfuse.export import branches, onnx_model, tracing, verifying
+    from gradfuse.export.evaluation import evaluation_model
+    from gradfuse.export.reporting import WHO
+    from gradfuse.export.torch_step import undisturbed
+    from gradfuse.training.step import TrainingStep
+
+    with undisturbed(step):
+        parts.begin("running the step in PyTorch")
+        native = step.run()
+        if native.dropouts:
+            step = step.with_dropout_seed()
             native = step.run()
-            if native.dropouts:
-                step = step.with_dropout_seed()
+        described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
+        parts.begin("tracing")
+        taken = branches.branches_of(step)
+        if taken.selections.codes:
+            with branches.both_sides(step, taken):
                 native = step.run()
-            described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
-            wants_evaluation = optimizer is not None if evaluation is None else evaluation
-            parts.begin("tracing")
-            taken = branches.branches_of(step)
-            if taken.selections.codes:
-                with branches.both_sides(step, taken):
-                    native = step.run()
-            with verifying.traced_as_run(step):
-                program, evaluating_program = tracing.forward_program(
-                    step, native, shapes, taken, sizes, fuse=fuse, evaluation=wants_evaluation
-                )
-            tracing.connect_dropout(program, step, native)
-            order = (*native.gradients, *tracing.unused(step, native))
-            free = {*step.trainable, *native.changed}
-            parts.begin("translating")
-            translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
-            onnx_model.arrange_step(translated, step, native, shapes)
-            parts.begin("running the step in float64")
-            truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
-            parts.begin("exporting the evaluation model")
-            evaluating = None
-            if wants_evaluation:
-                evaluating = evaluation_model(step, shapes, native.changed, sizes, evaluating_program)
+        with verifying.traced_as_run(step):
+            program, evaluating_program = tracing.forward_program(
+                step, native, shapes, taken, sizes, fuse=fuse, evaluation=evaluation
+            )
+        tracing.connect_dropout(program, step, native)
+        order = (*native.gradients, *tracing.unused(step, native))
+        free = {*step.trainable, *native.changed}
+        parts.begin("translating")
+        translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
+        onnx_model.arrange_step(translated, step, native, shapes)
+        parts.begin("running the step in float64")
+        truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
+        parts.begin("exporting the evaluation model")
+        evaluating = None
+        if evaluation:
+            evaluating = evaluation_model(step, shapes, native.changed, sizes, evaluating_program)
 
-        exported = ir.to_proto(translated)
-        if fuse:
-            parts.begin("comparing the model with PyTorch")
-            unfused = onnx_model.in_order(exported)
-            with verifying.traced_as_run(step):
-                for truth in truths:
-                    truth.compare(unfused, "exported")
-            parts.begin("fusing")
-            model, report = onnx_model.fused(exported)
-            parts.begin("comparing the fused model with PyTorch")
+    exported = ir.to_proto(translated)
+    if fuse:
+        parts.begin("comparing the model with PyTorch")
+        unfused = onnx_model.in_order(exported)
+        with verifying.traced_as_run(step):
             for truth in truths:
-                truth.verify_fused(model, unfused)
-        else:
-            parts.begin("comparing the model with PyTorch")
-            model, report = onnx_model.in_order(onnx_model.plain(exported)), None
-            with verifying.traced_as_run(step):
-                for truth in truths:
-                    truth.verify(model, "exported")
+                truth.compare(unfused, "exported")
+        parts.begin("fusing")
+        model, report = onnx_model.fused(exported)
+        parts.begin("comparing the fused model with PyTorch")
+        for truth in truths:
+            truth.verify_fused(model, unfused)
+    else:
+        parts.begin("comparing the model with PyTorch")
+        model, report = onnx_model.in_order(onnx_model.plain(exported)), None
+        with verifying.traced_as_run(step):
+            for truth in truths:
+                truth.verify(model, "exported")
 
-        parameters = _arrays(step.state, step.trainable)
-        state: Arrays = {}
-        hyperparameters: Arrays = {}
-        if described is not None and optimizer is not None:
-            parts.begin("adding the optimizer")
-            state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
-            model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
-            verifying.compare_update(model, truths[0].step, described, optimizer, state | hyperparameters)
+    parameters = _arrays(step.state, step.trainable)
+    state: Arrays = {}
+    hyperparameters: Arrays = {}
+    if described is not None and optimizer is not None:
+        parts.begin("adding the optimizer")
+        state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
+        model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
+        verifying.compare_update(model, truths[0].step, described, optimizer, state | hyperparameters)
 
-        constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
-        return TrainingStep(
-            model=model,
-            parameters=parameters,
-            buffers=_arrays(step.state, native.changed),
-            input_names=step.input_names,
-            target_names=step.target_names,
-            report=report,
-            optimizer_state=state,
-            hyperparameters=hyperparameters,
-            constants=_arrays(step.state, constants),
-            state_dict_names=step.state_dict_names,
-            evaluation_model=evaluating,
-        )
+    constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
+    return TrainingStep(
+        model=model,
+        parameters=parameters,
+        buffers=_arrays(step.state, native.changed),
+        input_names=step.input_names,
+        target_names=step.target_names,
+        report=report,
+        optimizer_state=state,
+        hyperparameters=hyperparameters,
+        constants=_arrays(step.state, constants),
+        state_dict_names=step.state_dict_names,
+        evaluation_model=evaluating,
+    )
 
 
 def _collection_paused_for(module: Any) -> contextlib.AbstractContextManager[None]:

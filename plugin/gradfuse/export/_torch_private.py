@@ -141,16 +141,32 @@ _ABOUT_AUTOGRAD = tuple(getattr(Tensor, name).__get__ for name in ("requires_gra
 
 def graph_leaves(value: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors that autograd would add the gradients of `value` to."""
+    for node in autograd_nodes(value):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+
+
+def autograd_nodes(value: Tensor) -> Iterator[Any]:
+    """Yield the nodes of autograd's graph that a tensor depends on."""
     pending, seen = [value.grad_fn], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        yield node
         pending.extend(function for function, _ in node.next_functions)
+
+
+def own_functions(value: Tensor) -> list[str]:
+    """Return the names of the `torch.autograd.Function`s of others than torch that a loss depends on."""
+    found: dict[str, None] = {}
+    for node in autograd_nodes(value):
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("torch."):
+            found[function.__qualname__] = None
+    return list(found)
 
 
 # Operators and trees of tensors.
@@ -313,6 +329,32 @@ def expression(size: Any) -> Any:
 def storage(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common, those of traced programs too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a number, or one of a slice, is one of a traced program that is not known."""
+    if isinstance(value, slice):
+        return any(map(is_symbolic, (value.start, value.stop, value.step)))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Let functions of torch run on tensors as they do outside of what is traced."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def is_lazy(tensor: Any) -> bool:
+    """Whether a parameter or a buffer of a lazy module has no shape yet."""
+    return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for others within a function of torch.func, such as `vmap`."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def written_arguments(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

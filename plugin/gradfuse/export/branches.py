@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout, explaining, host_draws
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Selections
 from gradfuse.export.sizes_in_tensors import SizesInTensors
@@ -222,7 +223,8 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
     elif where not in branches.open:
         if not private.is_about_data(error):
             return
-        text, advice = "numbers that it takes out of tensors", "sizes and branches that follow from shapes alone"
+        text = "numbers that it takes out of tensors"
+        advice = "sizes and branches that follow from shapes, or from buffers of the module that no step changes"
     raise refusal(
         f"torch.export cannot trace the step: the module decides by {text} what it computes"
         f"{f', in {place}' if place else ''}, and a graph has no branches; expected {advice}"
@@ -239,9 +241,21 @@ def warn_of_assumptions(branches: Branches) -> None:
 
 
 @contextlib.contextmanager
-def answered(step: TorchStep, branches: Branches) -> Iterator[None]:
-    """Let a module be traced: decide its checks, let `len` give symbolic lengths, and `to` do nothing where it can."""
-    with _symbolic_len(step), private.idle_conversions(), both_sides(step, branches), _Decided(branches):
+def answered(
+    step: TorchStep, branches: Branches, state: Mapping[str, Tensor], changed: Collection[str]
+) -> Iterator[None]:
+    """Let a module be traced: decide its checks, let `len` give symbolic lengths, and `to` do nothing where it can.
+
+    Args:
+        step: the step.
+        branches: the branches on values that it takes.
+        state: the traced tensors of buffers, among others.
+        changed: those that the step changes; the numbers of the others are constants.
+    """
+    fixed = [
+        (state[name], step.state[name]) for name in step.buffers if name not in changed and is_fixed(step.state[name])
+    ]
+    with _symbolic_len(step), private.idle_conversions(), both_sides(step, branches), _Decided(branches, fixed):
         yield
 
 
@@ -271,11 +285,12 @@ class _Decided(TorchFunctionMode):
     Sizes that are computed by tensors stay sizes. What the same mask selects has one size.
     """
 
-    def __init__(self, branches: Branches) -> None:
+    def __init__(self, branches: Branches, fixed: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self._branches = branches
         self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
         self._sizes = SizesInTensors()
+        self._fixed = FixedNumbers(fixed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _caller()
@@ -287,7 +302,7 @@ class _Decided(TorchFunctionMode):
             # Unlike torch's own error it cannot be caught by a module.
             raise CannotSelectError("a condition")
         func = _IN_OTHER_OPERATORS.get(func, func)
-        result = self._sizes.called(func, args, kwargs or {})
+        result = self._fixed.called(self._sizes.called, func, args, kwargs or {})
         if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             # With the mask itself, so that no other gets its id; written into, it is another one.
             key = id(args[1]), args[1]._version

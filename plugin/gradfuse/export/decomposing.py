@@ -345,6 +345,9 @@ def _members(program: ExportedProgram) -> dict[int, list[Node]]:
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and node.op != "output":
+            if private.is_wrapped(value):
+                # Within vmap, operators mean something else.
+                raise _Unlike
             members.setdefault(private.storage(value), []).append(node)
     return members
 

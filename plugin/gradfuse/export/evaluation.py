@@ -54,7 +54,7 @@ def evaluation_model(
             if program is None:
                 taken = branches.branches_of(step)
                 with sizes.noted():
-                    traced = torch.export.export(_Traced(step, taken), arguments, dynamic_shapes=dims)
+                    traced = torch.export.export(_Traced(step, taken, changed), arguments, dynamic_shapes=dims)
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
@@ -62,7 +62,9 @@ def evaluation_model(
         program = traced
         sizes.warn(step, program, shapes)
     free = [name for name in names if name in step.trainable or name in changed]
-    program = tracing.decomposed(program, fuse=False, batch_norm=False)
+    program = tracing.decomposed(
+        program, fuse=False, batch_norm=False, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
+    )
     for draw in dropout.masks(program.graph):
         if draw.users:
             raise refusal("the module draws random numbers in eval mode; expected none, or evaluation=False")
@@ -78,19 +80,20 @@ def evaluation_model(
 class _Traced(nn.Module):
     """The module of a step, as a function of all tensors of the step."""
 
-    def __init__(self, step: TorchStep, taken: branches.Branches) -> None:
+    def __init__(self, step: TorchStep, taken: branches.Branches, changed: Sequence[str]) -> None:
         super().__init__()
         # In a tuple, as this module must not own the tensors of the other.
-        self._traced = (step, taken)
+        self._traced = (step, taken, changed)
 
     def forward(self, values: Any, inputs: Any) -> Any:
-        step, taken = self._traced
+        step, taken, changed = self._traced
         # A graph must not write into its inputs.
         copies = {
             name: value.clone() if name in step.buffers else value
             for name, value in zip(step.state, values, strict=True)
         }
-        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), branches.answered(step, taken):
+        answered = branches.answered(step, taken, copies, changed)
+        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), answered:
             return _outputs(step, copies, inputs)
 
 

@@ -107,11 +107,18 @@ def text_of(code: CodeType, line: int) -> str:
 class Sizes:
     """Notes where code asks for sizes, and makes one that may vary a constant, for messages.
 
+    Args:
+        general: whether a step may be traced with a longer batch, where code treats lengths like that of the batch as
+            multiples of a number.
+
     Attributes:
-        places: the places of the latter, in the order in which they were met.
+        places: where sizes are made constants, in the order in which they were met.
+        made_general: whether a step was traced so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, general: bool = True) -> None:
+        self.general = general
+        self.made_general = False
         self.places: list[str] = []
         # With the location itself, so that no other gets its id.
         self._asked: dict[int, tuple[Any, str]] = {}
@@ -157,24 +164,43 @@ class Sizes:
                 return self._text(name, axis, step.batch[name].shape[axis])
         return None
 
+    def of_multiples(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> set[str]:
+        """Return the names of axes whose sizes code takes for multiples of a number, as they are in the batch."""
+        found = set()
+        for condition, axes in self._conditions(step, program):
+            names = {shapes.names.get(name, {}).get(axis) for name, axis in axes.values()}
+            name = names.pop()
+            if name is not None and not names and _is_of_blocks(step, condition, axes, 1) and _is_rare(condition):
+                found.add(name)
+        return found
+
+    def is_general(self, step: TorchStep, program: ExportedProgram) -> bool:
+        """Whether what tracing a longer batch took to be so of sizes is so in the batch, but for multiples."""
+        return not any(
+            condition.holds({symbol: step.batch[name].shape[axis] for symbol, (name, axis) in axes.items()})
+            is _is_of_blocks(step, condition, axes, 0)
+            for condition, axes in self._conditions(step, program)
+        )
+
+    def _conditions(
+        self, step: TorchStep, program: ExportedProgram
+    ) -> Iterator[tuple[private.SizeCondition, dict[str, tuple[str, int]]]]:
+        """Yield what the user's code asks of sizes, and the axes that its symbols are the sizes of."""
+        for condition in private.conditions_on_sizes(program):
+            if is_users(condition.filename) or condition.function in _SLICING:
+                axes = {symbol: _axis(step, source) for symbol, source in condition.sources.items()}
+                if None not in axes.values():
+                    yield condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}
+
     def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> None:
         """Tell the user what was taken to be so of sizes, as it is in the batch, since code asks for it."""
         multiples = _multiples(step, program)
         texts = list(multiples.values())
-        for condition in private.conditions_on_sizes(program):
-            if not is_users(condition.filename) and condition.function not in _SLICING:
-                continue
-            axes = {symbol: _axis(step, source) for symbol, source in condition.sources.items()}
+        for condition, axes in self._conditions(step, program):
             _, place = self._asked.get(id(condition.location), (None, None))
-            if (
-                place is None
-                or None in axes.values()
-                or any((axis, condition.line) in multiples for axis in axes.values() if axis)
-            ):
+            if place is None or any((axis, condition.line) in multiples for axis in axes.values()):
                 continue
-            text = _assumed(
-                step, shapes, condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}
-            )
+            text = _assumed(step, shapes, condition, axes)
             if text is not None:
                 texts.append(f"{text}, as in this batch, since {place} asks for it")
         for text in dict.fromkeys(texts):
@@ -188,6 +214,21 @@ class Sizes:
             f"axis {axis} of {name!r} has size {size} in all of the traced step{why}, and cannot vary as "
             "dynamic_shapes says; expected code for any size, or this axis static"
         )
+
+
+def _is_of_blocks(
+    step: TorchStep, condition: private.SizeCondition, axes: Mapping[str, tuple[str, int]], more: int
+) -> bool:
+    """Whether a condition on a remainder does not hold for sizes so much larger than those of the batch."""
+    sizes = {symbol: step.batch[name].shape[axis] + more for symbol, (name, axis) in axes.items()}
+    return "%" in condition.text(dict.fromkeys(axes, "size")) and not condition.holds(sizes)
+
+
+def _is_rare(condition: private.SizeCondition) -> bool:
+    """Whether a condition holds for fewer than half of all sizes, or for every other one by an equation."""
+    sizes = range(_SMALLEST, _NEAR)
+    others = len(sizes) - 2 * sum(condition.holds(dict.fromkeys(condition.sources, size)) for size in sizes)
+    return others > 0 or (others == 0 and "==" in condition.text(dict.fromkeys(condition.sources, "size")))
 
 
 def _assumed(
@@ -209,6 +250,9 @@ def _assumed(
         return f"{written} is taken to hold"
     name, axis = next(iter(axes.values()))
     written = condition.text(dict.fromkeys(axes, "size"))
+    if "%" in written and (not holds([varied[0][1]]) or all(holds([size]) for size in (*range(2, _NEAR), *_SOME))):
+        # The batch itself is of the other kind, and is compared with PyTorch.
+        return None
     found = None if "%" in written else _range(lambda size: holds([size]), varied[0][1])
     if found == (None, None):
         return None

@@ -36,8 +36,9 @@ class MadeTensors(TorchFunctionMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the memory of a tensor is; an object that is no tensor of numbers in order has one of its own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+    """Return where the memory of a tensor is; one that has none of its own, as within `vmap`, is an address itself."""
+    has_memory = tensor.layout == torch.strided and not private.is_wrapped(tensor)
+    return tensor.untyped_storage().data_ptr() if has_memory else id(tensor)
 
 
 def refuse_foreign_leaves(

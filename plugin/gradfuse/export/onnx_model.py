@@ -192,12 +192,13 @@ def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
 def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
     """Return the fused model, which adds up in a fixed order, and the report."""
     result = fusion.fuse(exported)
-    model, report = in_order(result.model), result.report
-    if not reduces_by_scatter_nd(ir.from_proto(model)):
+    report, model = result.report, ir.from_proto(result.model)
+    replace_scatter_nd(model)
+    if not reduces_by_scatter_nd(model):
         # What the exporter wrote so that onnxruntime may lose updates is written in another way now.
         kept = [warning for warning in report.warnings if warning.bug != "lost-updates"]
         report = dataclasses.replace(report, warnings=kept)
-    return model, report
+    return ir.to_proto(model), report
 
 
 def with_optimizer(

@@ -1,4 +1,4 @@
-"""Casts what torch.onnx.export cannot: `1.0 - mask` of whole numbers is traced as a subtraction from a number.
+"""Casts where torch.onnx.export does not, or otherwise than PyTorch, for operators between tensors and numbers.
 
 This module imports torch.
 """
@@ -39,6 +39,40 @@ def cast_operands(program: ExportedProgram) -> None:
     if changed:
         graph.lint()
         program.graph_module.recompile()
+
+
+def compute_with_numbers(program: ExportedProgram) -> None:
+    """Let products and quotients of a tensor of 16 bits and a number be in float32, and round them, as PyTorch does.
+
+    torch.onnx.export rounds the number to 16 bits first: 0.1 becomes 0.09998. In sums, PyTorch does so too.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target not in _WITH_NUMBERS or not isinstance(value, torch.Tensor) or value.dtype not in _NARROW:
+            continue
+        numbers = [one for one in node.args if isinstance(one, float)]
+        tensors = [one for one in node.args if isinstance(one, Node)]
+        exact = all(torch.tensor(one, dtype=value.dtype).double().item() == one for one in numbers)
+        if exact or len(tensors) != 1 or tensors[0].meta["val"].dtype != value.dtype:
+            continue
+        with graph.inserting_before(node):
+            wide = graph.call_function(aten._to_copy.default, (tensors[0],), {"dtype": torch.float32})
+        wide.meta = {"val": value.new_empty(tensors[0].meta["val"].shape, dtype=torch.float32)}
+        node.replace_input_with(tensors[0], wide)
+        with graph.inserting_after(node):
+            narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
+        narrow.meta = {"val": value}
+        node.meta["val"] = value.to(torch.float32)
+        node.replace_all_uses_with(narrow, delete_user_cb=lambda user, narrow=narrow: user is not narrow)
+    graph.lint()
+    program.graph_module.recompile()
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+_WITH_NUMBERS = frozenset(
+    getattr(getattr(aten, name), overload) for name in ("mul", "div") for overload in ("Tensor", "Scalar")
+)
 
 
 def _takes_tensor_first(node: Node) -> bool:

@@ -19,7 +19,7 @@ import ast
 import copy
 import functools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 
 HELPER = "gradfuse_decisions"
@@ -27,6 +27,9 @@ HELPER = "gradfuse_decisions"
 
 _MOST_NODES = 20_000
 """What follows a decision that ends a round may become part of several sides; more than that is left alone."""
+
+
+_Ended = Callable[[ast.stmt], list[ast.stmt]]
 
 
 class CannotRewriteError(Exception):
@@ -175,7 +178,7 @@ class _Rewriter:
 
         return self._pushed([*body, ast.copy_location(ast.Return(None), body[-1])], ast.Return, assigned)
 
-    def _pushed(self, body: list[ast.stmt], kind: type[ast.stmt], ended: object) -> list[ast.stmt]:
+    def _pushed(self, body: list[ast.stmt], kind: type[ast.stmt], ended: _Ended) -> list[ast.stmt]:
         """Return a body with what follows an `if` that may end it within the sides of that `if`."""
         new: list[ast.stmt] = []
         for index, statement in enumerate(body):
@@ -183,7 +186,7 @@ class _Rewriter:
             if self._nodes > _MOST_NODES:
                 raise CannotRewriteError
             if isinstance(statement, kind):
-                return [*new, *ended(statement)]  # type: ignore[operator]
+                return [*new, *ended(statement)]
             if not _holds_end(statement, kind):
                 new.append(statement)
                 continue

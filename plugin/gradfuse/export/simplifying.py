@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -52,23 +52,36 @@ RULES: dict[str, Sequence[rewriter.pattern.RewriteRule]] = {
 """By the operator that computes what a rule replaces. Each looks at single nodes and what feeds them."""
 
 
-class _Indexed:
-    """A rule that is tried on nodes of its operator alone: trying all on each takes most of the time."""
+class _Rules(rewriter.pattern.RewriteRule):
+    """All rules as one, which tries on a node those of its operator: asking each rule takes most of the time."""
 
-    def __init__(self, operator: str, rule: rewriter.pattern.RewriteRule) -> None:
-        self._operator = operator
-        self._rule = rule
+    name, as_function = None, False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
+    def __init__(self) -> None:
+        # Of the rule that matched last, which the rewriter asks for it. Unused nodes go at the end where it is False.
+        self.remove_nodes = False
 
-    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
-        return self._rule.try_rewrite(model, graph, node, **options) if node.op_type == self._operator else None
+    def graph_pre_visitor(self) -> None:
+        for rule in self._every():
+            if rule.graph_pre_visitor:
+                rule.graph_pre_visitor()
 
+    def graph_post_visitor(self) -> None:
+        for rule in self._every():
+            if rule.graph_post_visitor:
+                rule.graph_post_visitor()
 
-_SET = rewriter.pattern.RewriteRuleSet(
-    [_Indexed(operator, rule) for operator, found in RULES.items() for rule in found]  # type: ignore[misc]
-)
+    def try_rewrite(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
+        for rule in RULES.get(node.op_type, ()):
+            replacement = rule.try_rewrite(model, graph_or_function, node, **options)
+            if replacement is not None:
+                self.remove_nodes = rule.remove_nodes
+                return replacement
+        return None
+
+    @staticmethod
+    def _every() -> Iterator[rewriter.pattern.RewriteRule]:
+        return (rule for found in RULES.values() for rule in found)
 
 
 def simplify(model: ir.Model) -> None:
@@ -77,11 +90,13 @@ def simplify(model: ir.Model) -> None:
     onnxscript's own optimizer has one rule more, which takes time by the square of the number of nodes, and folds
     batch normalisation into convolutions.
     """
+    every = rewriter.pattern.RewriteRuleSet([_Rules()])
+    types = [(value.type, value.shape) for value in model.graph.outputs]
     with quiet():
         inline(model, lambda function: True)
         for _ in range(2):
             fold_constants(model)
-            rewriter.rewrite(model, _SET)
+            rewriter.rewrite(model, every)
         for step in (
             passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
             passes.LiftSubgraphInitializersToMainGraphPass(),
@@ -91,3 +106,6 @@ def simplify(model: ir.Model) -> None:
             passes.NameFixPass(),
         ):
             step(model)
+    for value, (kind, shape) in zip(model.graph.outputs, types, strict=True):
+        # Of two that are the same, the one that is kept may be the one of which less is known.
+        value.type, value.shape = value.type or kind, value.shape or shape

@@ -52,6 +52,7 @@ class Outcome:
         buffers: all buffers, as the run left them.
         changed: the names of the buffers that the run changed.
         dropouts: the number of dropouts.
+        functions: the names of the `torch.autograd.Function`s with gradients of their own.
     """
 
     loss: Tensor
@@ -59,6 +60,7 @@ class Outcome:
     buffers: dict[str, Tensor]
     changed: tuple[str, ...]
     dropouts: int
+    functions: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,8 @@ class TorchStep:
             raise refusal(f"batch is {kind(batch)}; expected (inputs, targets)")
         inputs, targets = (_tensors(part, which) for part, which in zip(batch, ("inputs", "targets"), strict=True))
 
+        for owner in (module, loss):
+            _refuse_lazy(owner)
         owners = _Owners.of(module, loss)
         state, buffers = owners.state, owners.buffers
         trainable = tuple(name for name, tensor in state.items() if tensor.requires_grad and name not in buffers)
@@ -269,6 +273,7 @@ class TorchStep:
             raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
+        functions = tuple(private.own_functions(value))
         refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
         for name, tensor in state.items():
             if name not in self.buffers and private.version(tensor) != versions[name]:
@@ -287,6 +292,7 @@ class TorchStep:
             buffers={name: tensor.detach() for name, tensor in after.items()},
             changed=tuple(changed),
             dropouts=drawn.count,
+            functions=functions,
         )
 
 
@@ -317,6 +323,19 @@ def _restored(owner: object) -> Iterator[None]:
                 holder.extend(before)
             else:
                 holder.update(before)
+
+
+def _refuse_lazy(owner: Any) -> None:
+    """Refuse modules whose parameters get their shapes from the first batch that they see."""
+    if not isinstance(owner, nn.Module):
+        return
+    for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+        if private.is_lazy(tensor):
+            part = owner.get_submodule(name.rpartition(".")[0])
+            raise refusal(
+                f"{name!r} of {type(part).__name__} has no shape yet; expected a module that has run on a batch, which "
+                "decides it: call the module once before the export"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ This module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.watching import Watch
 from gradfuse.fusion import collection_paused
 from gradfuse.training.step import DROPOUT_SEED
+
+_Trace = tuple[ExportedProgram, Watch | None]
 
 
 @collection_paused()
@@ -83,16 +85,23 @@ def forward_program(
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
-    watch = Watch(step.module) if evaluation and _may_share(step, shapes, taken) else None
-    try:
+    shared = evaluation and _may_share(step, shapes, taken)
+
+    def trace(inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> _Trace:
+        given = (*arguments[:2], inputs, targets, *arguments[4:])
+        watch = Watch(step.module) if shared else None
         with quiet(), sizes.noted():
-            program = torch.export.export(_Traced(step, native, taken, watch), arguments, dynamic_shapes=dims)
+            return torch.export.export(_Traced(step, native, taken, watch), given, dynamic_shapes=dims), watch
+
+    try:
+        traced = trace(*arguments[2:4])
     except (Exception, CannotSelectError) as error:
         # torch.export has no common base class for what it refuses.
         branches.refuse_open(step, taken, error)
         raise refusal(
             sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
         ) from error
+    program, watch = _general(step, traced, shapes, sizes, trace)
     constant = sizes.explain_constants(step, program, shapes)
     if constant is not None:
         raise refusal(constant)
@@ -105,9 +114,45 @@ def forward_program(
         evaluating = watch.evaluating(program, order, len(step.inputs))
         program = private.with_fewer_outputs(program, len(watch.outputs))
     standins.keep_stops(program)
-    program = decomposed(program, fuse=fuse, batch_norm=True)
+    program = decomposed(
+        program, fuse=fuse, batch_norm=True, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
+    )
     _refuse_random_operators(program)
     return program, evaluating
+
+
+def _general(
+    step: TorchStep,
+    traced: _Trace,
+    shapes: DynamicShapes,
+    sizes: explaining.Sizes,
+    trace: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], _Trace],
+) -> _Trace:
+    """Trace a step once more with a batch that is 1 longer, if its code treats multiples of a number as a special case.
+
+    Code that pads to whole blocks does so for any length, unless it is traced with whole blocks. That the same is
+    computed for these is seen when the model is compared with PyTorch on the batch.
+    """
+    names = sizes.of_multiples(step, traced[0], shapes) if sizes.general else set()
+    if not names:
+        return traced
+
+    def longer(name: str, tensor: Tensor) -> Tensor:
+        for axis, label in shapes.names.get(name, {}).items():
+            if label in names:
+                tensor = torch.cat([tensor, tensor.narrow(axis, tensor.shape[axis] - 1, 1)], axis)
+        return tensor.detach()
+
+    batch = [longer(name, tensor) for name, tensor in step.batch.items()]
+    try:
+        general = trace(tuple(batch[: len(step.inputs)]), tuple(batch[len(step.inputs) :]))
+    except (Exception, CannotSelectError):
+        # A longer batch may be refused for any reason.
+        return traced
+    if not sizes.is_general(step, general[0]) or sizes.explain_constants(step, general[0], shapes) is not None:
+        return traced
+    sizes.made_general = True
+    return general
 
 
 def _may_share(step: TorchStep, shapes: DynamicShapes, taken: branches.Branches) -> bool:
@@ -117,13 +162,14 @@ def _may_share(step: TorchStep, shapes: DynamicShapes, taken: branches.Branches)
 
 
 @collection_paused()
-def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> ExportedProgram:
+def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow: bool) -> ExportedProgram:
     """Return a program without the operators that torch.onnx.export does not know, or translates wrongly.
 
     Args:
         program: a traced program.
         fuse: whether recurrent layers become operators of gradfuse.
         batch_norm: whether batch normalisation in training mode does, until its gradient is written.
+        narrow: whether the step itself is of 16 bits.
 
     Raises:
         ExportError: PyTorch fails to decompose it.
@@ -152,6 +198,8 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool) -> Exp
                     program = decomposing.decompose(program, rest)
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
+            if not narrow:
+                promotion.compute_with_numbers(program)
     except Exception as error:
         # A decomposition may raise anything.
         raise refusal(f"torch cannot decompose the step: {explaining.reason(error)}") from error
@@ -194,7 +242,8 @@ class _Traced(nn.Module):
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
-        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), branches.answered(step, taken):
+        answered = branches.answered(step, taken, state, native.changed)
+        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), answered:
             value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)

@@ -82,9 +82,15 @@ def traced_as_run(step: TorchStep) -> Iterator[None]:
             text = str(failure).removeprefix(f"{WHO}: ")
             raise refusal(f"{asks} fails where that is so: {text}; {wanted}") from error
         with undisturbed(step):  # with the same random numbers
-            loss = float(step.run().loss)
+            native = step.run()
+        loss = float(native.loss)
         if abs(traced - loss) > bounds.ROUNDINGS_OF_KERNELS * step.eps_of_activations * abs(loss):
             raise refusal(f"{asks} its loss is {traced:.6g} where that is so, but {loss:.6g} else; {wanted}") from error
+        if native.functions and GRADIENT_SUFFIX in str(error):
+            raise refusal(
+                f"{str(error).removeprefix(f'{WHO}: ')}; {native.functions[0]} has a backward pass of its own, which "
+                "is not exported: expected PyTorch's operators instead, with detach() as in x + (f(x) - x).detach()"
+            ) from error
         raise
 
 
@@ -187,7 +193,7 @@ class Truth:
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
         """
-        results = _run(model, self.feeds(model), which)
+        results = _run(ir.from_proto(model), self.feeds(model), which)
         if results is None:
             return
         reference = self.own if self.exact is None else self.exact
@@ -218,10 +224,11 @@ class Truth:
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
             return
-        if not self.step.is_narrow and float_types(ir.from_proto(model)) & _NARROW:
+        loaded = ir.from_proto(model)
+        if not self.step.is_narrow and float_types(loaded) & _NARROW:
             return
         try:
-            session = ReferenceSession(ir.from_proto(model), f"{WHO}: the {which} model")
+            session = ReferenceSession(loaded, f"{WHO}: the {which} model")
             results = session.run(self.feeds(model))
         except GradfuseError:
             return
@@ -357,7 +364,7 @@ def compare_update(
     if optimizers.MICRO_STEP in feeds:
         # The call that makes the update.
         feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
-    results = _run(ir.to_proto(observed), feeds, "updating")
+    results = _run(observed, feeds, "updating")
     if results is None:
         return
     # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
@@ -444,23 +451,22 @@ def _require(within: bool, name: str, which: str, error: float, bound: float) ->
         )
 
 
-def _run(model: onnx.ModelProto, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> Arrays | None:
+def _run(model: ir.Model, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> Arrays | None:
     """Run a model in onnxruntime, in float32 where that lacks its 16-bit kernels; None without onnxruntime."""
     if not has_onnxruntime():
         return None
-    loaded = ir.from_proto(model)
     source = f"{WHO}: the {which} model"
-    needed = {value.name: feeds[value.name] for value in model.graph.input}
+    needed = {str(value.name): feeds[str(value.name)] for value in model.graph.inputs}
     try:
-        return Session(loaded, source).run(needed)
+        return Session(model, source).run(needed)
     except ModelError as error:
-        if not float_types(loaded) & _NARROW:
+        if not float_types(model) & _NARROW:
             raise ExportError(str(error)) from error
     wide = {
         name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in _NARROW else array
         for name, array in needed.items()
     }
     try:
-        return Session(widened(loaded, ir.DataType.FLOAT), source).run(wide)
+        return Session(widened(model, ir.DataType.FLOAT), source).run(wide)
     except ModelError as error:
         raise ExportError(str(error)) from error

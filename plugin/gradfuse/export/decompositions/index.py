@@ -25,6 +25,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.repeat_interleave.Tensor: repeat_interleave,
         aten.segment_reduce.default: segment_reduce,
         aten._segment_reduce_backward.default: segment_reduce_backward,
+        aten.cummax.default: cummax,
+        aten.cummin.default: cummin,
     }
 
 
@@ -36,6 +38,32 @@ def sort_stable(self: Tensor, *, stable: bool | None, dim: int = -1, descending:
 def argsort_stable(self: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> Tensor:
     """aten::argsort.stable, which only programs without a backward pass have."""
     return torch.sort(self, dim, descending)[1]
+
+
+def cummax(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """aten::cummax: each element is compared with all before it; of equal ones, the last counts."""
+    return _running(self, dim, torch.Tensor.amax, torch.ge)
+
+
+def cummin(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """aten::cummin, likewise."""
+    return _running(self, dim, torch.Tensor.amin, torch.le)
+
+
+def _running(
+    self: Tensor, dim: int, extreme: Callable[..., Tensor], reaches: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    if self.dim() == 0:
+        return self.clone(), torch.zeros_like(self, dtype=torch.long)
+    x = self.movedim(dim, -1)
+    places = torch.arange(x.shape[-1], device=self.device)
+    before = places.unsqueeze(0) <= places.unsqueeze(1)
+    # An element stands for those after it, which do not matter.
+    compared = torch.where(before, x.unsqueeze(-2), x.unsqueeze(-1))
+    found = extreme(compared, -1)
+    index = torch.where(before & reaches(compared, found.unsqueeze(-1)), places, 0).amax(-1)
+    index = index.movedim(-1, dim)
+    return self.gather(dim, index), index
 
 
 def searchsorted(
