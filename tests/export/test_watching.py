@@ -68,6 +68,7 @@ OTHER: dict[str, Net] = {
     "another dropout": Net(lambda net, x: net.drop(x), drop=Doubling(0.3)),
     "alpha dropout": Net(lambda net, x: net.drop(x), drop=nn.AlphaDropout(0.3)),
     "written by dropout": Net(lambda net, x: net.drop(x + 1) + x, drop=nn.Dropout(0.3, inplace=True)),
+    "statistics of the batch": Net(lambda net, x: F.batch_norm(x, None, None, training=True)),
     "batch normalization": Net(lambda net, x: net.norm(x), norm=nn.BatchNorm1d(5)),
     "the mode of autograd": Net(lambda net, x: x * 2 if torch.is_grad_enabled() else x),
     "what requires gradients": Net(lambda net, x: x * 2 if x.requires_grad else x),
@@ -94,6 +95,19 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
     monkeypatch.setattr(torch.export, "export", export)
     return traced
+
+
+class WithParts(nn.Module):
+    """Returns an input, what a dropout makes of it, and a result, which is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other, self.drop = nn.Linear(3, CLASSES), nn.Linear(3, 2), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        dropped = self.drop(x)
+        result = self.drop(self.layer(dropped))
+        return result, x, dropped, self.other(x), result
 
 
 def check(net: nn.Module, loss: Callable[..., Tensor], *, sizes: tuple[int, ...] = (5, 2, 7)) -> None:
@@ -131,3 +145,25 @@ def test_a_module_that_may_do_something_else_is_traced_again(name: str, traces: 
 def test_what_the_loss_does_is_no_part_of_the_module(name: str, traces: list[nn.Module]) -> None:
     check(Net(lambda net, x: net.drop(x.relu()), drop=nn.Dropout(0.1)), LOSSES[name])
     assert len(traces) == 2
+
+
+def test_every_tensor_of_a_module_is_that_of_evaluation_mode(traces: list[nn.Module]) -> None:
+    torch.manual_seed(0)
+    net, labels = WithParts(), torch.arange(4)
+
+    def loss(output: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        return F.cross_entropy(output[0], labels) + output[2].square().mean()
+
+    step = export_training_step(net, loss, (torch.randn(4, 3), labels), evaluation=True)
+    assert len(traces) == 1
+    assert step.evaluation_model is not None
+    session = onnxruntime.InferenceSession(step.evaluation_model.SerializeToString())
+    x = torch.randn(4, 3)
+    values = {name: tensor.detach().numpy() for name, tensor in net.named_parameters()}
+    # The layer that the loss does not depend on is an input too; the targets and the seed of the dropouts are not.
+    assert {one.name for one in session.get_inputs()} == {*values, "x"}
+    results = session.run(None, values | {"x": x.numpy()})
+    with torch.no_grad():
+        expected = net.eval()(x)
+    for result, tensor in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, tensor.numpy(), rtol=0, atol=8 * float(np.finfo(np.float32).eps))

@@ -163,10 +163,11 @@ def _exported(
     """Export a step whose arguments have been read."""
     import onnx_ir as ir
 
-    from gradfuse.export import branches, onnx_model, tracing, verifying
+    from gradfuse.export import branches, onnx_model, tracing, verifying, watching
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import undisturbed
+    from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import TrainingStep
 
     with undisturbed(step):
@@ -182,21 +183,25 @@ def _exported(
             with branches.both_sides(step, taken):
                 native = step.run()
         with verifying.traced_as_run(step):
-            program, evaluating_program = tracing.forward_program(
+            program, returned = tracing.forward_program(
                 step, native, shapes, taken, sizes, fuse=fuse, evaluation=evaluation
             )
         tracing.connect_dropout(program, step, native)
         order = (*native.gradients, *tracing.unused(step, native))
         free = {*step.trainable, *native.changed}
         parts.begin("translating")
-        translated = onnx_model.translate(program, step, order, free, len(native.gradients), fuse=fuse)
+        translated, shared = onnx_model.translate(program, step), None
+        if returned:
+            translated, module = watching.divided(translated, returned)
+            shared = module, (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
+        translated = onnx_model.completed(translated, step, order, free, len(native.gradients), fuse=fuse)
         onnx_model.arrange_step(translated, step, native, shapes)
         parts.begin("running the step in float64")
         truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
         parts.begin("exporting the evaluation model")
         evaluating = None
         if evaluation:
-            evaluating = evaluation_model(step, shapes, native.changed, sizes, evaluating_program)
+            evaluating = evaluation_model(step, shapes, native.changed, sizes, shared)
 
     exported = ir.to_proto(translated)
     if fuse:

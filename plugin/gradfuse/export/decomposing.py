@@ -31,7 +31,7 @@ _CHECKS = (
 )
 """What torch.onnx.export leaves out."""
 
-_STATISTICS = (aten.batch_norm.default, aten.instance_norm.default)
+STATISTICS = (aten.batch_norm.default, aten.instance_norm.default)
 """Operators that may write into their arguments 3 and 4, which their schemas do not say; argument 5 is whether."""
 
 
@@ -50,7 +50,7 @@ def decompose(program: ExportedProgram, table: Table) -> ExportedProgram:
 
 def written(node: Node) -> list[Any]:
     """Return the arguments that a call writes into."""
-    if node.target in _STATISTICS:
+    if node.target in STATISTICS:
         return [one for one in node.args[3:5] if one is not None] if node.args[5] else []
     return private.written_arguments(node.target, node.args, node.kwargs) if private.is_operator(node.target) else []
 

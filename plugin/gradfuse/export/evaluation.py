@@ -27,7 +27,7 @@ def evaluation_model(
     shapes: DynamicShapes,
     changed: Sequence[str],
     sizes: explaining.Sizes,
-    program: ExportedProgram | None,
+    shared: tuple[ir.Model, Sequence[str]] | None,
 ) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
@@ -39,29 +39,45 @@ def evaluation_model(
         shapes: its dynamic dimensions.
         changed: the buffers that the step changes: they are inputs, as trainable parameters are; all others constants.
         sizes: tells the user what is taken to be so of sizes.
-        program: the traced module in evaluation mode, if the step's trace gives it.
+        shared: a translated model with these outputs and the names of its inputs, parameters and buffers first, if the
+            step gives one.
 
     Raises:
         ExportError: PyTorch cannot trace the module, or an output differs from PyTorch's.
     """
-    names = tuple(step.state)
-    arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
-    dims = ((None,) * len(names), shapes.inputs)
     step.module.eval()
     try:
         with quiet(), torch.no_grad():
             native = _run(step, lambda tensor: tensor)
-            if program is None:
-                taken = branches.branches_of(step)
-                with sizes.noted():
-                    traced = torch.export.export(_Traced(step, taken, changed), arguments, dynamic_shapes=dims)
+            program = _traced(step, shapes, changed, sizes) if shared is None else None
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
-    if program is None:
-        program = traced
-        sizes.warn(step, program, shapes)
-    free = [name for name in names if name in step.trainable or name in changed]
+    if program is not None:
+        shared = _translated(step, shapes, sizes, program), (*step.state, *step.input_names)
+    assert shared is not None
+    model, names = shared
+    free = [name for name in step.state if name in step.trainable or name in changed]
+    model = onnx_model.completed(model, step, [name for name in names if name in step.state], free)
+    left = [name for name in names if name in free or name not in step.state]
+    onnx_model.arrange_evaluation(model, step, left, native, shapes)
+    proto = onnx_model.in_order(ir.to_proto(model))
+    truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
+    truth.verify(proto, "evaluation")
+    return proto
+
+
+def _traced(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], sizes: explaining.Sizes) -> ExportedProgram:
+    """Trace the program (tensors of the step, inputs) -> the tensors that the module returns."""
+    arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
+    dims = ((None,) * len(step.state), shapes.inputs)
+    taken = branches.branches_of(step)
+    with sizes.noted():
+        return torch.export.export(_Traced(step, taken, changed), arguments, dynamic_shapes=dims)
+
+
+def _translated(step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram) -> ir.Model:
+    sizes.warn(step, program, shapes)
     program = tracing.decomposed(
         program, fuse=False, batch_norm=False, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
     )
@@ -69,12 +85,7 @@ def evaluation_model(
         if draw.users:
             raise refusal("the module draws random numbers in eval mode; expected none, or evaluation=False")
         program.graph.erase_node(draw)
-    model = onnx_model.translate(program, step, names, free)
-    onnx_model.arrange_evaluation(model, step, free, native, shapes)
-    proto = onnx_model.in_order(ir.to_proto(model))
-    truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
-    truth.verify(proto, "evaluation")
-    return proto
+    return onnx_model.translate(program, step)
 
 
 class _Traced(nn.Module):

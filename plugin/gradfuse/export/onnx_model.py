@@ -22,7 +22,7 @@ from gradfuse.custom_ops import functions
 from gradfuse.differentiation.differentiate import infer
 from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, explaining, gradients, narrow_types, recurrences, standins
+from gradfuse.export import dropout, explaining, gradients, narrow_types, recurrences, standins, watching
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
@@ -45,31 +45,16 @@ def translations() -> dict[Any, Callable[..., Any]]:
         **recurrences.translations(),
         **dropout.translations(),
         **standins.translations(),
+        **watching.translations(),
     }
 
 
 @fusion.collection_paused()
-def translate(
-    program: ExportedProgram,
-    step: TorchStep,
-    order: Sequence[str],
-    free: Collection[str],
-    trained: int = 0,
-    *,
-    fuse: bool = False,
-) -> ir.Model:
-    """Translate a program and simplify the model.
-
-    Args:
-        program: takes the tensors `order` of the step first.
-        step: the step.
-        order: the names of the tensors.
-        free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
-        trained: by how many of the first inputs gradients of the first result are taken, as further outputs.
-        fuse: whether operators of gradfuse may stand in the gradients.
+def translate(program: ExportedProgram, step: TorchStep) -> ir.Model:
+    """Translate a program of a step.
 
     Raises:
-        ExportError: an operator has no ONNX translation or no gradient rule, or torch.onnx.export fails.
+        ExportError: an operator has no ONNX translation, or torch.onnx.export fails.
     """
     try:
         with (
@@ -93,7 +78,33 @@ def translate(
         raise _untranslated(step, program, error) from error
     if exported is None:
         raise refusal("torch.onnx.export gives no model")
-    model = exported.model
+    model: ir.Model = exported.model
+    return model
+
+
+@fusion.collection_paused()
+def completed(
+    model: ir.Model,
+    step: TorchStep,
+    order: Sequence[str],
+    free: Collection[str],
+    trained: int = 0,
+    *,
+    fuse: bool = False,
+) -> ir.Model:
+    """Return a translated model with gradients and without stand-ins, simplified.
+
+    Args:
+        model: takes the tensors `order` of the step first.
+        step: the step.
+        order: the names of the tensors.
+        free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
+        trained: by how many of the first inputs gradients of the first result are taken, as further outputs.
+        fuse: whether operators of gradfuse may stand in the gradients.
+
+    Raises:
+        ExportError: an operator has no gradient rule.
+    """
     for name, value in zip(order, list(model.graph.inputs), strict=False):
         if name not in free:
             model.graph.inputs.remove(value)
@@ -153,19 +164,20 @@ def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: Dyna
 
 
 def arrange_evaluation(
-    model: ir.Model, step: TorchStep, free: Sequence[str], results: Collection[str], shapes: DynamicShapes
+    model: ir.Model, step: TorchStep, names: Sequence[str], results: Collection[str], shapes: DynamicShapes
 ) -> None:
     """Name inputs, outputs and dynamic dimensions of an evaluation model, and drop inputs that nothing reads.
 
     Args:
-        model: takes the tensors `free` of the step and the batch's inputs.
+        model: takes tensors of the step and the batch's inputs, and maybe others that it does not use.
         step: the step.
-        free: the names of the tensors.
+        names: the names of its inputs.
         results: the names of the outputs.
         shapes: the dynamic dimensions.
     """
     graph = model.graph
-    inputs = dict(zip((*free, *step.input_names), graph.inputs, strict=True))
+    given = dict(zip(names, graph.inputs, strict=True))
+    inputs = {name: given[name] for name in (*step.state, *step.input_names) if name in given}
     outputs = list(graph.outputs)
     graph.outputs.clear()
     produced = {name: add_output(graph, value) for name, value in zip(results, outputs, strict=True)}

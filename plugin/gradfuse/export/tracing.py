@@ -50,11 +50,14 @@ def forward_program(
     *,
     fuse: bool,
     evaluation: bool,
-) -> tuple[ExportedProgram, ExportedProgram | None]:
+) -> tuple[ExportedProgram, int]:
     """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
     scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss.
+
+    Returns also how many outputs follow: the tensors that the module returns, if these are what it returns in
+    evaluation mode but for the dropouts, which are marked.
 
     Args:
         step: the step.
@@ -63,8 +66,7 @@ def forward_program(
         taken: the branches on values that it takes.
         sizes: tells the user what is taken to be so of sizes.
         fuse: whether operators of gradfuse may stand in it.
-        evaluation: whether to return the traced program of the module in evaluation mode too, where it is the same but
-            for dropouts: (tensors of the step, inputs) -> the tensors that the module returns.
+        evaluation: whether the outputs of the module are wanted.
 
     Raises:
         ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
@@ -107,18 +109,17 @@ def forward_program(
         raise refusal(constant)
     branches.warn_of_assumptions(taken)
     sizes.warn(step, program, shapes)
-    evaluating = None
+    returned = 0
     if watch is not None:
-        places = {name: index for index, name in enumerate((*used, *others, *step.input_names))}
-        order = [places[name] for name in (*step.state, *step.input_names)]
-        evaluating = watch.evaluating(program, order, len(step.inputs))
-        program = private.with_fewer_outputs(program, len(watch.outputs))
+        returned = len(watch.outputs)
+        if not watch.mark_dropouts(program, (*used, *others), step.input_names):
+            program, returned = private.with_fewer_outputs(program, returned), 0
     standins.keep_stops(program)
     program = decomposed(
         program, fuse=fuse, batch_norm=True, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
     )
     _refuse_random_operators(program)
-    return program, evaluating
+    return program, returned
 
 
 def _general(

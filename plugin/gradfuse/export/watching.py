@@ -1,25 +1,37 @@
-"""The program of a module in evaluation mode, out of its traced training step.
+"""The model of a module in evaluation mode, out of its training step.
 
-To trace a module once more takes seconds. Most modules ask for their mode in dropouts alone: what is traced for
-training is then what evaluation mode gives, but for the dropouts. This module imports torch.
+To trace, decompose and translate a module once more takes seconds. Most modules ask for their mode in dropouts alone:
+what is traced for training is then what evaluation mode gives, but for the dropouts. This module imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import onnx_ir as ir
 import torch
+from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export.decomposing import written
+from gradfuse.export.decomposing import STATISTICS, written
+from gradfuse.export.translation import LOCAL_DOMAIN
 
 aten = torch.ops.aten
+
+_library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("dropped(Tensor input, Tensor result) -> Tensor")
+torch.library.register_fake("gradfuse::dropped", lambda input, result: torch.empty_like(result), lib=_library)
+# Decompositions compute what depends on constants of the module alone.
+_library.impl("dropped", lambda input, result: result.clone(), "CompositeExplicitAutograd")
+
+_DROPPED, _OP_TYPE = torch.ops.gradfuse.dropped.default, "Dropped"
+"""A dropout's result, beside its input: it stands in a program from its trace until it is translated."""
 
 
 @dataclasses.dataclass
@@ -62,35 +74,31 @@ class Watch:
         self.outputs = tuple(one for one in private.tensors_in(output) if isinstance(one, Tensor))
         self.conditions = len(private.conditions(self.outputs))
 
-    def evaluating(self, program: ExportedProgram, order: Sequence[int], inputs: int) -> ExportedProgram | None:
-        """Return the program of the module in evaluation mode; None where tracing might give another one.
+    def mark_dropouts(self, program: ExportedProgram, state: Collection[str], names: Sequence[str]) -> bool:
+        """Mark the dropouts of a traced step, if that holds what the module computes in evaluation mode.
 
-        It might where the module asks for a mode outside of dropouts, where the step draws other random numbers or
+        It might not where the module asks for a mode outside of dropouts, where the step draws other random numbers or
         writes into tensors, and where the loss knows something of the sizes of inputs that the module does not.
 
         Args:
             program: the traced step, whose last outputs are those of the module.
-            order: the inputs of the result among those of the program.
-            inputs: how many of them, the last ones, are the module's.
+            state: the names of the step's parameters and buffers.
+            names: the names of the module's inputs. Those of the program are the state, these, and others.
         """
+        if self.asked or not self.outputs or not self._is_pure(program):
+            return False
         places = [node for node in program.graph.nodes if node.op == "placeholder"]
-        chosen = [places[index] for index in order]
-        if self.asked or not self._is_pure(program) or not self._is_of_any_size(chosen[len(chosen) - inputs :]):
-            return None
-        graph = Graph()
-        new = {place: graph.node_copy(place) for place in chosen}
+        known = places[: len(state) + len(names)]
         (results,) = program.graph.output_node().args
-        outputs = results[len(results) - len(self.outputs) :] if self.outputs else ()
-        needed = _needed(outputs)
-        if any(node.op == "placeholder" and node not in new for node in needed):
-            return None
-        for node in program.graph.nodes:
-            if _is_dropout(node) and node in needed:
-                new[node] = new[node.args[0]]
-            elif node in needed and node not in new:
-                new[node] = graph.node_copy(node, new.__getitem__)
-        graph.output(tuple(new[node] for node in outputs))
-        return private.program_of(graph, program) if outputs else None
+        needed = _needed(results[len(results) - len(self.outputs) :])
+        if any(node.op == "placeholder" and node not in known for node in needed):
+            return False
+        if not self._is_of_any_size(known[len(state) :]):
+            return False
+        for node in list(program.graph.nodes):
+            if _is_dropout(node):
+                _mark(node)
+        return True
 
     def _is_pure(self, program: ExportedProgram) -> bool:
         """Whether a program is made of operators that write nothing, and draw nothing but in this many dropouts."""
@@ -101,6 +109,9 @@ class Watch:
             return False
         calls = [node for node in nodes if private.is_operator(node.target)]
         if any(written(node) or "unbacked_bindings" in node.meta for node in calls):
+            return False
+        if any(node.target in STATISTICS and node.args[5] for node in calls):
+            # Of the batch, by an operator that stands in a step alone.
             return False
         drawing = [node for node in calls if torch.Tag.nondeterministic_seeded in node.target.tags]
         dropouts = [node for node in nodes if _is_dropout(node)]
@@ -114,6 +125,45 @@ class Watch:
             return False
         later = private.conditions(self.outputs)[self.conditions :]
         return not any(one.free_symbols and one.free_symbols <= set(symbols) for one in later)
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Return the function that emits a mark, for `custom_translation_table`."""
+
+    def dropped(input: Any, result: Any) -> Any:
+        node = ir.node(_OP_TYPE, [input, result], domain=LOCAL_DOMAIN)
+        private.record_node(node)
+        return node.outputs[0]
+
+    return {_DROPPED: dropped}
+
+
+def divided(model: ir.Model, count: int) -> tuple[ir.Model, ir.Model]:
+    """Return the models of a step and of its module in evaluation mode, with the inputs of both.
+
+    Args:
+        model: the translation of a step whose dropouts are marked. Its last outputs are those of the module.
+        count: how many these are.
+    """
+    step, evaluating = model, model.clone()
+    del step.graph.outputs[len(step.graph.outputs) - count :]
+    del evaluating.graph.outputs[: len(evaluating.graph.outputs) - count]
+    for one, taken in ((step, 1), (evaluating, 0)):
+        for node in list(one.graph):
+            if (node.domain, node.op_type) == (LOCAL_DOMAIN, _OP_TYPE):
+                value = node.inputs[taken]
+                assert value is not None
+                ir.convenience.replace_all_uses_with(node.outputs[0], value, replace_graph_outputs=True)
+                one.graph.remove(node, safe=True)
+        passes.RemoveUnusedNodesPass()(one)
+    return step, evaluating
+
+
+def _mark(dropout: Node) -> None:
+    with dropout.graph.inserting_after(dropout):
+        mark = dropout.graph.call_function(_DROPPED, (dropout.args[0], dropout))
+    mark.meta = dict(dropout.meta)
+    dropout.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
 
 
 def _is_dropout(node: Node) -> bool:
