@@ -107,3 +107,19 @@ def test_rows_that_are_taken_one_by_one_are_joined() -> None:
 
     counts = require_torchs(onnx.parser.parse_model(text), value)
     assert (counts["Concat"], counts["Pad"]) == (1, 0)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_part_that_is_added_several_times_counts_each_time(times: int) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 18]>
+        parts (float[4, 6, 5] x) => (float y) {{
+            several = Sum({", ".join(["x"] * times)})
+            zero = Constant<value_ints = [0]>()  two = Constant<value_ints = [2]>()  four = Constant<value_ints = [4]>()
+            head = Slice(several, zero, two, zero)  tail = Slice(x, two, four, zero)
+            sine = Sin(head)  cosine = Cos(tail)  product = Mul(sine, cosine)  y = ReduceSum<keepdims = 0>(product)
+        }}"""
+
+    def value(x: Tensor) -> Tensor:
+        return ((x * times)[:2].sin() * x[2:].cos()).sum()
+
+    require_torchs(onnx.parser.parse_model(text), value)

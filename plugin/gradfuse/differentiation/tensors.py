@@ -119,7 +119,9 @@ class Tape:
                 row.append(following)
                 end += following.length
             else:
-                rest = [one for one in rest if one not in row]
+                # A part that is added several times is a term for each time.
+                for one in row:
+                    rest.remove(one)
                 rest.append(self.concat([one.part for one in row], first.axis))
         return rest
 
