@@ -181,7 +181,7 @@ class FusePass(ContextPass):
     def _takes(self, site: Site, match: _Match) -> bool:
         """Whether to put a match in; Mismatch if it is left alone for a reason that is worth a near miss."""
         if match.rewrite.root.dtype == ir.DataType.DOUBLE:
-            raise Mismatch("its type is float64; the operator takes float32, float16 and bfloat16")
+            raise Mismatch("its type is float64; only float32, float16 and bfloat16 are fused")
         if not match.dead:
             raise Mismatch("another output of its node is in use")
         if (refusal := self.refusal(site, match.rewrite)) is not None:

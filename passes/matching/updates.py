@@ -78,7 +78,7 @@ def require_types(site: Site, root: ir.Value, tensors: Mapping[str, ir.Value], c
     """Raises Mismatch unless the tensors are of the root's type and shape, and what is between them of float32."""
     for value in computed:
         if value.dtype == ir.DataType.DOUBLE:
-            raise Mismatch("its type is float64; the operator takes float32, float16 and bfloat16")
+            raise Mismatch("its type is float64; only float32, float16 and bfloat16 are fused")
         if value.dtype != ir.DataType.FLOAT:
             raise Mismatch(f"it is computed in {type_name(value)}; the operator computes in float32")
     for name, value in tensors.items():
