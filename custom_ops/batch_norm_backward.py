@@ -50,10 +50,7 @@ def _whole_shape(call: Call) -> Shape:
 
 
 def _infer(call: Call) -> list[Tensor]:
-    mask = call.attributes["output_mask"]
-    assert isinstance(mask, tuple)
-    if len(mask) != 3 or not all(one in (0, 1) for one in mask):
-        raise call.error("output_mask", list(mask), "3 numbers, 0 or 1")
+    mask = call.output_mask(OPERATOR)
     whole = _whole_shape(call)
     channels = whole[1] if whole is not None else None
     for name in _OF_CHANNELS:
@@ -67,11 +64,7 @@ def _infer(call: Call) -> list[Tensor]:
 
 
 def _choices(call: Call) -> Iterable[str]:
-    mask = call.attributes["output_mask"]
-    assert isinstance(mask, tuple)
-    for name, wanted in zip(("grad_input", "grad_weight", "grad_bias"), mask, strict=True):
-        if wanted:
-            yield name
+    yield from call.wanted_outputs(OPERATOR)
     dtype = OPERATOR.dtype(call)
     if dtype == TensorProto.DOUBLE:
         yield "double"

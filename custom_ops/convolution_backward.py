@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 def _infer(call: Call) -> list[Tensor]:
     spatial = spatial_of(call)
     check_attributes(call, spatial)
-    mask = numbers_of(call.attributes["output_mask"])
-    if len(mask) != 3 or not all(one in (0, 1) for one in mask):
-        raise call.error("output_mask", list(mask), "3 numbers, 0 or 1")
+    mask = call.output_mask(OPERATOR)
     dtype = OPERATOR.dtype(call)
     if spatial is None:
         shapes: list[tuple[Dim, ...] | None] = [None, None, (None,)]

@@ -56,10 +56,7 @@ def _merged(call: Call, known: dict[str, Shape], why: str) -> Shape:
 
 
 def _infer(call: Call) -> list[Tensor]:
-    mask = call.attributes["output_mask"]
-    assert isinstance(mask, tuple)
-    if len(mask) != 3 or not all(one in (0, 1) for one in mask):
-        raise call.error("output_mask", list(mask), "3 numbers, 0 or 1")
+    mask = call.output_mask(OPERATOR)
     dtype = OPERATOR.dtype(call)
     for name in _STATISTICS:
         found = call.inputs[name].dtype if name in call.inputs else TensorProto.UNDEFINED
@@ -88,11 +85,7 @@ def _infer(call: Call) -> list[Tensor]:
 
 
 def _choices(call: Call) -> Iterable[str]:
-    mask = call.attributes["output_mask"]
-    assert isinstance(mask, tuple)
-    for name, wanted in zip(("grad_input", "grad_weight", "grad_bias"), mask, strict=True):
-        if wanted:
-            yield name
+    yield from call.wanted_outputs(OPERATOR)
     dtype = OPERATOR.dtype(call)
     if dtype == TensorProto.DOUBLE:
         yield "double"

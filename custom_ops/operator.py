@@ -75,6 +75,19 @@ class Call:
         names = [label for label in found if isinstance(label, str)]
         return sizes[0] if sizes else names[0] if names else None
 
+    def output_mask(self, operator: Operator) -> tuple[int, ...]:
+        """Whether each output is wanted, 0 or 1: the attribute ``output_mask``."""
+        mask, count = self.attributes["output_mask"], len(operator.outputs)
+        assert isinstance(mask, tuple)
+        if len(mask) != count or not all(one in (0, 1) for one in mask):
+            raise self.error("output_mask", list(mask), f"{count} numbers, 0 or 1")
+        return mask
+
+    def wanted_outputs(self, operator: Operator) -> list[str]:
+        """The names of the outputs that ``output_mask`` wants."""
+        pairs = zip(operator.outputs, self.output_mask(operator), strict=True)
+        return [output.name for output, wanted in pairs if wanted]
+
     def flag(self, name: str) -> None:
         """Refuse an integer attribute that is neither 0 nor 1."""
         if self.attributes[name] not in (0, 1):

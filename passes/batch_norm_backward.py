@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -411,26 +411,15 @@ def _sums(
     """The gradients of weight and bias, where something else than the gradient of the input reads them."""
     if len(definition.channel) != 1:
         return None, None
-    products = [gradient, *_read_by(site, [gradient], {"Mul"})]
-    reduced = _read_by(site, products, _REDUCTIONS)
-    scaled = _read_by(site, reduced, {"Mul"} | _VIEWS)
-    values = [*reduced, *scaled, *_read_by(site, scaled, _VIEWS)]
+    products = [gradient, *site.read_by([gradient], {"Mul"})]
+    reduced = site.read_by(products, _REDUCTIONS)
+    scaled = site.read_by(reduced, {"Mul"} | _VIEWS)
+    values = [*reduced, *scaled, *site.read_by(scaled, _VIEWS)]
     found: list[ir.Value | None] = []
     for expected in (definition.grad_weight, definition.grad_bias):
         wanted = site.algebra.substitute(expected, {definition.channel[0]: site.algebra.var(0)})
         found.append(next((v for v in values if _is_sum(site, root, region, sources, v, wanted)), None))
     return found[0], found[1]
-
-
-def _read_by(site: Site, values: Iterable[ir.Value], kinds: set[str]) -> list[ir.Value]:
-    """What nodes of some kinds make of values."""
-    nodes = {
-        use.node: None
-        for value in values
-        for use in itertools.islice(value.uses(), _READERS)
-        if use.node.op_type in kinds and not use.node.domain and use.node.graph is site.graph
-    }
-    return [node.outputs[0] for node in nodes if node.outputs[0] in site.position]
 
 
 def _is_sum(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,6 @@ _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"} | _VIEWS
 _REDUCTIONS = {"ReduceSum", "ReduceMean"}
 _VALUES = 120  # that a gradient is made of
 _CANDIDATES = 8  # that are tried
-_READERS = 24  # of a value that are looked at
 _FACTORS = 16  # of a product
 _ROWS = 3  # forms of a deviation
 _STEPS = 3  # from a gradient to what is summed
@@ -393,27 +392,16 @@ def _sums(
     """The gradients of weight and bias, where something else than the gradient of the input reads them."""
     products = new = [one.gradient]
     for _ in range(_STEPS):
-        new = _read_by(site, new, {"Mul"} | _VIEWS)
+        new = site.read_by(new, {"Mul"} | _VIEWS)
         products = [*dict.fromkeys([*products, *new])]
-    reduced = _read_by(site, products, _REDUCTIONS)
-    values = [*reduced, *_read_by(site, reduced, _VIEWS)]
+    reduced = site.read_by(products, _REDUCTIONS)
+    values = [*reduced, *site.read_by(reduced, _VIEWS)]
     names = {v: site.algebra.var(k) for k, v in enumerate(definition.inner)}
     found: list[ir.Value | None] = []
     for expected in (definition.grad_weight, definition.grad_bias):
         wanted = site.algebra.substitute(expected, names)
         found.append(next((v for v in values if _is_sum(site, one, sources, v, wanted)), None))
     return found[0], found[1]
-
-
-def _read_by(site: Site, values: Iterable[ir.Value], kinds: set[str]) -> list[ir.Value]:
-    """What nodes of some kinds make of values."""
-    nodes = {
-        use.node: None
-        for value in values
-        for use in itertools.islice(value.uses(), _READERS)
-        if use.node.op_type in kinds and not use.node.domain and use.node.graph is site.graph
-    }
-    return [node.outputs[0] for node in nodes if node.outputs[0] in site.position]
 
 
 def _is_sum(site: Site, one: _Candidate, sources: Sequence[ir.Value], value: ir.Value, wanted: Poly) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import insort
 from collections import Counter
@@ -17,6 +18,8 @@ from gradfuse.passes.progress import Progress
 from gradfuse.passes.reading import Forms, Opaque
 
 _Answer = TypeVar("_Answer")
+
+_READERS = 24  # of a value that are looked at
 
 _LINEAR = {
     *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
@@ -156,6 +159,16 @@ class Site:
         return self._reached[subject]
 
     # Finding values
+
+    def read_by(self, values: Iterable[ir.Value], kinds: Collection[str]) -> list[ir.Value]:
+        """What nodes of some kinds, operators of the default domain, make of values; not all of a value with many."""
+        nodes = {
+            use.node: None
+            for value in values
+            for use in itertools.islice(value.uses(), _READERS)
+            if use.node.op_type in kinds and not use.node.domain and use.node.graph is self.graph
+        }
+        return [node.outputs[0] for node in nodes if node.outputs[0] in self.position]
 
     def find(
         self,

@@ -90,6 +90,18 @@ def test_a_row_that_is_not_finite_spoils_no_other(shape: tuple[int, ...]) -> Non
         assert not found[1].isfinite().all()
 
 
+@pytest.mark.parametrize("device", [CPU], indirect=True)
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+def test_a_row_of_one_element_has_no_gradient(dtype: torch.dtype, weighted: bool) -> None:
+    """As in PyTorch: what is normalized is 0 for any input, so that a large rstd multiplies no rounding."""
+    sample = arguments((37, 1), dtype, weighted=weighted)
+    grad_output, x, weight, _, rstd = sample.inputs
+    assert x is not None and rstd is not None
+    found = run(OP, grad_output, x, weight, x.to(rstd.dtype), torch.full_like(rstd, 1e6))
+    assert not found[0].any()
+
+
 @pytest.mark.parametrize("mask", list(product((0, 1), repeat=3)))
 def test_only_what_is_wanted_is_computed(mask: tuple[int, ...]) -> None:
     for shape in ((3, 4, 5), (9, 40)):

@@ -108,7 +108,7 @@ void AddColumns(const GradRows<T>& rows, int64_t row, int64_t begin, int64_t end
   }
 }
 
-// grad_input = rstd grad + (slope (input - mean) + offset), grad with the weight.
+// grad_input = rstd (grad + offset + slope (input - mean)), grad with the weight: exactly 0 for a row of one element.
 template <bool kWeighted, bool kStreams, class T>
 void WriteRow(const GradRows<T>& rows, int64_t row, const RowSums& sums) {
   const TagOf<T> d;
@@ -117,16 +117,16 @@ void WriteRow(const GradRows<T>& rows, int64_t row, const RowSums& sums) {
   const auto rstd = static_cast<double>(rows.rstd[row]);
   const auto mean = hn::Set(d, rows.mean != nullptr ? rows.mean[row] : 0);
   const auto scale = hn::Set(d, rows.rstd[row]);
-  const auto slope = hn::Set(d, static_cast<Real>(-rstd * rstd * rstd * (sums.product / count)));
-  const auto offset = hn::Set(d, rows.mean != nullptr ? static_cast<Real>(-rstd * (sums.grad / count)) : Real{0});
+  const auto slope = hn::Set(d, static_cast<Real>(-rstd * rstd * (sums.product / count)));
+  const auto offset = hn::Set(d, rows.mean != nullptr ? static_cast<Real>(-sums.grad / count) : Real{0});
   const T* const grads = rows.grad_output + row * rows.size;
   const T* const inputs = rows.input + row * rows.size;
   T* const out = rows.grad_input + row * rows.size;
   ForEachVectorInto<Sink<kStreams, Whole>>(out, d, rows.size, [&](int64_t i, auto at) HWY_ATTR {
     auto grad = Load(at, d, grads + i);
     if constexpr (kWeighted) grad = grad * Load(at, d, rows.weight + i);
-    const auto rest = hn::MulAdd(slope, Load(at, d, inputs + i) - mean, offset);
-    Store(at, hn::MulAdd(scale, grad, rest), d, out + i);
+    const auto distance = Load(at, d, inputs + i) - mean;
+    Store(at, scale * hn::MulAdd(slope, distance, grad + offset), d, out + i);
   });
 }
 
