@@ -13,6 +13,9 @@ struct Params {
   float scale;
   int64_t rows;
   int64_t size;  // of a row
+  // Whether the tensors begin at addresses of whole vectors. Others are read element by element into the same vectors,
+  // so that the sums have the same bits.
+  bool aligned;
   // A mask that serves all heads is read while it is in the cache: its rows' heads follow each other.
   bool heads_last;
   Divisor heads;
@@ -70,10 +73,8 @@ struct alignas(sizeof(T) * kVec < 4 ? 4 : sizeof(T) * kVec) Vector {
 // A vector of a row whose first element is at `place`; elements outside of the row, which belong to its neighbours, are
 // 0 and not read.
 template <class T, int kVec>
-__device__ Vector<T, kVec> LoadPart(const T* row, int64_t place, int64_t size) {
-  if constexpr (kVec > 1) {
-    if (place >= 0 && place + kVec <= size) return LoadOnce<Vector<T, kVec>>(row + place);
-  }
+__device__ Vector<T, kVec> LoadPart(const T* row, int64_t place, int64_t size, bool aligned) {
+  if (aligned && place >= 0 && place + kVec <= size) return LoadOnce<Vector<T, kVec>>(row + place);
   Vector<T, kVec> vector{};
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
@@ -101,8 +102,8 @@ __device__ uint32_t LoadMask(const uint8_t* row, int64_t place, int64_t size) {
 }
 
 template <class T, int kVec>
-__device__ void StorePart(T* row, int64_t place, int64_t size, const Pack<T, kVec>& pack) {
-  if (place >= 0 && place + kVec <= size) {
+__device__ void StorePart(T* row, int64_t place, int64_t size, bool aligned, const Pack<T, kVec>& pack) {
+  if (aligned && place >= 0 && place + kVec <= size) {
     StoreOnce(row + place, pack);
     return;
   }
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__((kThreadsFor<T, kLanes, kPacks>), (kResidentTh
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int64_t place = (lane + k * kLanes) * kVec - lead;
-      grad[k] = LoadPart<T, kVec>(params.grad_output + row.begin, place, size);
-      y[k] = LoadPart<T, kVec>(params.y + row.begin, place, size);
+      grad[k] = LoadPart<T, kVec>(params.grad_output + row.begin, place, size, params.aligned);
+      y[k] = LoadPart<T, kVec>(params.y + row.begin, place, size, params.aligned);
     }
     if (params.mask != nullptr) {
 #pragma unroll
@@ -181,17 +182,17 @@ __global__ void __launch_bounds__((kThreadsFor<T, kLanes, kPacks>), (kResidentTh
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int64_t place = (lane + k * kLanes) * kVec - lead;
-      StorePart(params.out + row.begin, place, size, Gradient(grad[k], y[k], mask[k], r, params.scale));
+      StorePart(params.out + row.begin, place, size, params.aligned, Gradient(grad[k], y[k], mask[k], r, params.scale));
     }
   }
 }
 
 constexpr int kLongThreads = 512;
 
-// A row to a block, which reads it twice, the second time out of the cache; for rows too long to hold, and for tensors
-// that begin at odd addresses.
-template <class T, int kVec>
+// A row to a block, which reads it twice, the second time out of the cache; for rows too long to hold.
+template <class T>
 __global__ void __launch_bounds__(kLongThreads) LongRows(const __grid_constant__ Params<T> params) {
+  constexpr int kVec = kWidest<T>;
   for (int64_t index = blockIdx.x; index < params.rows; index += gridDim.x) {
     const Row row = RowAt(params, index);
     const T* grad = params.grad_output + row.begin;
@@ -201,16 +202,17 @@ __global__ void __launch_bounds__(kLongThreads) LongRows(const __grid_constant__
     double sum = 0;
 #pragma unroll 4
     for (int64_t place = first; place < params.size; place += kLongThreads * kVec) {
-      sum += Dot(LoadPart<T, kVec>(grad, place, params.size), LoadPart<T, kVec>(y, place, params.size));
+      sum += Dot(LoadPart<T, kVec>(grad, place, params.size, params.aligned),
+                 LoadPart<T, kVec>(y, place, params.size, params.aligned));
     }
     const float r = static_cast<float>(SumOverBlock<kLongThreads>(sum));
 #pragma unroll 2
     for (int64_t place = first; place < params.size; place += kLongThreads * kVec) {
       uint32_t mask = 0;
       if (params.mask != nullptr) mask = LoadMask<kVec>(params.mask + row.mask_begin, place, params.size);
-      StorePart(params.out + row.begin, place, params.size,
-                Gradient(LoadPart<T, kVec>(grad, place, params.size), LoadPart<T, kVec>(y, place, params.size), mask, r,
-                         params.scale));
+      StorePart(params.out + row.begin, place, params.size, params.aligned,
+                Gradient(LoadPart<T, kVec>(grad, place, params.size, params.aligned),
+                         LoadPart<T, kVec>(y, place, params.size, params.aligned), mask, r, params.scale));
     }
   }
 }
@@ -244,9 +246,7 @@ Status RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const Queue& queue)
   }
 
   constexpr int kVec = kWidest<T>;
-  if (!IsAligned(params.grad_output) || !IsAligned(params.y) || !IsAligned(params.out)) {
-    return Launch(queue, LongRows<T, 1>, params.rows, kLongThreads, params);
-  }
+  params.aligned = IsAligned(params.grad_output) && IsAligned(params.y) && IsAligned(params.out);
   // Rows that do not fill whole vectors may begin inside one and so reach over one more.
   const int64_t vectors = CeilDiv(params.size, kVec) + (params.size % kVec != 0);
   if (vectors <= 8) return StartHeld<T, 8, 1>(params, queue);
@@ -265,7 +265,7 @@ Status RunTyped(const ScaledMaskedSoftmaxBackwardArgs& args, const Queue& queue)
     if (vectors <= 512) return StartHeld<T, 128, 4>(params, queue);
     if (vectors <= 1024) return StartHeld<T, 256, 4>(params, queue);
   }
-  return Launch(queue, LongRows<T, kVec>, params.rows, kLongThreads, params);
+  return Launch(queue, LongRows<T>, params.rows, kLongThreads, params);
 }
 
 }  // namespace
