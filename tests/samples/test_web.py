@@ -78,9 +78,14 @@ def attention() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 Make = Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer]]
 
 
-def trained(make: Make, steps: int, dtype: torch.dtype) -> list[float]:
-    """The losses of PyTorch."""
+def trained(make: Make, steps: int, dtype: torch.dtype, moved: int | None = None) -> list[float]:
+    """The losses of PyTorch; `moved` is the seed of moves of the parameters by up to one rounding of float32."""
     module, optimizer = make()
+    if moved is not None:
+        numbers = torch.Generator().manual_seed(moved)
+        for parameter in module.parameters():
+            moves = 2 * torch.rand(parameter.shape, generator=numbers) - 1
+            parameter.data.mul_(1 + torch.finfo(torch.float32).eps * moves)
     module.to(dtype)
     losses = []
     for images, labels in batches(steps):
@@ -93,13 +98,18 @@ def trained(make: Make, steps: int, dtype: torch.dtype) -> list[float]:
 
 
 def assert_trained(losses: list[float], make: Make = cnn, step: str = "step.onnx") -> TrainingSession:
-    """Assert that losses, and those of a session, are as near to those in float64 as PyTorch's; return the session."""
-    exact, native = (np.array(trained(make, len(losses), dtype)) for dtype in (torch.float64, torch.float32))
+    """Assert that losses, and those of a session, are as near to those in float64 as PyTorch's; return the session.
+
+    Two values in a window of max pooling may be equal but for rounding, which decides where the gradient goes. From then
+    on losses differ by far more than roundings, so PyTorch starts from moved parameters as well.
+    """
+    exact = np.array(trained(make, len(losses), torch.float64))
+    native = np.array([trained(make, len(losses), torch.float32, seed) for seed in (None, *range(8))])
     session = TrainingSession(MODEL / step)
     python = np.array([session.step(*batch) for batch in batches(len(losses))])
-    bound = 4 * np.abs(native - exact).max()
-    assert np.abs(python - exact).max() <= bound
-    assert np.abs(losses - exact).max() <= bound
+    bound = 4 * (np.maximum.accumulate(np.abs(native - exact).max(0)) + np.finfo(np.float32).eps * exact)
+    assert (np.abs(python - exact) <= bound).all()
+    assert (np.abs(losses - exact) <= bound).all()
     return session
 
 
