@@ -574,6 +574,38 @@ def test_known_true() -> None:
     program.module()(torch.ones(5, 3), torch.ones(6, 3))
 
 
+def test_has_result() -> None:
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ops.aten._assert_async.msg(x.sum() > 0, "positive")
+            return x + 1.0
+
+    with needed("OpOverload._schema.returns", "leave out operators that raised an error"):
+        program = torch.export.export(Checked(), (torch.ones(2),))
+        found = {str(node.target): private.has_result(node) for node in program.graph.nodes}
+        assert found["aten.add.Tensor"] and not found["aten._assert_async.msg"]
+        assert not found["output"]
+
+
+def test_may_be_zero() -> None:
+    found: dict[str, bool] = {}
+
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [torch.where(x > index)[0] for index in range(4)]
+            x = x[rows[0]].sum() + x[rows[1]][0] + x[rows[2]].sum()
+            torch._check(rows[3].shape[0] == rows[2].shape[0])  # type: ignore[no-untyped-call]
+            found.update(zip("abcd", (private.may_be_zero(one.shape[0]) for one in rows), strict=True))
+            found["number"] = private.may_be_zero(3)
+            return x
+
+    with needed(
+        "ShapeEnv.var_to_range, deferred_runtime_asserts", "leave out rounds of loops in which nothing is found"
+    ):
+        torch.export.export(Chosen(), (torch.arange(6.0),), strict=False)
+        assert found == {"a": True, "b": False, "c": True, "d": True, "number": True}
+
+
 def test_remember_item() -> None:
     with needed("FakeTensor.item_memo", "follow sizes that are computed by tensors"):
 

@@ -98,10 +98,10 @@ def trained(make: Make, steps: int, dtype: torch.dtype, moved: int | None = None
 
 
 def assert_trained(losses: list[float], make: Make = cnn, step: str = "step.onnx") -> TrainingSession:
-    """Assert that losses, and those of a session, are as near to those in float64 as PyTorch's; return the session.
+    """Assert that losses, and those of a session, are as near to float64 as PyTorch's; return the session.
 
-    Two values in a window of max pooling may be equal but for rounding, which decides where the gradient goes. From then
-    on losses differ by far more than roundings, so PyTorch starts from moved parameters as well.
+    Two values in a window of max pooling may be equal but for rounding, which decides where the gradient goes. From
+    then on losses differ by far more than roundings, so PyTorch starts from moved parameters as well.
     """
     exact = np.array(trained(make, len(losses), torch.float64))
     native = np.array([trained(make, len(losses), torch.float32, seed) for seed in (None, *range(8))])

@@ -180,8 +180,7 @@ def _exported(
         parts.begin("tracing")
         taken = branches.branches_of(step)
         if taken.selections.codes:
-            with branches.both_sides(step, taken):
-                native = step.run()
+            native = branches.run_both_sides(step, taken)
         with verifying.traced_as_run(step):
             program, returned = tracing.forward_program(
                 step, native, shapes, taken, sizes, fuse=fuse, evaluation=evaluation

@@ -192,6 +192,12 @@ def is_mutable(overload: Any) -> bool:
     return bool(overload._schema.is_mutable)
 
 
+def has_result(node: torch.fx.Node) -> bool:
+    """Tell whether a node of a traced program calls an operator that returns something."""
+    target: Any = node.target
+    return node.op == "call_function" and is_operator(target) and bool(target._schema.returns)
+
+
 def schema_arguments(schema: str) -> list[Any]:
     """Parse the schema of an operator, and return its arguments, each with `name`, `type` and `default_value`."""
     return list(torch._C.parse_schema(schema).arguments)
@@ -324,6 +330,23 @@ def assume(condition: Any) -> None:
 def expression(size: Any) -> Any:
     """Return what a size is by the symbols of a traced program, which can be compared; a number is itself."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def may_be_zero(size: Any) -> bool:
+    """Tell whether tracing has assumed nothing of a size that would not hold if what is found were nothing."""
+    if not isinstance(size, torch.SymInt):
+        return True
+    environment = size.node.shape_env
+    found = [symbol for symbol in size.node.expr.free_symbols if environment.is_unbacked_symint(symbol)]
+    for symbol in found:
+        asserted = [one.expr for one in environment.deferred_runtime_asserts.get(symbol, ())]
+        holds = [
+            one.xreplace(dict.fromkeys(filter(environment.is_unbacked_symint, one.free_symbols), 0)) for one in asserted
+        ]
+        # A condition may be neither true nor false.
+        if environment.var_to_range[symbol].lower > 0 or not all(one == True for one in holds):  # noqa: E712
+            return False
+    return True
 
 
 def storage(tensor: Tensor) -> int:

@@ -35,9 +35,9 @@ from gradfuse.export import dropout, explaining, host_draws
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.reporting import WHO, refusal
-from gradfuse.export.selections import CannotSelectError, Selections
+from gradfuse.export.selections import CannotSelectError, Decisions, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
-from gradfuse.export.torch_step import TRIED_SEED, TorchStep
+from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
@@ -63,6 +63,11 @@ _KEEPS = frozenset(
 
 _ASKS = (torch.Tensor.__bool__, torch.Tensor.item)
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
+
+_TRIALS = 6
+"""So often a loop leaves out some of its rounds at random, to compare."""
+_ROUNDINGS = 64
+"""By how many a sum may differ in which zeros are added."""
 
 _MOST = 64
 """More branches than that are not looked at one by one."""
@@ -117,6 +122,7 @@ def branches_of(step: TorchStep) -> Branches:
             f"expected torch's random numbers or none{_settings(step)}"
         )
     chances = _of_chance(step, observed, none)
+    looped = set(map(_text, observed.looped))
     selections, observed = _selected(step, observed)
     decided = {
         place: answers[0]
@@ -128,7 +134,9 @@ def branches_of(step: TorchStep) -> Branches:
         decided=decided,
         open=tuple(map(_text, left)),
         random=tuple(_text(place) for place in left if "random" in observed.asked[place][1]),
-        found=frozenset(place for place, counts in observed.found.items() if all(counts)),
+        found=frozenset(
+            place for place, counts in observed.found.items() if all(counts) and _text(place) not in looped
+        ),
         selections=selections,
         chances=frozenset(chances),
         items=frozenset(observed.items),
@@ -149,12 +157,15 @@ def _selected(step: TorchStep, observed: _Observed) -> tuple[Selections, _Observ
         observed: what its own functions ask, which is returned where their branches have no such form.
     """
     selections, last = Selections(), observed
-    written: Sequence[frozenset[str]] = ()
+    written: Sequence[Written] = ()
     try:
         for _ in range(_ROUNDS):
-            places = _of_chance(step, last, selections)
+            places = [*_of_chance(step, last, selections), *last.loops]
             if not places:
-                return selections.surveyed(written), last
+                selections = selections.surveyed(written)
+                if observed.loops and not _leave_out_alike(step, selections):
+                    break
+                return selections, last
             selections = selections.including(step, [(code, _line((code, offset))) for code, offset in places])
             last = _Observed(items=observed.takes_items)
             written = _run(step, last, selections)
@@ -164,13 +175,50 @@ def _selected(step: TorchStep, observed: _Observed) -> tuple[Selections, _Observ
     return Selections(), observed
 
 
+def _leave_out_alike(step: TorchStep, selections: Selections) -> bool:
+    """Whether what a loop leaves out by selections is as if it had no such rounds, with the real tensors of the batch.
+
+    A round may write where no selection is seen, as into objects of its own.
+    """
+    compared = False
+    for seed in range(_TRIALS):
+        outcomes = []
+        for skips in (True, False):
+            try:
+                with (
+                    dropout.EqualDropout(step.state.get(DROPOUT_SEED)),
+                    host_draws.as_tensors(),
+                    selections.installed(step, Trial(seed, skips)) as decisions,
+                ):
+                    outcomes.append(_forward(step))
+            except Exception:
+                # A user's module may raise anything where nothing is found.
+                if skips:
+                    break
+                raise
+        else:
+            (value, after), (other, others) = outcomes
+            pairs = [(value, other), *((after[name], others[name]) for name in after)]
+            if not all(_are_close(*pair) for pair in pairs):
+                return False
+            compared |= decisions.left_out > 0
+    return compared
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    largest = float(torch.nan_to_num(a.detach()).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=_ROUNDINGS * torch.finfo(a.dtype).eps * largest, equal_nan=True)
+
+
 def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
     """Return seeds with which PyTorch takes both ways of the branches on random numbers, each of them if possible.
 
     Raises:
         ExportError: one place in the code takes the same way with all seeds that were tried.
     """
-    if not branches.selections.codes:
+    if not branches.chances:
         return [TRIED_SEED]
     ways: dict[int, set[tuple[Place, int, bool]]] = {}
     seen: set[tuple[Place, int, bool]] = set()
@@ -221,7 +269,7 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
     if where in branches.random:
         text, advice = "a random number", f"a module that always computes the same{_settings(step)}"
     elif where not in branches.open:
-        if not private.is_about_data(error):
+        if not private.is_about_data(error) and not isinstance(error, CannotSelectError):
             return
         text = "numbers that it takes out of tensors"
         advice = "sizes and branches that follow from shapes, or from buffers of the module that no step changes"
@@ -255,15 +303,25 @@ def answered(
     fixed = [
         (state[name], step.state[name]) for name in step.buffers if name not in changed and is_fixed(step.state[name])
     ]
-    with _symbolic_len(step), private.idle_conversions(), both_sides(step, branches), _Decided(branches, fixed):
-        yield
+    with _symbolic_len(step), private.idle_conversions(), both_sides(step, branches) as decisions:
+        with _Decided(branches, fixed, decisions):
+            yield
 
 
 @contextlib.contextmanager
-def both_sides(step: TorchStep, branches: Branches) -> Iterator[None]:
-    """Let a module compute both sides of what it decides by random numbers."""
-    with host_draws.as_tensors(), branches.selections.installed(step), _Items(branches.items):
-        yield
+def both_sides(step: TorchStep, branches: Branches) -> Iterator[Decisions]:
+    """Let a module compute both sides of what it decides by random numbers, or does for what it finds."""
+    with host_draws.as_tensors(), branches.selections.installed(step) as decisions, _Items(branches.items):
+        yield decisions
+
+
+def run_both_sides(step: TorchStep, branches: Branches) -> Outcome:
+    """Run a step in PyTorch with both sides of what it decides; the outcome counts the dropouts of both."""
+    # What a side has saved for its gradient is put back for the other one.
+    saved = torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
+    with both_sides(step, branches) as decisions, saved:
+        outcome = step.run()
+    return dataclasses.replace(outcome, dropouts=outcome.dropouts + decisions.found.undrawn)
 
 
 class _Items(TorchFunctionMode):
@@ -285,9 +343,10 @@ class _Decided(TorchFunctionMode):
     Sizes that are computed by tensors stay sizes. What the same mask selects has one size.
     """
 
-    def __init__(self, branches: Branches, fixed: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, branches: Branches, fixed: Sequence[tuple[Tensor, Tensor]], decisions: Decisions) -> None:
         super().__init__()
         self._branches = branches
+        self._decisions = decisions
         self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
         self._sizes = SizesInTensors()
         self._fixed = FixedNumbers(fixed)
@@ -309,7 +368,7 @@ class _Decided(TorchFunctionMode):
             _, count = self._selected.setdefault(key, (args[1], result.shape[0]))
             if count is not result.shape[0]:
                 private.assume(result.shape[0] == count)
-        if place in self._branches.found and isinstance(result, Tensor):
+        if place in self._branches.found and isinstance(result, Tensor) and not self._decisions.open:
             private.assume(result.shape[0] > 0)
             self._branches.assumed.add(place)
         return result
@@ -324,6 +383,8 @@ class _Observed(TorchFunctionMode):
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
+        loops: where code loops over what `nonzero` finds in a vector.
+        looped: where that `nonzero` is.
         found: place of a `nonzero` -> whether it found something, each time.
         items: where random numbers are taken out of tensors, and stay tensors.
     """
@@ -332,11 +393,15 @@ class _Observed(TorchFunctionMode):
         super().__init__()
         self.asked: dict[Place, tuple[list[bool], set[str]]] = {}
         self.found: dict[Place, list[bool]] = {}
+        self.loops: set[Place] = set()
+        self.looped: set[Place] = set()
         self.items: set[Place] = set()
         self.takes_items = items
         self._turned = turned
         # With the tensor itself, so that no other gets its id.
         self._kinds: dict[int, tuple[str, Any]] = {}
+        self._vectors = Found()
+        self._found_in: dict[int, Place] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -344,7 +409,12 @@ class _Observed(TorchFunctionMode):
         if func is torch.Tensor.item and known == {"random"} and self.takes_items and _is_inexact(args[0]):
             self.items.add(_caller())
             func = _as_item
-        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.unbind and (vector := self._vectors.vector(args[0])) is not None:
+            if (place := _looping()) is not None:
+                self.loops.add(place)
+                self.looped.add(self._found_in[id(vector)])
+        with self._vectors:
+            result = func(*args, **(kwargs or {}))
         kind = None
         if name in _FINITE:
             kind = "finite"
@@ -360,6 +430,8 @@ class _Observed(TorchFunctionMode):
             return not result if place == self._turned else result
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(_caller(), []).append(result.shape[0] > 0)
+        if name in ("nonzero", "where"):
+            self._found_in[id(args[0])] = _caller()
         if kind is not None:
             self._kinds[id(result)] = kind, result
         return result
@@ -403,7 +475,7 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.dtype == torch.bool
 
 
-def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[frozenset[str]]:
+def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[Written]:
     """Run the forward pass, and let a mode observe it; return what the sides of selections write."""
     seeded = SeededDropout(step.state.get(DROPOUT_SEED))
     with seeded, host_draws.as_tensors(), observed, selections.installed(step) as decisions:
@@ -411,8 +483,8 @@ def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[f
     return decisions.written
 
 
-def _forward(step: TorchStep) -> None:
-    """Run the forward pass on copies of all tensors."""
+def _forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run the forward pass on copies of all tensors; return the loss and the buffers afterwards."""
 
     def copies(tensors: Any) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in tensors]
@@ -421,7 +493,8 @@ def _forward(step: TorchStep) -> None:
     for name in step.trainable:
         state[name].requires_grad_()
     with lengths_as_tensors():
-        step.apply(state, copies(step.inputs), copies(step.targets))
+        value, after = step.apply(state, copies(step.inputs), copies(step.targets))
+    return value.detach(), {name: tensor.detach() for name, tensor in after.items()}
 
 
 def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:
@@ -446,6 +519,14 @@ def _caller() -> Place:
         assert frame.f_back is not None
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
+
+
+def _looping() -> Place | None:
+    """Return where the loop is over the tensor that is split into its rows; None: it is no loop."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.Tensor.__iter__.__code__:
+        frame = frame.f_back
+    return None if frame is None or frame.f_back is None else (frame.f_back.f_code, frame.f_back.f_lasti)
 
 
 def _last(traceback: TracebackType | None) -> TracebackType | None:

@@ -111,6 +111,12 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return uniform(self.seed, self.count - 1, like)
 
 
+class EqualDropout(SeededDropout):  # type: ignore[no-untyped-call]
+    """Draw the same numbers for all draws of one shape."""
+
+    count = property(lambda self: 0, lambda self, value: None)
+
+
 def mask(seed: int, layer: int, input: Tensor, p: float) -> Tensor:
     """Return which elements of `input` the `layer`-th draw of a step keeps: booleans in its shape."""
     return ((_words(seed, layer, input) >> 1) >= draws.threshold(p)).view(input.shape)

@@ -19,8 +19,8 @@ _MOST, _MOST_FRACTIONS = 4096, 64
 """Tensors with more whole numbers, or with more fractions, are no settings."""
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential", "empty")
-_ASKS = frozenset("tolist item __bool__ __int__ __index__ __float__".split())
-"""Functions that give Python's numbers."""
+_ASKS = frozenset("tolist item __bool__ __int__ __index__ __float__ __format__".split())
+"""Functions that give Python's numbers, or their text."""
 _MAKERS = frozenset("tensor as_tensor arange zeros ones full".split())
 """Functions that make tensors of Python's numbers."""
 _OF_ANY_SIZE = frozenset("nonzero argwhere where unique repeat_interleave masked_select __getitem__".split())

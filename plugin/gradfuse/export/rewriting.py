@@ -10,7 +10,12 @@
             x = _decision["x"]
 
 `not`, `and`, `or` and conditional expressions of such statements become calls. Where a side ends its round of a loop,
-or the function, what follows becomes part of the other side. All else of a function stays, and so do its lines.
+or the function, what follows becomes part of the other side. `for index in found: ...` becomes
+
+    for _chosen, index in gradfuse_decisions.candidates(found):
+        if _chosen: ...
+
+with such an `if`, which may fail for what is never found. All else of a function stays, and so do its lines.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import ast
 import copy
 import functools
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 
 HELPER = "gradfuse_decisions"
@@ -131,6 +136,8 @@ class _Rewriter:
             handler.body = self._block(handler.body)
         if not asked:
             return [statement]
+        if isinstance(statement, ast.For):
+            return [self._over_candidates(statement)]
         if isinstance(statement, ast.If):
             statement.test = _Expressions().visit(statement.test)
             return self._both_sides(statement)
@@ -140,7 +147,22 @@ class _Rewriter:
             statement.value = _Expressions().visit(statement.value)
         return [statement]
 
-    def _both_sides(self, statement: ast.If) -> list[ast.stmt]:
+    def _over_candidates(self, statement: ast.For) -> ast.For:
+        self._made += 1
+        chosen = f"_gradfuse_chosen_{self._made}"
+        test = _located(_name(chosen), statement.target)
+        body: list[ast.stmt] = [ast.copy_location(ast.If(test, statement.body, []), statement)]
+        if _holds(body[0], ast.Continue):
+            body = self._without_continues(body)
+        statement.body = [
+            new for one in body for new in (self._both_sides(one, may_fail=True) if isinstance(one, ast.If) else [one])
+        ]
+        target = ast.Tuple([_name(chosen, ast.Store()), statement.target], ast.Store())
+        statement.target = _located(target, statement.target)
+        statement.iter = _located(_call_of(HELPER, "candidates", statement.iter), statement.iter)
+        return statement
+
+    def _both_sides(self, statement: ast.If, *, may_fail: bool = False) -> list[ast.stmt]:
         inside = [*statement.body, *statement.orelse]
         if any(_holds(node, ast.Return) for node in inside) or any(
             isinstance(node, (ast.Break, ast.Continue)) for node in _of_loop(inside)
@@ -161,7 +183,12 @@ class _Rewriter:
             for one in names
         ]
         left = ast.If(_call_of(decision, "leave", scope), restored or [ast.Pass()], [])
-        sides = ast.If(_name(side), statement.body or [ast.Pass()], statement.orelse)
+        first = statement.body or [ast.Pass()]
+        if may_fail:
+            errors = ast.Tuple([_name("IndexError"), _name("KeyError")], ast.Load())
+            failed = ast.ExceptHandler(errors, None, [ast.Expr(_call_of(decision, "failed"))])
+            first = [ast.Try(first, [failed], [], [])]
+        sides = ast.If(_name(side), first, statement.orelse)
         loop = ast.For(_name(side, ast.Store()), _name(decision), [sides, left], [])
         new: list[ast.stmt] = [ast.Assign([_name(decision, ast.Store())], begin), loop]
         for one in (new[0], loop, sides, left, *restored):
@@ -201,13 +228,32 @@ class _Rewriter:
         return new
 
 
+_OPERATORS: Mapping[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.MatMult: "matmul",
+    ast.Div: "truediv",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.Pow: "pow",
+    ast.LShift: "lshift",
+    ast.RShift: "rshift",
+    ast.BitAnd: "and",
+    ast.BitOr: "or",
+    ast.BitXor: "xor",
+}
+"""By the names of their methods, without `__i` and `__`."""
+
+
 class _InPlace(ast.NodeTransformer):
-    """Turns `x += y` into `x = x + y`: what a variable holds must be there for the other side."""
+    """Turns `x += y` into calls: only tensors that are changed can be there again for the other side."""
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         if not isinstance(node.target, ast.Name):
             return node
-        value = _located(ast.BinOp(_name(node.target.id), node.op, node.value), node)
+        operator = ast.Constant(_OPERATORS[type(node.op)])
+        value = _located(_call_of(HELPER, "augmented", operator, _name(node.target.id), node.value), node)
         return ast.copy_location(ast.Assign([node.target], value), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -263,7 +309,7 @@ def _call_of(owner: str, method: str, *arguments: ast.expr) -> ast.Call:
 def _locate(new: ast.AST, old: ast.AST) -> None:
     """Put a node, and what it holds that has no place of its own, where another one is."""
     for node in ast.walk(new):
-        if isinstance(node, (ast.expr, ast.stmt)) and not hasattr(node, "lineno"):
+        if isinstance(node, (ast.expr, ast.stmt, ast.ExceptHandler)) and not hasattr(node, "lineno"):
             ast.copy_location(node, old)
 
 

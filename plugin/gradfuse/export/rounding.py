@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
 
@@ -29,6 +30,20 @@ _ARITHMETIC = frozenset(
     """.split()
 )
 _BACKWARD = "_backward"
+
+
+class WideConversions(TorchFunctionMode):
+    """Convert to float64 where code asks for float32.
+
+    A conversion of float32 to float32 is the tensor itself, and what is written into it is written into both.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if one is torch.float32 else one for one in args]
+        named = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
+        return func(*args, **named)
 
 
 class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,8 +2,10 @@
 
 A graph has no branches, but it can compute a layer and then take or leave its result. So functions that decide by a
 random number are rewritten while a step is traced (see `rewriting`): each decision runs both of its sides from the same
-values, and every variable that they bind becomes `torch.where` of both. What cannot be chosen so, as lists of another
-length or tensors of another shape, must not be used afterwards.
+values, and every variable that they bind or change in place becomes `torch.where` of both. What cannot be chosen so, as
+lists of another length or tensors of another shape, must not be used afterwards.
+
+A loop over what `nonzero` finds in a vector, such as the experts that got tokens, is a decision for each element.
 
 PyTorch draws no numbers for the side that it does not take. So a side is enclosed in two operators, from which the
 number of each draw follows. This module imports torch.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -21,10 +24,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout, rewriting
 from gradfuse.export.torch_step import TorchStep
+from gradfuse.training.step import DROPOUT_SEED
+
+_MOST_CANDIDATES = 256
+"""A loop over what is found among more elements is left alone."""
+
+_VECTORS = frozenset("flatten squeeze view reshape".split())
+"""Functions that may make a vector of the column of indices that `nonzero` finds."""
+
+_SELECTING = frozenset("nonzero argwhere where masked_select __getitem__ unique repeat_interleave".split())
+
+_DROPOUTS = frozenset(("dropout", "dropout_"))
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -50,18 +65,46 @@ class _Either:
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """What the sides of a decision change in place, by name.
+
+    Attributes:
+        buffers: buffers of the step.
+        variables: tensors that variables of the function hold.
+        fails: whether the first side is never taken, as it raises an error.
+    """
+
+    buffers: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
+    fails: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A run in which loops leave out some of what was found.
+
+    Attributes:
+        seed: determines which.
+        skips: whether they do so by leaving rounds out, as PyTorch does, or by selections.
+    """
+
+    seed: int
+    skips: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Selections:
     """Functions that compute both sides of what they decide by random numbers.
 
     Attributes:
         codes: the code of each -> the code that takes its place.
         lines: the code of each -> the lines in which it decides.
-        written: for each decision in turn the buffers that its sides write; None: it is to be found out.
+        written: for each decision in turn what its sides write; None: it is to be found out.
     """
 
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
     lines: Mapping[CodeType, frozenset[int]] = dataclasses.field(default_factory=dict)
-    written: tuple[frozenset[str], ...] | None = None
+    written: tuple[Written, ...] | None = None
 
     def including(self, step: TorchStep, places: Sequence[tuple[CodeType, int]]) -> Selections:
         """Return the same with decisions of a step in these lines of functions, which may be rewritten ones.
@@ -82,22 +125,24 @@ class Selections:
         }
         return Selections(codes, lines)
 
-    def surveyed(self, written: Sequence[frozenset[str]]) -> Selections:
-        """Return the same with the buffers that the sides of each decision write."""
+    def surveyed(self, written: Sequence[Written]) -> Selections:
+        """Return the same with what the sides of each decision write."""
         return dataclasses.replace(self, written=tuple(written))
 
     @contextlib.contextmanager
-    def installed(self, step: TorchStep) -> Iterator[_Decisions]:
+    def installed(self, step: TorchStep, trial: Trial | None = None) -> Iterator[Decisions]:
         """Let the functions compute both sides."""
         changed = [(function, function.__code__) for code in self.codes for function in _functions(code, step)]
         namespaces = [function.__globals__ for function, _ in changed]
-        decisions = _Decisions(step, self.written)
+        found = Found()
+        decisions = Decisions(step, self.written, found, trial)
         try:
             for namespace in namespaces:
                 namespace[rewriting.HELPER] = decisions
             for function, code in changed:
                 function.__code__ = self.codes[code]
-            yield decisions
+            with found:
+                yield decisions
         finally:
             for function, code in changed:
                 function.__code__ = code
@@ -138,15 +183,84 @@ _EMPTY = CellType()
 _HOLDERS = (FunctionType, MethodType, staticmethod, classmethod, property, type)
 
 
-class _Decisions:
+class Found(TorchFunctionMode):
+    """Knows of indices that `nonzero` has found in which vector.
+
+    Attributes:
+        undrawn: how many dropouts there were of nothing, for which PyTorch draws no numbers.
+        sizes: those of all that was selected by values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undrawn = 0
+        self.sizes: list[Any] = []
+        # With the indices themselves, so that no other tensor gets their id; written into, they are others.
+        self._vectors: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        vector = None
+        if name in _DROPOUTS and first is not None:
+            self.undrawn += _is_undrawn(*args, **(kwargs or {}))
+        if name == "nonzero" or (name == "where" and len(args) == 1 and not kwargs):
+            vector = first if first is not None and first.dim() == 1 else None
+        elif name in _VECTORS and isinstance(result, Tensor) and result.dim() == 1:
+            vector = self.vector(first)
+        indices = result[0] if isinstance(result, tuple) and result else result
+        if name in _SELECTING and isinstance(indices, Tensor):
+            self.sizes += indices.shape
+        if vector is not None and isinstance(indices, Tensor):
+            self._vectors[id(indices)] = indices, vector, (private.version(indices), private.version(vector))
+        return result
+
+    def vector(self, indices: Any) -> Tensor | None:
+        """Return the vector in which these indices were found; None: they are others, or it is long."""
+        if id(indices) not in self._vectors:
+            return None
+        _, vector, versions = self._vectors[id(indices)]
+        if (private.version(indices), private.version(vector)) != versions:
+            return None
+        size = vector.shape[0]
+        return vector if isinstance(size, int) and 0 < size <= _MOST_CANDIDATES else None
+
+
+def _is_undrawn(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
+) -> bool:
+    """Whether a dropout, with the arguments of either of PyTorch's functions, would draw if there were elements."""
+    drops = training if train is None else train
+    return drops and 0 < p < 1 and private.known_true(input.numel() == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """Whether a candidate is one of those that a loop is over."""
+
+    condition: Tensor
+
+
+class Decisions:
     """What rewritten functions call.
 
     Attributes:
-        written: for each decision that was made the buffers that its sides write; None: it is to be found out.
+        written: for each decision that was made what its sides write.
+        surveys: whether that is to be found out.
+        open: how many loops over what was found are within one of their rounds.
+        left_out: how many rounds a trial has left out.
     """
 
-    def __init__(self, step: TorchStep, written: Sequence[frozenset[str]] | None) -> None:
+    def __init__(
+        self, step: TorchStep, written: Sequence[Written] | None, found: Found, trial: Trial | None = None
+    ) -> None:
         self.step = step
+        self.left_out = 0
+        self._trial = trial
+        self._generator = None if trial is None else torch.Generator().manual_seed(trial.seed)
+        self.open = 0
+        self.found = found
         self.surveys = written is None
         self.written = [] if written is None else list(written)
         self._count = 0
@@ -154,16 +268,52 @@ class _Decisions:
     def begun(self) -> int:
         """Return the number of a decision that begins."""
         if self.surveys:
-            self.written.append(frozenset())
+            self.written.append(Written())
         self._count += 1
         return self._count - 1
 
     def buffers(self, number: int) -> Collection[str]:
         """Return the buffers that the sides of a decision may write."""
-        return self.step.buffers if self.surveys else self.written[number]
+        return self.step.buffers if self.surveys else self.written[number].buffers
+
+    def variables(self, number: int, before: Mapping[str, Any]) -> Collection[str]:
+        """Return the variables whose tensors the sides of a decision may change in place."""
+        return before.keys() if self.surveys else self.written[number].variables
+
+    def note(
+        self, number: int, *, buffers: Collection[str] = (), variables: Collection[str] = (), fails: bool = False
+    ) -> None:
+        """Note what a side has written, or that it fails."""
+        known = self.written[number]
+        self.written[number] = Written(
+            known.buffers.union(buffers), known.variables.union(variables), known.fails or fails
+        )
 
     def begin(self, test: Any, names: Sequence[str], before: Mapping[str, Any]) -> _Decision:
         return _Decision(self, test, names, before)
+
+    def candidates(self, found: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield what a loop is over, and ahead of each whether it is."""
+        vector = self.found.vector(found)
+        if vector is None:
+            yield from ((True, one) for one in found)
+            return
+        chosen = vector.detach() != 0
+        if self._generator is not None:
+            kept = torch.rand(len(chosen), generator=self._generator) < 0.5
+            self.left_out += int((chosen & ~kept).sum())
+            chosen = chosen & kept
+        for index in range(len(chosen)):
+            row = torch.tensor(index if found.dim() == 1 else [index])
+            if self._trial is None or not self._trial.skips:
+                yield _Chosen(chosen[index]), row
+            elif chosen[index]:
+                yield True, row
+
+    def augmented(self, name: str, value: Any, other: Any) -> Any:
+        """Return what `value += other` gives, for any operator; only tensors are changed in place."""
+        within = getattr(operator, f"__i{name}__" if isinstance(value, Tensor) else f"__{name}__")
+        return within(value, other)
 
     def negated(self, value: Any) -> Any:
         return value.logical_not() if isinstance(value, Tensor) else not value
@@ -189,15 +339,17 @@ class _Decision:
 
     Args:
         all: the decisions that it is one of.
-        test: a tensor of one element, for a selection; anything else is decided as Python does.
+        test: a tensor of one element or a candidate, for a selection; anything else is decided as Python does.
         names: the variables that the sides bind.
         before: all variables ahead of it.
     """
 
-    def __init__(self, all: _Decisions, test: Any, names: Sequence[str], before: Mapping[str, Any]) -> None:
+    def __init__(self, all: Decisions, test: Any, names: Sequence[str], before: Mapping[str, Any]) -> None:
         self._all = all
         self._step = all.step
-        self._test = test
+        self._draws = DROPOUT_SEED in all.step.state
+        self._of_candidate = isinstance(test, _Chosen)
+        self._test = test.condition if isinstance(test, _Chosen) else test
         self._names = names
         self._before = dict(before)
         self._values: Mapping[str, Any] = {}
@@ -212,26 +364,63 @@ class _Decision:
         self._condition = self._test.detach().reshape([]).bool()
         self._number = self._all.begun()
         self._buffers = {name: self._step.places[name][0].tensor() for name in self._all.buffers(self._number)}
+        held = {name: self._before.get(name) for name in self._all.variables(self._number, self._before)}
+        self._variables = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+        self._contents = {name: tensor.clone() for name, tensor in self._variables.items()}
+        self._of_first: dict[str, Tensor] = {}
+        self._failed = False
+        self._all.open += self._of_candidate
+        self._sizes = len(self._all.found.sizes)
         for side in (True, False):
             self._held = _held(self._before, self._step) if self._all.surveys else []
             self._copies = {name: tensor.clone() for name, tensor in self._buffers.items()}
             self._step.place(self._copies)
             self._taken = self._condition if side else self._condition.logical_not()
-            dropout.begin_side(self._taken)
+            if self._draws:
+                dropout.begin_side(self._taken)
             yield side
+
+    def failed(self) -> None:
+        """Take the error that is raised for one of a candidate that is never chosen, as PyTorch would raise it.
+
+        An error may come from what is empty as the candidate is not chosen in this batch. So it counts if it is raised
+        with the real tensors, and again while sizes are symbolic.
+        """
+        if not self._of_candidate or not (self._all.surveys or self._all.written[self._number].fails):
+            raise
+        if self._all.surveys and bool(self._condition):
+            raise
+        self._failed = True
 
     def leave(self, after: Mapping[str, Any]) -> bool:
         """End a side with these variables; return whether they are to be bound anew."""
         if not isinstance(self._test, Tensor):
             return False
-        dropout.end_side(self._taken)
-        if self._all.surveys and not _are_same(self._held, _held(self._before, self._step)):
+        if self._draws:
+            dropout.end_side(self._taken)
+        changed = self._changed()
+        if not self._sides and self._failed != self._all.written[self._number].fails:
+            if not self._all.surveys:
+                raise CannotSelectError("what is empty")
+            self._all.note(self._number, fails=True)
+        if self._all.surveys and not _are_same(self._held, _held(self._before, self._step), changed.values()):
             raise CannotSelectError("something that is changed in place")
         self._sides.append(({name: after[name] for name in self._names if name in after}, self._written()))
         if len(self._sides) == 1:
+            self._of_first = {} if self._failed else {name: tensor.clone() for name, tensor in changed.items()}
+            for name, tensor in changed.items():
+                tensor.copy_(self._contents[name])
             self._values = self._before
             return True
+        for name in {**self._of_first, **changed}:
+            tensor = self._variables[name]
+            tensor.copy_(self._chosen(name, self._of_first.get(name, self._contents[name]), tensor.clone()))
+        self._all.open -= self._of_candidate
+        if self._of_candidate and not all(map(private.may_be_zero, self._all.found.sizes[self._sizes :])):
+            raise CannotSelectError("what is empty")
         (first, one), (second, other) = self._sides
+        if self._failed:
+            first, one = second, other
         self._step.place(
             self._buffers
             | {
@@ -249,6 +438,19 @@ class _Decision:
     def __getitem__(self, name: str) -> Any:
         return self._values[name] if name in self._values else _Either(name)
 
+    def _changed(self) -> dict[str, Tensor]:
+        """Return the variables whose tensors a side has changed in place."""
+        if not self._all.surveys:
+            return self._variables
+        versions = {id(value): version for value, version in self._held}
+        changed = {
+            name: tensor
+            for name, tensor in self._variables.items()
+            if private.version(tensor) != versions[id(tensor)] or not torch.equal(tensor, self._contents[name])
+        }
+        self._all.note(self._number, variables=changed)
+        return changed
+
     def _written(self) -> dict[str, Tensor]:
         """Return the buffers that a side has written, as it left them."""
         after = {name: self._step.places[name][0].tensor() for name in self._buffers}
@@ -258,7 +460,7 @@ class _Decision:
                 for name, tensor in after.items()
                 if tensor is not self._copies[name] or not torch.equal(tensor, self._buffers[name])
             }
-            self._all.written[self._number] |= frozenset(after)
+            self._all.note(self._number, buffers=after)
         return after
 
     def _chosen(self, name: str, first: Any, second: Any) -> Any:
@@ -299,21 +501,26 @@ def _are_alike(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def _held(variables: Mapping[str, Any], step: TorchStep) -> list[Any]:
-    """Return what sides must leave as it is: versions of tensors, and what is in lists and modules."""
+def _held(variables: Mapping[str, Any], step: TorchStep) -> list[tuple[Any, int | None]]:
+    """Return what sides must leave as it is, in variables, lists and modules: objects, and versions of tensors."""
     modules = [one for one in (step.module, step.loss) if isinstance(one, torch.nn.Module)]
     held: list[Any] = []
     for value in (*variables.values(), *(vars(part) for one in modules for part in one.modules())):
         if isinstance(value, Tensor):
-            held += [value, private.version(value)]
+            held.append(value)
         elif isinstance(value, (list, set)):
             held += [value, *value]
         elif isinstance(value, dict):
             held += [value, *value.keys(), *value.values()]
-    return held
+    return [(one, private.version(one) if isinstance(one, Tensor) else None) for one in held]
 
 
-def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+def _are_same(
+    before: Sequence[tuple[Any, int | None]], after: Sequence[tuple[Any, int | None]], changed: Collection[Tensor]
+) -> bool:
+    """Whether all is as it was, but for what is in some tensors."""
+    known = {id(tensor) for tensor in changed}
     return len(before) == len(after) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(before, after, strict=True)
+        one is other and (version == now or id(one) in known)
+        for (one, version), (other, now) in zip(before, after, strict=True)
     )

@@ -93,7 +93,12 @@ def forward_program(
         given = (*arguments[:2], inputs, targets, *arguments[4:])
         watch = Watch(step.module) if shared else None
         with quiet(), sizes.noted():
-            return torch.export.export(_Traced(step, native, taken, watch), given, dynamic_shapes=dims), watch
+            program = torch.export.export(_Traced(step, native, taken, watch), given, dynamic_shapes=dims)
+        for node in reversed(program.graph.nodes):
+            # What raised an error has no value; see `selections`.
+            if private.has_result(node) and node.meta.get("val") is None and not node.users:
+                program.graph.erase_node(node)
+        return program, watch
 
     try:
         traced = trace(*arguments[2:4])

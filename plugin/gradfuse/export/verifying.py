@@ -25,7 +25,7 @@ from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
-from gradfuse.export.rounding import Rounding
+from gradfuse.export.rounding import Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.training import optimizers
@@ -157,6 +157,15 @@ class Truth:
         step = dataclasses.replace(self.step, state=self.step.state | state, inputs=inputs, targets=targets)
         return Truth.of(step, self.run(step, lambda tensor: tensor), self.run, self.free)
 
+    def _of_wide_conversions(self) -> Truth:
+        """Return the same with float64 for what the module converts to float32."""
+
+        def run(step: TorchStep, change: Callable[[Tensor], Tensor]) -> Arrays:
+            with WideConversions():
+                return self.run(step, change)
+
+        return Truth.of(self.step, self.own, run, self.free)
+
     def verify(self, model: onnx.ModelProto, which: str) -> None:
         """Compare a model with PyTorch in its own types and in float64.
 
@@ -218,9 +227,10 @@ class Truth:
         that, which decides nothing near a kink, and the change is taken 2^10 times; it is the median of three runs.)
         Gradients may differ by 8 roundings to float64 of the largest of them besides.
         What does not pass must pass with the decisions of whole numbers, such as the bucket of a distance, that the
-        model makes in its own types; or at parameters and a batch that are a thousandth larger or smaller: a constant
-        whose rounding moves an activation over a kink will not do so there. Without float64 kernels for the model, or a
-        float64 run of the module, nothing is compared; nor where the module itself rounds to a narrow type.
+        model makes in its own types; or if the module's own conversions to float32 give float64, as those of float32
+        round nothing; or at parameters and a batch that are a thousandth larger or smaller: a constant whose rounding
+        moves an activation over a kink will not do so there. Without float64 kernels for the model, or a float64 run of
+        the module, nothing is compared; nor where the module itself rounds to a narrow type.
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
             return
@@ -237,6 +247,10 @@ class Truth:
         except ExportError as error:
             with contextlib.suppress(GradfuseError):
                 self._judge_in_float64(self._with_own_decisions(model, which), which)
+                return
+            with contextlib.suppress(Exception):
+                # A user's module may raise anything.
+                self._of_wide_conversions()._judge_in_float64(results, which)
                 return
             for seed in range(bounds.OTHER_NUMBERS):
                 try:
