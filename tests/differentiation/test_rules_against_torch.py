@@ -315,6 +315,52 @@ def test_indices_that_are_negative_elsewhere() -> None:
     require_torchs(model, {**feeds, "i": pairs}, lambda a, i: a[i[:, 0] % 4, i[:, 1] % 3], ["a"])
 
 
+@pytest.mark.parametrize(
+    "data, column, spread, axis, by_rows",
+    [
+        ((4, 5, 6), (1, 5, 1), (1, 5, 6), 0, True),
+        ((4, 5, 6), (1, 3, 1), (1, 3, 6), 0, True),
+        ((4, 5, 6), (2, 1, 1), (2, 1, 6), 1, True),
+        ((4, 5, 6), (1, 1, 1), (4, 1, 6), 1, True),
+        ((4, 5, 6), (1, 1, 1), (1, 5, 6), 0, True),
+        ((4, 5, 6), (1, 1, 1), (1, 5, 1), 0, False),
+        ((4, 5, 6), (1, 5, 1), (1, 5, 4), 0, False),
+        ((4, 5, 6), (1, 5, 6), (1, 5, 6), 0, False),
+        ((4, 5, 6), (4, 5, 1), (4, 5, 1), 2, False),
+        ((4, 5, 6), (2, 5, 1), (2, 5, 6), 0, False),
+        ((4, 5, 6), (5, 1), (1, 5, 6), 0, False),
+        ((7, 6), (1, 1), (1, 6), 0, True),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_an_index_that_is_repeated_reads_rows(
+    data: tuple[int, ...],
+    column: tuple[int, ...],
+    spread: tuple[int, ...],
+    axis: int,
+    by_rows: bool,
+    named: bool,
+) -> None:
+    """Sizes of all but the last axis may be unknown."""
+    number = data[axis]
+    i = np.random.default_rng(0).integers(-number, number, column)
+    dims = ["N" if named and size == 5 else str(size) for size in data]
+    given = ["N" if named and size == 5 else str(size) for size in column]
+    model = model_of(
+        f"float[{', '.join(dims)}] a, int64[{', '.join(given)}] i",
+        f"s = Constant <value_ints = [{', '.join(map(str, spread))}]> () e = Expand(i, s) "
+        f"y = GatherElements <axis = {axis}> (a, e)",
+    )
+    expanded = [1] * (len(spread) - len(column)) + list(column)
+
+    def by_torch(a: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return torch.gather(a, axis, i.reshape(expanded).expand(spread) % number)
+
+    require_torchs(model, {**shaped(data), "i": i}, by_torch, ["a"])
+    nodes = [node.op_type for node in differentiate(model, ["a"], seeds={"y": "seed"}).graph.node]
+    assert ("ScatterND" in nodes) == by_rows
+
+
 @pytest.mark.parametrize("op, by_torch", [("ReduceMax", torch.amax), ("ReduceMin", torch.amin)])
 @pytest.mark.parametrize("keepdims", [0, 1])
 @pytest.mark.parametrize("axes", [[0], [1, 2], [-1], []])

@@ -17,6 +17,8 @@ from gradfuse.training.step import DROPOUT_SEED, TrainingStep
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
 WIDTH, EXPERTS = 6, 5
+SOME, ALL = 2, 40
+"""So many rows find some of the experts, and all of them."""
 
 
 class Experts(nn.Module):
@@ -102,6 +104,17 @@ class Rebound(Experts):
         return total * rounds
 
 
+class Ended(Experts):
+    """The last one that is found, of a variable that has a value before, and loops in loops."""
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        last = torch.tensor(-1)
+        for last in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero().flatten():
+            for row in (chosen[0] > last).nonzero():
+                x = x + self.of(int(last), x) * (1.0 + row)
+        return x * (1.0 + last)
+
+
 class Views(Experts):
     """Tensors that are changed in place, through views and by more than one name."""
 
@@ -126,8 +139,8 @@ def _exported(module: nn.Module, items: int = 3, fuse: bool = True) -> TrainingS
         return export_training_step(module, F.cross_entropy, _batch(items), dynamic_shapes=DYNAMIC, fuse=fuse)
 
 
-@pytest.mark.parametrize("items", [2, 40], ids=["some found", "all found"])
-@pytest.mark.parametrize("kind", [Added, Dropping, Stacked, Rebound, Views])
+@pytest.mark.parametrize("items", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some found", "all found"])
+@pytest.mark.parametrize("kind", [Added, Dropping, Stacked, Rebound, Ended, Views])
 def test_rounds_are_those_of_pytorch(kind: type[Experts], items: int) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -232,14 +245,24 @@ class Cleared(Experts):
         return total
 
 
+class Last(Experts):
+    """The last one that is found is used after the loop."""
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        total = x
+        for expert in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+            total = total + expert
+        return total * expert  # type: ignore[no-any-return]
+
+
 class Listed(Experts):
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         hit = F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero()
         return torch.stack([self.of(int(expert), x) for expert in hit]).sum(0)
 
 
-@pytest.mark.parametrize("items", [2, 40], ids=["some found", "all found"])
-@pytest.mark.parametrize("kind", [Noted, Counted, First, Broken, Cleared, Listed])
+@pytest.mark.parametrize("items", [pytest.param(SOME, marks=pytest.mark.long), ALL], ids=["some found", "all found"])
+@pytest.mark.parametrize("kind", [Noted, Counted, First, Broken, Cleared, Last, Listed])
 def test_what_no_selection_can_leave_out_is_refused(kind: type[Experts], items: int) -> None:
     torch.manual_seed(0)
     with pytest.raises(ExportError, match=r"numbers that it takes out of tensors what it computes, in \w+\.mixed"):

@@ -201,8 +201,6 @@ add(
     translations,
     {**TEXT, "labels": {0: "batch", 1: "target_length"}},
     {"SwitchTransformersForConditionalGeneration": SPARSE},
-    # It runs the experts that are chosen in a loop in Python.
-    refused="numbers that it takes out of tensors",
 )
 add(
     "encoders",

@@ -1129,8 +1129,6 @@ for name, axis in {
 
 # These choose by values what they compute, or have gradients of their own.
 for name, why in {
-    "DbrxForCausalLM": "numbers that it takes out of tensors",
-    "NllbMoeForConditionalGeneration": "numbers that it takes out of tensors",
     "Mistral3ForConditionalGeneration": "numbers that it takes out of tensors",
     "ReformerModelWithLMHead": "differs from PyTorch",
     "YosoForSequenceClassification": "differs from PyTorch",

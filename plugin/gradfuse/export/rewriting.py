@@ -12,8 +12,10 @@
 `not`, `and`, `or` and conditional expressions of such statements become calls. Where a side ends its round of a loop,
 or the function, what follows becomes part of the other side. `for index in found: ...` becomes
 
-    for _chosen, index in gradfuse_decisions.candidates(found):
-        if _chosen: ...
+    for _chosen, _candidate in gradfuse_decisions.candidates(found):
+        if _chosen:
+            index = _candidate
+            ...
 
 with such an `if`, which may fail for what is never found. All else of a function stays, and so do its lines.
 """
@@ -149,15 +151,18 @@ class _Rewriter:
 
     def _over_candidates(self, statement: ast.For) -> ast.For:
         self._made += 1
-        chosen = f"_gradfuse_chosen_{self._made}"
+        chosen, candidate = f"_gradfuse_chosen_{self._made}", f"_gradfuse_candidate_{self._made}"
         test = _located(_name(chosen), statement.target)
-        body: list[ast.stmt] = [ast.copy_location(ast.If(test, statement.body, []), statement)]
+        # Within the side: after the loop, it is the last one that was found.
+        bound = ast.Assign([statement.target], _located(_name(candidate), statement.target))
+        inside = [ast.copy_location(bound, statement.target), *statement.body]
+        body: list[ast.stmt] = [ast.copy_location(ast.If(test, inside, []), statement)]
         if _holds(body[0], ast.Continue):
             body = self._without_continues(body)
         statement.body = [
             new for one in body for new in (self._both_sides(one, may_fail=True) if isinstance(one, ast.If) else [one])
         ]
-        target = ast.Tuple([_name(chosen, ast.Store()), statement.target], ast.Store())
+        target = ast.Tuple([_name(chosen, ast.Store()), _name(candidate, ast.Store())], ast.Store())
         statement.target = _located(target, statement.target)
         statement.iter = _located(_call_of(HELPER, "candidates", statement.iter), statement.iter)
         return statement
