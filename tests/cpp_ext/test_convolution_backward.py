@@ -92,8 +92,51 @@ def test_many_channels_and_small_planes(
     check(batch, scaled, sizes, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups)
 
 
+@pytest.mark.parametrize("device", [CPU], indirect=True)
+@given(
+    batch=st.integers(4, 40),
+    groups=st.integers(1, 2),
+    channels=st.tuples(st.integers(8, 40), st.integers(8, 40)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 8), st.integers(1, 8)),
+    kernel=st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(*[st.integers(1, 3)] * 3),
+    padding=st.tuples(*[st.integers(0, 3)] * 6),
+    dilation=st.tuples(*[st.integers(1, 2)] * 3),
+    transposed=st.integers(0, 1),
+    dtype=st.sampled_from((torch.float32, torch.float64)),
+)
+@settings(max_examples=60, deadline=None)
+def test_many_items_of_small_planes(
+    batch: int,
+    groups: int,
+    channels: tuple[int, int],
+    sizes: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    transposed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Items are packed side by side there."""
+    for axis in range(3):
+        reach, pads = dilation[axis] * (kernel[axis] - 1) + 1, padding[axis] + padding[axis + 3]
+        size = (sizes[axis] - 1) * stride[axis] - pads + reach if transposed else sizes[axis] + pads - reach + 1
+        if size < 1:
+            return
+    scaled = (channels[0] * groups, channels[1] * groups)
+    check(
+        *(batch, scaled, sizes, kernel), dtype=dtype, threads=2, stride=stride, padding=padding, dilation=dilation,
+        transposed=transposed, groups=groups,
+    )  # fmt: skip
+
+
 LARGE: list[tuple[Any, ...]] = [
     (32, (16, 16), (32, 32), (3, 3), {"padding": (1,)}),
+    (32, (32, 32), (16, 16), (3, 3), {"padding": (1,)}),
+    (35, (64, 60), (9, 8), (3, 3), {"padding": (1,), "stride": (2,)}),
+    (130, (64, 64), (12, 12), (5, 5), {"padding": (2,)}),
+    (16, (32, 24), (3, 4, 5), (3, 3, 3), {"padding": (1,)}),
     (7, (40, 23), (17, 19), (3, 3), {"padding": (1,)}),
     (9, (24, 31), (16, 16), (1, 1), {}),
     (3, (33, 70), (20, 22), (1, 1), {"stride": (2,)}),
@@ -142,6 +185,7 @@ def test_large_on_cuda(described: tuple[Any, ...]) -> None:
         (2, (6, 6), (12, 11), (3, 3), {"padding": (1,), "stride": (2,), "groups": 6}),
         (2, (5, 7), (6, 7), (3, 3), {"padding": (1,), "transposed": 1}),
         (2, (5, 130), (9, 9), (3, 3), {"padding": (1,)}),
+        (16, (16, 20), (6, 7), (3, 3), {"padding": (1,)}),
         (2, (5, 130), (12, 11), (3, 3), {"padding": (1,), "stride": (2,)}),
     ],
     ids=str,

@@ -5,6 +5,7 @@
 
 #include "kernels/convolution_geometry.h"
 #include "kernels/cpu/convolution_direct.h"
+#include "kernels/cpu/convolution_items.h"
 #include "kernels/cpu/convolutions.h"
 #include "kernels/cpu/packed_loops.h"
 #include "kernels/cpu/packed_planes.h"
@@ -121,24 +122,13 @@ bool ProductsOfPlanes(const Geometry& g, const T* small, const T* large, T* out,
                                     length);
         }
       }
-      add_products(products, items * planes.size(), part, first == begin);
+      add_products(products, items * planes.size(), 1, part, first == begin);
     }
     if (!(check == 0)) findings.not_finite = true;
   });
   if (findings.no_memory) throw std::bad_alloc();
   if (findings.not_finite) return false;
-  if (slices > 1) {
-    constexpr int64_t kTask = 4096;
-    parallel(CeilDiv(filters, kTask), (slices + 1) * filters * static_cast<int64_t>(sizeof(T)), [&](int64_t task) {
-      const int64_t begin = task * kTask;
-      const int64_t end = std::min(filters, begin + kTask);
-      std::copy(sums.data() + begin, sums.data() + end, out + begin);
-      for (int64_t slice = 1; slice < slices; ++slice) {
-        const T* const from = sums.data() + slice * filters;
-        for (int64_t i = begin; i < end; ++i) out[i] += from[i];
-      }
-    });
-  }
+  if (slices > 1) AddSlices(sums.data(), slices, filters, out, parallel);
   return true;
 }
 
@@ -302,6 +292,7 @@ void GradWeight(const Geometry& g, const T* small, const T* large, T* out, const
   const bool by_channel = g.small_channels == 1 && g.large_channels == 1;
   const bool is_done = !CanPack(g)        ? false
                        : by_channel       ? ProductsOfChannels(g, small, large, out, parallel)
+                       : PaysByItems(g)   ? GradWeightOfItems(g, small, large, out, parallel)
                        : HasFewWindows(g) ? ProductsOfWindows(g, small, large, out, parallel)
                                           : ProductsOfPlanes(g, small, large, out, parallel);
   if (!is_done) direct::GradWeight(g, small, large, out, parallel);

@@ -6,6 +6,8 @@
 
 #include "kernels/convolution_geometry.h"
 #include "kernels/cpu/convolution_direct.h"
+#include "kernels/cpu/convolution_items.h"
+#include "kernels/cpu/convolution_tiles.h"
 #include "kernels/cpu/packed_loops.h"
 #include "kernels/cpu/packed_planes.h"
 #include "kernels/cpu/targets.h"
@@ -30,28 +32,9 @@ bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, co
   const auto pack = GRADFUSE_DISPATCH(PackRows<T>);
   const auto add_filters = GRADFUSE_DISPATCH(AddFilters<T>);
   const auto pack_filters = GRADFUSE_DISPATCH(PackFilters<T>);
-  const bool is_single = g.large_channels == 1;
-  const int64_t at_once = is_single ? 1 : kChannelsAtOnce;
-  const int64_t tiles = CeilDiv(g.large_channels, at_once);
-
-  // What a plane needs of the weights, for a whole tile and for the last.
-  std::vector<int64_t> order;
-  std::vector<int64_t> order_of_last;
-  std::vector<int64_t> plane_ends;
-  std::vector<std::vector<int64_t>> shifts_of_plane;
-  const int64_t channels_of_last = g.large_channels - (tiles - 1) * at_once;
-  for (int64_t plane = 0; plane < planes.count(); ++plane) {
-    shifts_of_plane.emplace_back();
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      if (planes.plane_of_tap(tap) != plane) continue;
-      shifts_of_plane.back().push_back(planes.shift_of_tap(tap));
-      for (int64_t channel = 0; channel < at_once; ++channel) {
-        order.push_back(channel * taps + tap);
-        order_of_last.push_back(channel < channels_of_last ? channel * taps + tap : -1);
-      }
-    }
-    plane_ends.push_back(static_cast<int64_t>(order.size()));
-  }
+  const FilterOrder order(g, planes);
+  const int64_t at_once = order.at_once();
+  const int64_t tiles = order.tiles();
 
   // As many items at once as fill some tiles of places, and fit the second-level cache.
   constexpr int64_t kPackedBytes = 512 << 10;
@@ -112,22 +95,13 @@ bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, co
           std::fill_n(channel_at(item, begin), (end - begin) * g.large_size, T{});
         }
       }
-      FilterTile<T> own{};
-      own.weights = weight + (group * g.small_channels * g.large_channels + begin) * taps;
-      own.pitch = g.large_channels * taps;
-      own.small_channels = g.small_channels;
-      own.count = (end - begin) * taps;
-      own.order = end - begin < at_once ? order_of_last.data() : order.data();
-      own.plane_ends = plane_ends.data();
-      own.plane_count = planes.count();
-      own.packed = weights.data();
-      check += pack_filters(own);
+      check += pack_filters(order.Tile(weight, group, tile, weights.data()));
       filters.weights = weights.data();
       for (int64_t plane = 0; plane < planes.count(); ++plane) {
-        const std::vector<int64_t>& shifts = shifts_of_plane[static_cast<size_t>(plane)];
+        const std::vector<int64_t>& shifts = order.ShiftsOf(plane);
         filters.shifts = shifts.data();
         filters.tap_count = static_cast<int64_t>(shifts.size());
-        add_filters(filters, is_single);
+        add_filters(filters, at_once == 1);
         filters.weights += g.small_channels * filters.tap_count * at_once;
         for (int64_t channel = begin; channel < end; ++channel) {
           for (int64_t item = 0; item < items; ++item) {
@@ -271,51 +245,6 @@ bool PaysByWindows(const Geometry& g) {
   if (g.small_channels < kFewestChannels) return false;
   return g.stride[2] > 1 || PackedPlanes(g).size() * 5 >= g.small_size * 6;
 }
-
-// The weights of a convolution by tile of channels of the small side: rows of (channel of the large side, place of the
-// kernel) as they are, and of a tile that is not full a copy with rows of zeros.
-template <class T>
-class WeightTiles {
- public:
-  WeightTiles(const Geometry& g, const T* weight)
-      : weight_(weight),
-        channels_(g.small_channels),
-        rows_(g.large_channels * g.kernel_size),
-        at_once_(channels_ == 1 ? 1 : kChannelsAtOnce) {
-    const int64_t left = channels_ % at_once_;
-    if (left == 0) return;
-    last_.resize(static_cast<size_t>(g.groups * at_once_ * rows_));
-    for (int64_t group = 0; group < g.groups; ++group) {
-      std::copy_n(weight + ((group + 1) * channels_ - left) * rows_, left * rows_,
-                  last_.data() + group * at_once_ * rows_);
-    }
-  }
-
-  int64_t at_once() const { return at_once_; }
-  int64_t count() const { return CeilDiv(channels_, at_once_); }
-  int64_t rows() const { return rows_; }
-  const T* Of(int64_t group, int64_t tile) const {
-    if ((tile + 1) * at_once_ > channels_) return last_.data() + group * at_once_ * rows_;
-    return weight_ + (group * channels_ + tile * at_once_) * rows_;
-  }
-
- private:
-  const T* weight_;
-  int64_t channels_;
-  int64_t rows_;
-  int64_t at_once_;
-  std::vector<T> last_;
-};
-
-template <class T>
-struct Finishes {
-  const T* bias;  // or null
-  bool relu;
-
-  Finish<T> Of(int64_t channel) const {
-    return {bias == nullptr ? T{} : bias[channel], relu ? T{} : -std::numeric_limits<T>::infinity()};
-  }
-};
 
 // A convolution of the large side: an element of the small one is the sum of weights times packed planes, shifted.
 // Weights meet zeros of the padding: returns whether all results are finite, and else they may be wrong.
@@ -510,12 +439,17 @@ bool PaysByPanel(const Geometry& g, const PackedPlanes& planes) {
 
 template <class T>
 void TransposedConvolution(const Geometry& g, const T* small, const T* weight, T* out, const ParallelFor& parallel) {
-  const bool by_loops = IsEmpty(g) || !CanPack(g);
-  if (!by_loops && PaysByWindows(g)) {
-    SumsOfWindows(g, small, weight, out, parallel);
-  } else if (by_loops || !SumsOfPlanes(g, small, weight, out, parallel)) {
-    direct::TransposedConvolution(g, small, weight, out, parallel);
+  if (!IsEmpty(g) && CanPack(g)) {
+    if (PaysByItems(g)) {
+      if (TransposedConvolutionOfItems(g, small, weight, out, parallel)) return;
+    } else if (PaysByWindows(g)) {
+      SumsOfWindows(g, small, weight, out, parallel);
+      return;
+    } else if (SumsOfPlanes(g, small, weight, out, parallel)) {
+      return;
+    }
   }
+  direct::TransposedConvolution(g, small, weight, out, parallel);
 }
 
 template <class T>
@@ -524,8 +458,9 @@ void Convolution(const Geometry& g, const T* large, const T* weight, const T* bi
   if (!IsEmpty(g) && CanPack(g)) {
     const PackedPlanes planes(g);
     const Finishes<T> finishes{bias, relu};
-    const bool is_finite = PaysByPanel(g, planes) ? SumsOfPanels(g, planes, large, weight, finishes, out, parallel)
-                                                  : SumsOfLarge(g, planes, large, weight, finishes, out, parallel);
+    const bool is_finite = PaysByItems(g)           ? ConvolutionOfItems(g, large, weight, finishes, out, parallel)
+                           : PaysByPanel(g, planes) ? SumsOfPanels(g, planes, large, weight, finishes, out, parallel)
+                                                    : SumsOfLarge(g, planes, large, weight, finishes, out, parallel);
     const int64_t weights = g.groups * g.small_channels * g.large_channels * g.kernel_size;
     const auto is_number = [](T one) { return one * 0 == 0; };
     if (is_finite || std::all_of(weight, weight + weights, is_number)) return;

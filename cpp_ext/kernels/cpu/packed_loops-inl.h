@@ -106,9 +106,17 @@ constexpr int kRows = 4;
 constexpr int kRows = 2;
 #endif
 
-// Adds the products of kTileRows rows with six columns, over `count` places, to sums.
+// Some places of a segment, or those of several segments.
+struct Places {
+  int64_t offset;
+  int64_t count;
+  int64_t segments;
+  int64_t segment_pitch;
+};
+
+// Adds the products of kTileRows rows with six columns, over some places, to sums.
 template <int kTileRows, class T>
-GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* columns, int64_t offset, int64_t count,
+GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* columns, const Places& places,
                              bool is_first, int64_t columns_there, T* sums, int64_t sums_pitch) {
   const TagOf<T> d;
   using V = hn::Vec<TagOf<T>>;
@@ -117,12 +125,12 @@ GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* c
   for (auto& line : sum) {
     for (V& one : line) one = hn::Zero(d);
   }
-  const T* const c0 = columns[0] + offset;
-  const T* const c1 = columns[1] + offset;
-  const T* const c2 = columns[2] + offset;
-  const T* const c3 = columns[3] + offset;
-  const T* const c4 = columns[4] + offset;
-  const T* const c5 = columns[5] + offset;
+  const T* const c0 = columns[0];
+  const T* const c1 = columns[1];
+  const T* const c2 = columns[2];
+  const T* const c3 = columns[3];
+  const T* const c4 = columns[4];
+  const T* const c5 = columns[5];
   const auto add = [&](int64_t i, auto at) HWY_ATTR {
     V row[kTileRows];
 #pragma GCC unroll 4
@@ -130,18 +138,22 @@ GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* c
       row[r] = Load(at, d, rows + r * row_pitch + i);
       KeepInRegister(row[r]);
     }
-    const T* const places[kColumns] = {c0 + i, c1 + i, c2 + i, c3 + i, c4 + i, c5 + i};
+    const T* const from[kColumns] = {c0 + i, c1 + i, c2 + i, c3 + i, c4 + i, c5 + i};
 #pragma GCC unroll 6
     for (int c = 0; c < kColumns; ++c) {
-      V column = Load(at, d, places[c]);
+      V column = Load(at, d, from[c]);
       KeepInRegister(column);
 #pragma GCC unroll 4
       for (int r = 0; r < kTileRows; ++r) sum[r][c] = hn::MulAdd(row[r], column, sum[r][c]);
     }
   };
-  int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) add(i, Whole());
-  if (i < count) add(i, Part{static_cast<size_t>(count - i)});
+  int64_t begin = places.offset;
+  for (int64_t segment = 0; segment < places.segments; ++segment, begin += places.segment_pitch) {
+    const int64_t end = begin + places.count;
+    int64_t i = begin;
+    for (; i + lanes <= end; i += lanes) add(i, Whole());
+    if (i < end) add(i, Part{static_cast<size_t>(end - i)});
+  }
   // A tile's sums lie one after the other, with nothing after the last.
   T flat[kTileRows * kColumns + 2];
   V none = hn::Zero(d);
@@ -161,14 +173,14 @@ GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* c
 }
 
 template <class T>
-GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t column, int64_t offset, int64_t count,
+GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t column, const Places& places,
                                bool is_first) {
-  const T* const rows = products.rows + row * products.row_pitch + offset;
+  const T* const rows = products.rows + row * products.row_pitch;
   const T* const* const columns = products.columns + column;
   const int64_t there = std::min<int64_t>(kColumns, products.column_count - column);
   T* const sums = products.sums + row * products.sums_pitch + column;
   const auto add = [&](auto tile_rows) HWY_ATTR {
-    AddTile<decltype(tile_rows)::value>(rows, products.row_pitch, columns, offset, count, is_first, there, sums,
+    AddTile<decltype(tile_rows)::value>(rows, products.row_pitch, columns, places, is_first, there, sums,
                                         products.sums_pitch);
   };
   switch (std::min<int64_t>(kRows, products.row_count - row)) {
@@ -180,26 +192,38 @@ GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t
   }
 }
 
-// The products of all rows with all columns over places [0, count), a part of them after the other, so that what tiles
-// share is in the cache. With is_first the sums are set, and else added to.
 template <class T>
-void AddProducts(const Products<T>& products, int64_t count, int64_t part, bool is_first) {
-  for (int64_t offset = 0; offset < count; offset += part) {
-    const int64_t places = std::min(part, count - offset);
-    const bool sets = is_first && offset == 0;
-    if (products.columns_first) {
-      for (int64_t column = 0; column < products.column_count; column += kColumns) {
-        for (int64_t row = 0; row < products.row_count; row += kRows) {
-          AddTileAt(products, row, column, offset, places, sets);
-        }
-      }
-    } else {
+void AddTiles(const Products<T>& products, const Places& places, bool is_first) {
+  if (products.columns_first) {
+    for (int64_t column = 0; column < products.column_count; column += kColumns) {
       for (int64_t row = 0; row < products.row_count; row += kRows) {
-        for (int64_t column = 0; column < products.column_count; column += kColumns) {
-          AddTileAt(products, row, column, offset, places, sets);
-        }
+        AddTileAt(products, row, column, places, is_first);
       }
     }
+  } else {
+    for (int64_t row = 0; row < products.row_count; row += kRows) {
+      for (int64_t column = 0; column < products.column_count; column += kColumns) {
+        AddTileAt(products, row, column, places, is_first);
+      }
+    }
+  }
+}
+
+// The products of all rows with all columns over places [0, count) of each segment, about `part` places after the
+// other, so that what tiles share is in the cache. With is_first the sums are set, and else added to.
+template <class T>
+void AddProducts(const Products<T>& products, int64_t count, int64_t segments, int64_t part, bool is_first) {
+  if (segments == 1) {
+    for (int64_t offset = 0; offset < count; offset += part) {
+      AddTiles(products, {offset, std::min(part, count - offset), 1, 0}, is_first && offset == 0);
+    }
+    return;
+  }
+  const int64_t together = std::max<int64_t>(1, part / count);
+  for (int64_t first = 0; first < segments; first += together) {
+    AddTiles(products,
+             {first * products.segment_pitch, count, std::min(together, segments - first), products.segment_pitch},
+             is_first && first == 0);
   }
 }
 
@@ -371,6 +395,123 @@ void CopyPanel(const Panel<T>& panel) {
       }
     }
   }
+}
+
+#if GRADFUSE_HAS_VECTORS
+// As many lanes as a block of items and places has each way.
+template <class T>
+using BlockTag = hn::FixedTag<T, 16 / sizeof(T)>;
+
+// Swaps rows and columns of a block.
+template <class D>
+GRADFUSE_INLINE void Transpose(D d, hn::Vec<D> (&block)[16 / sizeof(hn::TFromD<D>)]) {
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    const hn::RepartitionToWide<D> pairs;
+    const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, block[0], block[1]));
+    const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, block[0], block[1]));
+    const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, block[2], block[3]));
+    const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, block[2], block[3]));
+    block[0] = hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23));
+    block[1] = hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23));
+    block[2] = hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23));
+    block[3] = hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23));
+  } else {
+    const auto low = hn::InterleaveLower(d, block[0], block[1]);
+    block[1] = hn::InterleaveUpper(d, block[0], block[1]);
+    block[0] = low;
+  }
+}
+#endif
+
+// Packs rows of items side by side. Returns 0, or NaN if an element is not finite.
+template <class T>
+T PackItems(const ItemRows<const T, T>& rows) {
+  T check = 0;
+  int64_t n = 0;
+  const auto pack_one = [&](int64_t item, int64_t x) {
+    const T value = rows.rows[item * rows.item_pitch + x * rows.step];
+    check += value * 0;
+    rows.packed[x * rows.at_once + item] = value;
+  };
+#if GRADFUSE_HAS_VECTORS
+  const BlockTag<T> d;
+  constexpr int kBlock = 16 / sizeof(T);
+  auto checks = hn::Zero(d);
+  // With a step of 2 a block reads one element more than it takes.
+  const int64_t width = rows.step == 1 ? rows.width : rows.width - 1;
+  for (; rows.step <= 2 && n + kBlock <= rows.items; n += kBlock) {
+    int64_t x = 0;
+    for (; x + kBlock <= width; x += kBlock) {
+      hn::Vec<BlockTag<T>> block[kBlock];
+#pragma GCC unroll 4
+      for (int i = 0; i < kBlock; ++i) {
+        const T* const from = rows.rows + (n + i) * rows.item_pitch + x * rows.step;
+        __builtin_prefetch(from + rows.ahead);
+        block[i] = hn::LoadU(d, from);
+        if (rows.step == 2) block[i] = hn::ConcatEven(d, hn::LoadU(d, from + kBlock), block[i]);
+        checks = hn::MulAdd(block[i], hn::Zero(d), checks);
+      }
+      Transpose(d, block);
+#pragma GCC unroll 4
+      for (int i = 0; i < kBlock; ++i) hn::StoreU(block[i], d, rows.packed + (x + i) * rows.at_once + n);
+    }
+    for (; x < rows.width; ++x) {
+      for (int64_t i = 0; i < kBlock; ++i) pack_one(n + i, x);
+    }
+  }
+  check += hn::ReduceSum(d, checks);
+#endif
+  for (; n < rows.items; ++n) {
+    for (int64_t x = 0; x < rows.width; ++x) pack_one(n, x);
+  }
+  return check;
+}
+
+// Writes packed sums plus `bias` to rows of items. Returns whether all are finite.
+template <class T>
+bool WriteItems(const ItemRows<T, const T>& rows, const Finish<T>& finish) {
+  T check = 0;
+  int64_t n = 0;
+  const auto write_one = [&](int64_t item, int64_t x) {
+    const T value = rows.packed[x * rows.at_once + item] + finish.bias;
+    check += value * 0;
+    rows.rows[item * rows.item_pitch + x * rows.step] = value < finish.least ? finish.least : value;
+  };
+#if GRADFUSE_HAS_VECTORS
+  const BlockTag<T> d;
+  constexpr int kBlock = 16 / sizeof(T);
+  const auto added = hn::Set(d, finish.bias);
+  const auto least = hn::Set(d, finish.least);
+  auto checks = hn::Zero(d);
+  for (; rows.step == 1 && n + kBlock <= rows.items; n += kBlock) {
+    int64_t x = 0;
+    for (; x + kBlock <= rows.width; x += kBlock) {
+      hn::Vec<BlockTag<T>> block[kBlock];
+#pragma GCC unroll 4
+      for (int i = 0; i < kBlock; ++i) {
+        const auto value = hn::LoadU(d, rows.packed + (x + i) * rows.at_once + n) + added;
+        checks = hn::MulAdd(value, hn::Zero(d), checks);
+        // NaN is less than nothing, and stays.
+        block[i] = hn::IfThenElse(value < least, least, value);
+      }
+      Transpose(d, block);
+#pragma GCC unroll 4
+      for (int i = 0; i < kBlock; ++i) {
+        T* const to = rows.rows + (n + i) * rows.item_pitch + x;
+        __builtin_prefetch(to + rows.ahead, /*rw=*/1);
+        hn::StoreU(block[i], d, to);
+      }
+    }
+    for (; x < rows.width; ++x) {
+      for (int64_t i = 0; i < kBlock; ++i) write_one(n + i, x);
+    }
+  }
+  check += hn::ReduceSum(d, checks);
+#endif
+  for (; n < rows.items; ++n) {
+    for (int64_t x = 0; x < rows.width; ++x) write_one(n, x);
+  }
+  return check == 0;
 }
 
 // Writes `rows` rows of sums plus `bias`. Returns whether all are finite.

@@ -5,7 +5,8 @@
 // Arguments of the loops of convolutions, which those of all instruction sets share.
 namespace gradfuse::cpu {
 
-// Rows and columns that are multiplied with each other, over places that lie one after the other.
+// Rows and columns that are multiplied with each other, over places that lie one after the other, in one segment or in
+// several that lie a pitch apart.
 template <class T>
 struct Products {
   const T* rows;
@@ -16,6 +17,7 @@ struct Products {
   bool columns_first;  // whether the columns of a tile stay in the cache while rows pass, not the other way round
   T* sums;             // (row_count, column_count), with a pitch
   int64_t sums_pitch;
+  int64_t segment_pitch;
 };
 
 // The weights of a tile of channels, and where they are packed to: plane by plane, and there by channel of the small
@@ -65,6 +67,20 @@ struct Panel {
   const Piece* pieces;
   int64_t piece_count;
   T* to;
+};
+
+// Rows of several items, `item_pitch` apart, and where they lie packed: each place has an element of every item, and
+// those of `at_once` items lie side by side.
+template <class T, class Packed>
+struct ItemRows {
+  T* rows;
+  int64_t item_pitch;
+  int64_t items;
+  int64_t step;   // from one element of a row to the next
+  int64_t width;  // of a row
+  Packed* packed;
+  int64_t at_once;
+  int64_t ahead;  // how far from a row the one lies that is asked for early, as it comes next
 };
 
 // What is done to the sums of a channel: a bias is added, and they are at least so much.

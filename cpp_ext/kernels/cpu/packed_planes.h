@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradfuse/parallel.h"
 #include "kernels/convolution_geometry.h"
 #include "kernels/cpu/convolution_direct.h"
 #include "kernels/dispatch.h"
@@ -59,15 +60,17 @@ struct PackedAxis {
   int64_t pitch;
 };
 
-// The same of all dimensions: planes, one for each row of each dimension with each of the others.
+// The same of all dimensions: planes, one for each row of each dimension with each of the others. With several items at
+// once each place has an element of every item, side by side, and sizes, pitches and shifts count elements.
 class PackedPlanes {
  public:
-  explicit PackedPlanes(const Geometry& g)
+  explicit PackedPlanes(const Geometry& g, int64_t items = 1)
       : g_(g),
+        items_(items),
         depth_(g, 0),
         height_(g, 1),
         width_(g, 2),
-        size_(depth_.pitch * height_.pitch * width_.pitch),
+        size_(depth_.pitch * height_.pitch * width_.pitch * items),
         count_(static_cast<int64_t>(depth_.rows.size() * height_.rows.size() * width_.rows.size())) {
     for (int64_t tap0 = 0; tap0 < g.kernel[0]; ++tap0) {
       for (int64_t tap1 = 0; tap1 < g.kernel[1]; ++tap1) {
@@ -76,19 +79,18 @@ class PackedPlanes {
               (depth_.row_of_tap[tap0] * static_cast<int64_t>(height_.rows.size()) + height_.row_of_tap[tap1]) *
                   static_cast<int64_t>(width_.rows.size()) +
               width_.row_of_tap[tap2]);
-          shift_of_tap_.push_back((depth_.shift_of_tap[tap0] * height_.pitch + height_.shift_of_tap[tap1]) *
-                                      width_.pitch +
-                                  width_.shift_of_tap[tap2]);
+          shift_of_tap_.push_back(
+              PlaceOf(depth_.shift_of_tap[tap0], height_.shift_of_tap[tap1], width_.shift_of_tap[tap2]));
         }
       }
     }
     largest_shift_ = *std::max_element(shift_of_tap_.begin(), shift_of_tap_.end());
   }
 
-  int64_t size() const { return size_; }          // of a plane
-  int64_t count() const { return count_; }        // of planes
-  int64_t pitch() const { return width_.pitch; }  // of rows
-  int64_t plane_pitch() const { return height_.pitch * width_.pitch; }
+  int64_t size() const { return size_; }                   // of a plane
+  int64_t count() const { return count_; }                 // of planes
+  int64_t pitch() const { return width_.pitch * items_; }  // of rows
+  int64_t plane_pitch() const { return height_.pitch * pitch(); }
   int64_t largest_shift() const { return largest_shift_; }
   int64_t plane_of_tap(int64_t tap) const { return plane_of_tap_[tap]; }
   int64_t shift_of_tap(int64_t tap) const { return shift_of_tap_[tap]; }
@@ -117,8 +119,7 @@ class PackedPlanes {
             const int64_t row = plane * g_.large[1] + ElementOf(1, height.begin, height.remainder);
             const int64_t first = row * g_.large[2] + ElementOf(2, width.begin, width.remainder);
             check += pack(from + first, g_.stride[1] * g_.large[2], g_.stride[2], height.end - height.begin,
-                          width.end - width.begin, to + (z * height_.pitch + height.begin) * width_.pitch + width.begin,
-                          width_.pitch);
+                          width.end - width.begin, to + PlaceOf(z, height.begin, width.begin), pitch());
           }
           to += distance;
         }
@@ -146,6 +147,35 @@ class PackedPlanes {
         }
       }
     }
+  }
+
+  // A row of a plane: where it is packed, and where its `count` elements are in a channel of the large side.
+  struct LargeRow {
+    int64_t plane;
+    int64_t from;
+    int64_t to;
+    int64_t count;
+  };
+
+  // The rows of all planes that have elements.
+  std::vector<LargeRow> LargeRows() const {
+    std::vector<LargeRow> rows;
+    int64_t plane = 0;
+    for (const auto& depth : depth_.rows) {
+      for (const auto& height : height_.rows) {
+        for (const auto& width : width_.rows) {
+          for (int64_t z = depth.begin; z < depth.end && width.begin < width.end; ++z) {
+            for (int64_t y = height.begin; y < height.end; ++y) {
+              const int64_t row = ElementOf(0, z, depth.remainder) * g_.large[1] + ElementOf(1, y, height.remainder);
+              rows.push_back({plane, PlaceOf(z, y, width.begin),
+                              row * g_.large[2] + ElementOf(2, width.begin, width.remainder), width.end - width.begin});
+            }
+          }
+          ++plane;
+        }
+      }
+    }
+    return rows;
   }
 
   // Writes the windows of packed sums to a channel of the small side. Returns whether all are finite.
@@ -180,7 +210,7 @@ class PackedPlanes {
     T check = 0;
     for (int64_t z = 0; z < g_.small[0]; ++z) {
       check += pack(from + z * g_.small[1] * g_.small[2], g_.small[2], 1, g_.small[1], g_.small[2],
-                    to + z * height_.pitch * width_.pitch, width_.pitch);
+                    to + z * plane_pitch(), pitch());
     }
     return check;
   }
@@ -189,8 +219,12 @@ class PackedPlanes {
   int64_t ElementOf(int axis, int64_t position, int64_t remainder) const {
     return position * g_.stride[axis] + remainder - g_.padding[axis];
   }
+  int64_t PlaceOf(int64_t z, int64_t y, int64_t x) const {
+    return ((z * height_.pitch + y) * width_.pitch + x) * items_;
+  }
 
   const Geometry& g_;
+  int64_t items_;
   PackedAxis depth_;
   PackedAxis height_;
   PackedAxis width_;
@@ -215,12 +249,12 @@ struct FreeAligned {
 
 constexpr int64_t kMostKept = 4 << 20;
 
-// Zeros for a task, which must not throw: null where there is no memory. Threads keep up to three pieces for their
-// next tasks, as the first use of new memory costs as much as the work on it.
+// Zeros for a task, or what was there before, without throwing: null where there is no memory. Threads keep up to three
+// pieces for their next tasks, as the first use of new memory costs as much as the work on it.
 template <class T>
 class TaskMemory {
  public:
-  explicit TaskMemory(int64_t count) {
+  explicit TaskMemory(int64_t count, bool is_zero = true) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     for (Piece& piece : Kept()) {
       if (memory_.memory == nullptr && piece.bytes >= bytes) std::swap(memory_, piece);
@@ -229,7 +263,7 @@ class TaskMemory {
       memory_.memory.reset(::operator new(bytes, kCacheLine, std::nothrow));
       memory_.bytes = memory_.memory == nullptr ? 0 : bytes;
     }
-    if (memory_.memory != nullptr) std::fill_n(data(), count, T{});
+    if (is_zero && memory_.memory != nullptr) std::fill_n(data(), count, T{});
   }
   ~TaskMemory() {
     if (memory_.bytes > static_cast<size_t>(kMostKept)) return;
@@ -260,6 +294,22 @@ struct Findings {
   std::atomic<bool> not_finite{false};
   std::atomic<bool> no_memory{false};
 };
+
+// Adds up sums of slices, in order.
+template <class T>
+void AddSlices(const T* sums, int64_t slices, int64_t count, T* out, const ParallelFor& parallel) {
+  constexpr int64_t kTask = 4096;
+  parallel(CeilDiv(count, kTask), (slices + 1) * count * static_cast<int64_t>(sizeof(T)), [&](int64_t task) {
+    const int64_t begin = task * kTask;
+    const int64_t end = std::min(count, begin + kTask);
+    std::copy(sums + begin, sums + end, out + begin);
+    for (int64_t slice = 1; slice < slices; ++slice) {
+      const T* const from = sums + slice * count;
+      for (int64_t i = begin; i < end; ++i) out[i] += from[i];
+    }
+  });
+}
+
 // A channel of the large side with the padding that windows meet, and without what none meets.
 class PaddedPlane {
  public:
