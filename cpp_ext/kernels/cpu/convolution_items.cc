@@ -88,11 +88,39 @@ class PackedSide {
   TaskMemory<T> memory_;
 };
 
+// Taps that meet rows that are there, of taps in the order of the rows that they meet.
+struct TapSpan {
+  int64_t begin;
+  int64_t end;
+};
+
 // In how many rounds blocks are packed, so that what is packed in one stays small.
 template <class T>
 int64_t Rounds(const ItemBlocks& blocks, int64_t block_size) {
   const int64_t most = kMostKept / static_cast<int64_t>(sizeof(T)) / block_size;
   return CeilDiv(blocks.count, std::clamp<int64_t>(most, 1, blocks.count));
+}
+
+// The taps with which windows of row `y` meet the large side. Over three dimensions no few of them lie together: all.
+TapSpan TapsOfWindows(const Geometry& g, int64_t y) {
+  if (g.kernel[0] > 1) return {0, g.kernel_size};
+  int64_t begin = 0;
+  int64_t end = g.kernel[1];
+  const int64_t first = y * g.stride[1] - g.padding[1];
+  while (begin < end && first + begin * g.dilation[1] < 0) ++begin;
+  while (end > begin && first + (end - 1) * g.dilation[1] >= g.large[1]) --end;
+  return {begin * g.kernel[2], end * g.kernel[2]};
+}
+
+// Those with which the small side meets row `y` of a plane, by how many rows each shifts it.
+TapSpan TapsOfPlane(const Geometry& g, const std::vector<int64_t>& rows, int64_t y) {
+  auto begin = rows.begin();
+  auto end = rows.end();
+  if (g.kernel[0] == 1) {
+    while (begin != end && y - *begin >= g.small[1]) ++begin;
+    while (end != begin && y - end[-1] < 0) --end;
+  }
+  return {begin - rows.begin(), end - rows.begin()};
 }
 
 }  // namespace
@@ -161,8 +189,6 @@ bool ConvolutionOfItems(const ConvolutionGeometry& g, const T* large, const T* w
       Filters<T> filters{};
       filters.plane_pitch = packed.channel_size();
       filters.plane_count = g.large_channels;
-      filters.shifts = shifts.data();
-      filters.tap_count = taps;
       filters.weight_pitch = tiles.rows();
       filters.place_count = row_size;
       filters.sums = sums.data();
@@ -171,8 +197,12 @@ bool ConvolutionOfItems(const ConvolutionGeometry& g, const T* large, const T* w
       for (int64_t row = part * rows_of_part; row < std::min(rows, (part + 1) * rows_of_part); ++row) {
         filters.planes = packed.At(place, group * g.large_channels) + row / g.small[1] * planes.plane_pitch() +
                          row % g.small[1] * planes.pitch();
+        const TapSpan span = TapsOfWindows(g, row % g.small[1]);
+        filters.shifts = shifts.data() + span.begin;
+        filters.tap_count = span.end - span.begin;
+        filters.weight_skip = taps - filters.tap_count;
         for (int64_t tile = 0; tile < tiles.count(); ++tile) {
-          filters.weights = tiles.Of(group, tile);
+          filters.weights = tiles.Of(group, tile) + span.begin;
           add_filters(filters, /*is_single=*/false);
           const int64_t begin = tile * tiles.at_once();
           for (int64_t one = begin; one < std::min(g.small_channels, begin + tiles.at_once()); ++one) {
@@ -258,11 +288,14 @@ bool TransposedConvolutionOfItems(const ConvolutionGeometry& g, const T* small, 
         const PackedPlanes::LargeRow& row = rows[static_cast<size_t>(index)];
         const std::vector<int64_t>& shifts = order.ShiftsOf(row.plane);
         filters.planes = packed.At(place, group * g.small_channels) + row.from;
-        filters.shifts = shifts.data();
-        filters.tap_count = static_cast<int64_t>(shifts.size());
+        const TapSpan span = TapsOfPlane(g, order.RowsOf(row.plane), row.y);
+        filters.shifts = shifts.data() + span.begin;
+        filters.tap_count = span.end - span.begin;
+        filters.weight_skip = static_cast<int64_t>(shifts.size()) - filters.tap_count;
         filters.place_count = row.count * blocks.at_once;
         for (int64_t tile = 0; tile < tiles; ++tile) {
-          filters.weights = weights.data() + (group * tiles + tile) * order.tile_size() + order.Begin(row.plane);
+          filters.weights = weights.data() + (group * tiles + tile) * order.tile_size() + order.Begin(row.plane) +
+                            span.begin * order.at_once();
           add_filters(filters, /*is_single=*/false);
           const int64_t begin = tile * order.at_once();
           for (int64_t one = begin; one < std::min(g.large_channels, begin + order.at_once()); ++one) {

@@ -66,9 +66,11 @@ class FilterOrder {
     const int64_t channels_of_last = g.large_channels - (tiles() - 1) * at_once_;
     for (int64_t plane = 0; plane < planes.count(); ++plane) {
       shifts_.emplace_back();
+      rows_.emplace_back();
       for (int64_t tap = 0; tap < g.kernel_size; ++tap) {
         if (planes.plane_of_tap(tap) != plane) continue;
         shifts_.back().push_back(planes.shift_of_tap(tap));
+        rows_.back().push_back(planes.rows_of_tap(tap));
         for (int64_t channel = 0; channel < at_once_; ++channel) {
           order_.push_back(channel * g.kernel_size + tap);
           order_of_last_.push_back(channel < channels_of_last ? channel * g.kernel_size + tap : -1);
@@ -82,6 +84,8 @@ class FilterOrder {
   int64_t tiles() const { return CeilDiv(g_.large_channels, at_once_); }
   int64_t tile_size() const { return g_.small_channels * g_.kernel_size * at_once_; }
   const std::vector<int64_t>& ShiftsOf(int64_t plane) const { return shifts_[static_cast<size_t>(plane)]; }
+  // By how many rows the taps of a plane shift it.
+  const std::vector<int64_t>& RowsOf(int64_t plane) const { return rows_[static_cast<size_t>(plane)]; }
   // Where the weights of a plane begin in a packed tile.
   int64_t Begin(int64_t plane) const {
     return plane == 0 ? 0 : g_.small_channels * plane_ends_[static_cast<size_t>(plane - 1)];
@@ -107,6 +111,7 @@ class FilterOrder {
   const Geometry& g_;
   int64_t at_once_;
   std::vector<std::vector<int64_t>> shifts_;
+  std::vector<std::vector<int64_t>> rows_;
   std::vector<int64_t> order_;
   std::vector<int64_t> order_of_last_;
   std::vector<int64_t> plane_ends_;

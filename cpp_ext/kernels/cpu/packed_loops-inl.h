@@ -64,30 +64,35 @@ T PackRows(const T* from, int64_t from_pitch, int64_t step, int64_t rows, int64_
   return sum + hn::ReduceSum(d, check);
 }
 
+#if GRADFUSE_HAS_VECTORS
+// Adds up the blocks of 16 bytes of a vector.
+template <class D>
+GRADFUSE_INLINE auto SumOfBlocks(D d, hn::Vec<D> value) {
+  if constexpr (hn::MaxLanes(d) * sizeof(hn::TFromD<D>) <= 16) {
+    return value;
+  } else {
+    const hn::Half<D> half;
+    return SumOfBlocks(half, hn::LowerHalf(half, value) + hn::UpperHalf(half, value));
+  }
+}
+#endif
+
 // Writes the sums of the lanes of four vectors. Neighbours are added up while they are transposed.
 template <class D, class T = hn::TFromD<D>>
 GRADFUSE_INLINE void SumsOfFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, T* sums) {
 #if GRADFUSE_HAS_VECTORS
   const auto ab = hn::InterleaveLower(d, a, b) + hn::InterleaveUpper(d, a, b);
   const auto ce = hn::InterleaveLower(d, c, e) + hn::InterleaveUpper(d, c, e);
-  constexpr size_t kLanes = hn::MaxLanes(D());
-  alignas(64) T parts[2 * kLanes];
+  constexpr size_t kBlock = 16 / sizeof(T);
+  const hn::FixedTag<T, kBlock> block;
   if constexpr (sizeof(T) == 4) {
     const hn::RepartitionToWide<D> pairs;
     const auto low = hn::InterleaveLower(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
     const auto high = hn::InterleaveUpper(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
-    hn::StoreU(hn::BitCast(d, low) + hn::BitCast(d, high), d, parts);
-    for (size_t i = 0; i < 4; ++i) sums[i] = parts[i];
-    for (size_t block = 4; block < kLanes; block += 4) {
-      for (size_t i = 0; i < 4; ++i) sums[i] += parts[block + i];
-    }
+    hn::StoreU(SumOfBlocks(d, hn::BitCast(d, low) + hn::BitCast(d, high)), block, sums);
   } else {
-    hn::StoreU(ab, d, parts);
-    hn::StoreU(ce, d, parts + kLanes);
-    for (size_t i = 0; i < 4; ++i) sums[i] = parts[i / 2 * kLanes + i % 2];
-    for (size_t block = 2; block < kLanes; block += 2) {
-      for (size_t i = 0; i < 4; ++i) sums[i] += parts[i / 2 * kLanes + block + i % 2];
-    }
+    hn::StoreU(SumOfBlocks(d, ab), block, sums);
+    hn::StoreU(SumOfBlocks(d, ce), block, sums + kBlock);
   }
 #else
   (void)d;
@@ -278,8 +283,10 @@ GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t first, int6
   const int64_t channel_pitch = kByChannel ? filters.weight_pitch : 1;
   const T* weight = filters.weights + first * channel_pitch;
   const T* plane = filters.planes + place;
-  for (int64_t m = 0; m < filters.plane_count; ++m, plane += filters.plane_pitch) {
-    for (int64_t tap = 0; tap < filters.tap_count; ++tap, weight += kByChannel ? 1 : kChannelsAtOnce) {
+  constexpr int64_t kTapPitch = kByChannel ? 1 : kChannelsAtOnce;
+  const int64_t skip = filters.weight_skip * kTapPitch;
+  for (int64_t m = 0; m < filters.plane_count; ++m, plane += filters.plane_pitch, weight += skip) {
+    for (int64_t tap = 0; tap < filters.tap_count; ++tap, weight += kTapPitch) {
       const T* const from = plane - filters.shifts[tap];
       V value[kVectors];
 #pragma GCC unroll 8

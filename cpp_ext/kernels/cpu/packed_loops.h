@@ -44,6 +44,7 @@ struct Filters {
   int64_t tap_count;
   const T* weights;      // (plane_count, tap_count, channels at once), or (channels at once, plane_count, tap_count)
   int64_t weight_pitch;  // of the second form, from one channel to the next; 0 for the first
+  int64_t weight_skip;   // how many taps have weights but are left out, between those of two planes
   int64_t place_count;
   T* sums;  // (channels at once, places), with a pitch
   int64_t sums_pitch;

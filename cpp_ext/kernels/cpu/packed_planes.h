@@ -94,6 +94,8 @@ class PackedPlanes {
   int64_t largest_shift() const { return largest_shift_; }
   int64_t plane_of_tap(int64_t tap) const { return plane_of_tap_[tap]; }
   int64_t shift_of_tap(int64_t tap) const { return shift_of_tap_[tap]; }
+  // By how many rows a tap shifts a plane.
+  int64_t rows_of_tap(int64_t tap) const { return height_.shift_of_tap[tap / g_.kernel[2] % g_.kernel[1]]; }
   // Whether every element of the large side is in a plane.
   bool has_all() const {
     const PackedAxis* const axes[] = {&depth_, &height_, &width_};
@@ -149,9 +151,11 @@ class PackedPlanes {
     }
   }
 
-  // A row of a plane: where it is packed, and where its `count` elements are in a channel of the large side.
+  // A row of a plane, number `y`: where it is packed, and where its `count` elements are in a channel of the large
+  // side.
   struct LargeRow {
     int64_t plane;
+    int64_t y;
     int64_t from;
     int64_t to;
     int64_t count;
@@ -167,7 +171,7 @@ class PackedPlanes {
           for (int64_t z = depth.begin; z < depth.end && width.begin < width.end; ++z) {
             for (int64_t y = height.begin; y < height.end; ++y) {
               const int64_t row = ElementOf(0, z, depth.remainder) * g_.large[1] + ElementOf(1, y, height.remainder);
-              rows.push_back({plane, PlaceOf(z, y, width.begin),
+              rows.push_back({plane, y, PlaceOf(z, y, width.begin),
                               row * g_.large[2] + ElementOf(2, width.begin, width.remainder), width.end - width.begin});
             }
           }
