@@ -179,13 +179,27 @@ class Truth:
         self.compare(model, which)
         self.compare_in_float64(model, which)
 
-    def verify_fused(self, fused: onnx.ModelProto, unfused: onnx.ModelProto) -> None:
+    def verify_fused(
+        self,
+        fused: onnx.ModelProto,
+        unfused: onnx.ModelProto,
+        opened: Opened | None = None,
+        state: Arrays | None = None,
+    ) -> None:
         """Compare the fused model with PyTorch; the one that it was made from has been compared in its own types.
+
+        Args:
+            fused: the model.
+            unfused: what it was made from.
+            opened: it with an optimizer in it; None: there is none.
+            state: what the model with the optimizer takes besides.
 
         Raises:
             ExportError: an output differs; an error that the unfused model has too is said to be its.
         """
-        self.compare(fused, "fused")
+        self._compare(
+            fused, opened or Opened(ir.from_proto(fused), "fused"), (state or {}) | self.feeds(fused), "fused"
+        )
         try:
             self.compare_in_float64(fused, "fused")
         except ExportError:
@@ -202,9 +216,14 @@ class Truth:
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
         """
-        results = _run(ir.from_proto(model), self.feeds(model), which)
-        if results is None:
+        self._compare(model, Opened(ir.from_proto(model), which), self.feeds(model), which)
+
+    def _compare(self, model: onnx.ModelProto, opened: Opened, feeds: Arrays, which: str) -> None:
+        """Compare the outputs of a model, which may have been opened with more, with PyTorch."""
+        every = opened.run(feeds)
+        if every is None:
             return
+        results = {output.name: every[output.name] for output in model.graph.output}
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
         # Counters and the seed of dropout are no measure of what rounding does.
@@ -346,8 +365,17 @@ class _Spread:
         return self._changes[run].get(name, 0.0)
 
 
+def opened_with_gradients(model: onnx.ModelProto, described: optimizers.Optimizer) -> Opened:
+    """Return the model of a step with an optimizer, to be run with the gradients as outputs too."""
+    observed = ir.from_proto(model)
+    values = {str(value.name): value for value in onnx_model.every_value(observed.graph)}
+    for name in described.parameters:
+        onnx_model.add_output(observed.graph, values[name + GRADIENT_SUFFIX])
+    return Opened(observed, "updating")
+
+
 def compare_update(
-    model: onnx.ModelProto,
+    opened: Opened,
     step: TorchStep,
     described: optimizers.Optimizer,
     optimizer: torch.optim.Optimizer,
@@ -360,7 +388,7 @@ def compare_update(
     size even from a gradient that is nothing but rounding.
 
     Args:
-        model: the model with the optimizer in it.
+        opened: the model with the optimizer in it, of `opened_with_gradients`.
         step: the step, without the optimizer.
         described: the optimizer that is in the model.
         optimizer: PyTorch's; it is not changed.
@@ -369,16 +397,11 @@ def compare_update(
     Raises:
         ExportError: a parameter differs, or onnxruntime cannot run the model.
     """
-    # A copy of the model in which the gradients are outputs too.
-    observed = ir.from_proto(model)
-    values = {str(value.name): value for value in onnx_model.every_value(observed.graph)}
-    for name in described.parameters:
-        onnx_model.add_output(observed.graph, values[name + GRADIENT_SUFFIX])
     feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()} | state
     if optimizers.MICRO_STEP in feeds:
         # The call that makes the update.
         feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
-    results = _run(observed, feeds, "updating")
+    results = opened.run(feeds)
     if results is None:
         return
     # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
@@ -465,22 +488,45 @@ def _require(within: bool, name: str, which: str, error: float, bound: float) ->
         )
 
 
-def _run(model: ir.Model, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> Arrays | None:
-    """Run a model in onnxruntime, in float32 where that lacks its 16-bit kernels; None without onnxruntime."""
-    if not has_onnxruntime():
-        return None
-    source = f"{WHO}: the {which} model"
-    needed = {str(value.name): feeds[str(value.name)] for value in model.graph.inputs}
-    try:
-        return Session(model, source).run(needed)
-    except ModelError as error:
-        if not float_types(model) & _NARROW:
+class Opened:
+    """A model in onnxruntime, in float32 where that lacks its 16-bit kernels; it is opened when it first runs.
+
+    Args:
+        model: the model; it is not changed.
+        which: what to call it in messages.
+    """
+
+    def __init__(self, model: ir.Model, which: str) -> None:
+        self._model = model
+        self._source = f"{WHO}: the {which} model"
+        self._session: Session | None = None
+        self._wide = False
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays | None:
+        """Return the outputs for the inputs among some arrays; None without onnxruntime.
+
+        Raises:
+            ExportError: onnxruntime cannot run the model.
+        """
+        if not has_onnxruntime():
+            return None
+        needed = {str(value.name): feeds[str(value.name)] for value in self._model.graph.inputs}
+        if not self._wide:
+            try:
+                return self._run(self._model, needed)
+            except ModelError as error:
+                if not float_types(self._model) & _NARROW:
+                    raise ExportError(str(error)) from error
+            self._session, self._wide = None, True
+        wide = {
+            name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in _NARROW else array
+            for name, array in needed.items()
+        }
+        try:
+            return self._run(widened(self._model, ir.DataType.FLOAT), wide)
+        except ModelError as error:
             raise ExportError(str(error)) from error
-    wide = {
-        name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in _NARROW else array
-        for name, array in needed.items()
-    }
-    try:
-        return Session(widened(model, ir.DataType.FLOAT), source).run(wide)
-    except ModelError as error:
-        raise ExportError(str(error)) from error
+
+    def _run(self, model: ir.Model, feeds: Arrays) -> Arrays:
+        self._session = self._session or Session(model, self._source)
+        return self._session.run(feeds)
