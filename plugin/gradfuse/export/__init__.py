@@ -167,6 +167,7 @@ def _exported(
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import undisturbed
+    from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import TrainingStep
 
@@ -206,7 +207,9 @@ def _exported(
     unfused = None
     if fuse:
         parts.begin("comparing the model with PyTorch")
-        unfused = onnx_model.in_order(exported)
+        unfused = translated
+        # Added up in a fixed order, as in the step that is returned.
+        replace_scatter_nd(unfused)
         with verifying.traced_as_run(step):
             for truth in truths:
                 truth.compare(unfused, "exported")
@@ -214,7 +217,7 @@ def _exported(
         model, report = onnx_model.fused(exported)
     else:
         parts.begin("comparing the model with PyTorch")
-        model, report = onnx_model.in_order(onnx_model.plain(exported)), None
+        model, report = onnx_model.plain(exported), None
         with verifying.traced_as_run(step):
             for truth in truths:
                 truth.verify(model, "exported")
@@ -239,7 +242,7 @@ def _exported(
 
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
     return TrainingStep(
-        model=complete,
+        model=ir.to_proto(complete),
         parameters=parameters,
         buffers=_arrays(step.state, native.changed),
         input_names=step.input_names,

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy
+from gradfuse.models.tensors import copy_model
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -166,7 +166,7 @@ class Truth:
 
         return Truth.of(self.step, self.own, run, self.free)
 
-    def verify(self, model: onnx.ModelProto, which: str) -> None:
+    def verify(self, model: ir.Model, which: str) -> None:
         """Compare a model with PyTorch in its own types and in float64.
 
         Args:
@@ -181,8 +181,8 @@ class Truth:
 
     def verify_fused(
         self,
-        fused: onnx.ModelProto,
-        unfused: onnx.ModelProto,
+        fused: ir.Model,
+        unfused: ir.Model,
         opened: Opened | None = None,
         state: Arrays | None = None,
     ) -> None:
@@ -197,16 +197,14 @@ class Truth:
         Raises:
             ExportError: an output differs; an error that the unfused model has too is said to be its.
         """
-        self._compare(
-            fused, opened or Opened(ir.from_proto(fused), "fused"), (state or {}) | self.feeds(fused), "fused"
-        )
+        self._compare(fused, opened or Opened(fused, "fused"), (state or {}) | self.feeds(fused), "fused")
         try:
             self.compare_in_float64(fused, "fused")
         except ExportError:
             self.compare_in_float64(unfused, "exported")
             raise
 
-    def compare(self, model: onnx.ModelProto, which: str) -> None:
+    def compare(self, model: ir.Model, which: str) -> None:
         """Run a model in stock onnxruntime and compare every output, by its name, with PyTorch.
 
         An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
@@ -216,14 +214,14 @@ class Truth:
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
         """
-        self._compare(model, Opened(ir.from_proto(model), which), self.feeds(model), which)
+        self._compare(model, Opened(model, which), self.feeds(model), which)
 
-    def _compare(self, model: onnx.ModelProto, opened: Opened, feeds: Arrays, which: str) -> None:
+    def _compare(self, model: ir.Model, opened: Opened, feeds: Arrays, which: str) -> None:
         """Compare the outputs of a model, which may have been opened with more, with PyTorch."""
         every = opened.run(feeds)
         if every is None:
             return
-        results = {output.name: every[output.name] for output in model.graph.output}
+        results = {str(output.name): every[str(output.name)] for output in model.graph.outputs}
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
         # Counters and the seed of dropout are no measure of what rounding does.
@@ -238,7 +236,7 @@ class Truth:
                 bound += bounds.MOVED_SHARE * self.kernels.largest(name, (error - bound) / bounds.MOVED_SHARE)
             _require(error <= bound, name, which, error, bound)
 
-    def compare_in_float64(self, model: onnx.ModelProto, which: str) -> None:
+    def compare_in_float64(self, model: ir.Model, which: str) -> None:
         """Run a model in float64 and compare every output with PyTorch's float64: no rounding hides an error.
 
         An output passes if max|actual - exact| <= 64 eps max|exact| + 64 max|moved - exact|, where results are moved
@@ -253,11 +251,10 @@ class Truth:
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
             return
-        loaded = ir.from_proto(model)
-        if not self.step.is_narrow and float_types(loaded) & _NARROW:
+        if not self.step.is_narrow and float_types(model) & _NARROW:
             return
         try:
-            session = ReferenceSession(loaded, f"{WHO}: the {which} model")
+            session = ReferenceSession(model, f"{WHO}: the {which} model")
             results = session.run(self.feeds(model))
         except GradfuseError:
             return
@@ -281,7 +278,7 @@ class Truth:
                     continue
             raise error
 
-    def _with_own_decisions(self, model: onnx.ModelProto, which: str) -> Arrays:
+    def _with_own_decisions(self, model: ir.Model, which: str) -> Arrays:
         """Return what the model gives in float64, with decisions of whole numbers made in its own types.
 
         Raises:
@@ -289,18 +286,18 @@ class Truth:
         """
         feeds, source = self.feeds(model), f"{WHO}: the {which} model"
         wide = {name for name, tensor in (self.step.state | self.step.batch).items() if tensor.is_floating_point()}
-        decided = with_own_decisions(ir.from_proto(model), feeds, {*wide, optimizers.LOSS_SCALE}, source)
+        decided = with_own_decisions(model, feeds, {*wide, optimizers.LOSS_SCALE}, source)
         if decided is None:
             raise refusal(f"the {which} model decides nothing by whole numbers; expected something")
         return ReferenceSession(decided, source).run(feeds)
 
-    def feeds(self, model: onnx.ModelProto) -> Arrays:
+    def feeds(self, model: ir.Model) -> Arrays:
         """Return the inputs of a model at the values of the step."""
         feeds = {name: to_numpy(tensor) for name, tensor in (self.step.state | self.step.batch).items()}
         if self.step.optimizer is not None:
             # At this scale the gradients are those of the loss itself.
             feeds[optimizers.LOSS_SCALE] = np.array(self.step.optimizer.accumulate, dtype=np.float32)
-        return {value.name: feeds[value.name] for value in model.graph.input}
+        return {str(value.name): feeds[str(value.name)] for value in model.graph.inputs}
 
     def _judge_in_float64(self, results: Arrays, which: str) -> None:
         assert self.exact is not None
@@ -365,9 +362,9 @@ class _Spread:
         return self._changes[run].get(name, 0.0)
 
 
-def opened_with_gradients(model: onnx.ModelProto, described: optimizers.Optimizer) -> Opened:
+def opened_with_gradients(model: ir.Model, described: optimizers.Optimizer) -> Opened:
     """Return the model of a step with an optimizer, to be run with the gradients as outputs too."""
-    observed = ir.from_proto(model)
+    observed = copy_model(model)
     values = {str(value.name): value for value in onnx_model.every_value(observed.graph)}
     for name in described.parameters:
         onnx_model.add_output(observed.graph, values[name + GRADIENT_SUFFIX])
