@@ -479,16 +479,17 @@ def test_translations_read_once() -> None:
         assert [node.op_type for node in plain.graph] == ["Relu"]
 
 
-def test_sources_unread() -> None:
+def testsources_unread() -> None:
     with needed("TracedOnnxFunction.function_ir", "export without parsing the sources of all translations"):
         from onnxscript._framework_apis import torch_2_5
 
         whole = torch_2_5.get_torchlib_ops()
-        with private._sources_unread():
+        traced: Any = whole[0].function
+        with private.sources_unread():
             assert whole == torch_2_5.get_torchlib_ops()
-            assert vars(whole[0].function.function_ir).keys() == {"domain"}
-        assert whole[0].function.function_ir.domain == whole[0].domain
-        assert whole[0].function.function_ir.name == whole[0].name
+            assert vars(traced.function_ir).keys() == {"domain"}
+        assert traced.function_ir.domain == whole[0].domain
+        assert traced.function_ir.name == whole[0].name
 
 
 def test_decompositions_of_export() -> None:

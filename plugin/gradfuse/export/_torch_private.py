@@ -227,7 +227,7 @@ def translations_read_once() -> Iterator[None]:
     def from_torchlib(**options: int) -> ONNXRegistry:
         key = tuple(options.items())
         if key not in _REGISTRIES:
-            with _sources_unread():
+            with sources_unread():
                 _REGISTRIES[key] = original.__get__(None, ONNXRegistry)(**options)
         # The export adds the translations of its caller.
         registry: ONNXRegistry = copy.copy(_REGISTRIES[key])
@@ -242,12 +242,13 @@ def translations_read_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sources_unread() -> Iterator[None]:
+def sources_unread() -> Iterator[None]:
     """Let a registry be made without parsing the source of each translation, of which its domain alone is asked."""
     try:
         from onnxscript.values import TracedOnnxFunction
 
-        original = vars(TracedOnnxFunction)["function_ir"]
+        traced: Any = TracedOnnxFunction
+        original = vars(traced)["function_ir"]
     except (ImportError, KeyError):
         yield
         return
@@ -255,11 +256,11 @@ def _sources_unread() -> Iterator[None]:
     def signature(self: Any) -> Any:
         return types.SimpleNamespace(domain=self.domain)
 
-    TracedOnnxFunction.function_ir = property(signature)
+    traced.function_ir = property(signature)
     try:
         yield
     finally:
-        TracedOnnxFunction.function_ir = original
+        traced.function_ir = original
 
 
 def decompositions_of_export(opset: int, translated: Collection[Any]) -> dict[Any, Callable[..., Any]]:
