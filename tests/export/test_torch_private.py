@@ -479,7 +479,7 @@ def test_translations_read_once() -> None:
         assert [node.op_type for node in plain.graph] == ["Relu"]
 
 
-def testsources_unread() -> None:
+def test_sources_unread() -> None:
     with needed("TracedOnnxFunction.function_ir", "export without parsing the sources of all translations"):
         from onnxscript._framework_apis import torch_2_5
 

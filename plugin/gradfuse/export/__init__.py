@@ -229,9 +229,9 @@ def _exported(
     if described is not None:
         parts.begin("adding the optimizer")
         state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
-        complete = onnx_model.with_optimizer(model, step, described, fuse=fuse)
+        complete, both = onnx_model.with_optimizer(model, step, described, fuse=fuse)
         # Opened once for both comparisons.
-        opened = verifying.opened_with_gradients(complete, described)
+        opened = verifying.Opened(both, "updating")
     if unfused is not None:
         parts.begin("comparing the fused model with PyTorch")
         for truth in truths:

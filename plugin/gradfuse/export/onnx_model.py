@@ -207,12 +207,19 @@ def fused(exported: onnx.ModelProto) -> tuple[ir.Model, Report]:
     return model, report
 
 
-def with_optimizer(model: ir.Model, step: TorchStep, described: optimizers.Optimizer, *, fuse: bool) -> ir.Model:
-    """Return a copy of the model of a step with the optimizer's update in the place of the gradients."""
-    model = copy_model(model)
-    optimizers.append(model, described, step.batch, fuse=fuse)
-    passes.RemoveUnusedNodesPass()(model)
-    return model
+def with_optimizer(
+    model: ir.Model, step: TorchStep, described: optimizers.Optimizer, *, fuse: bool
+) -> tuple[ir.Model, ir.Model]:
+    """Return the model of a step with the optimizer's update in the place of the gradients, and with both."""
+    both = copy_model(model)
+    names = {name + GRADIENT_SUFFIX for name in step.trainable}
+    gradients = [value for value in both.graph.outputs if value.name in names]
+    optimizers.append(both, described, step.batch, fuse=fuse)
+    updating = copy_model(both)
+    passes.RemoveUnusedNodesPass()(updating)
+    for value in gradients:
+        add_output(both.graph, value)
+    return updating, both
 
 
 def add_output(graph: ir.Graph, value: ir.Value) -> ir.Value:

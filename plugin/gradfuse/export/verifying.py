@@ -22,12 +22,10 @@ from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy
-from gradfuse.models.tensors import copy_model
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -191,7 +189,7 @@ class Truth:
         Args:
             fused: the model.
             unfused: what it was made from.
-            opened: it with an optimizer in it; None: there is none.
+            opened: it with an optimizer in it, and with all its outputs; None: there is none.
             state: what the model with the optimizer takes besides.
 
         Raises:
@@ -362,15 +360,6 @@ class _Spread:
         return self._changes[run].get(name, 0.0)
 
 
-def opened_with_gradients(model: ir.Model, described: optimizers.Optimizer) -> Opened:
-    """Return the model of a step with an optimizer, to be run with the gradients as outputs too."""
-    observed = copy_model(model)
-    values = {str(value.name): value for value in onnx_model.every_value(observed.graph)}
-    for name in described.parameters:
-        onnx_model.add_output(observed.graph, values[name + GRADIENT_SUFFIX])
-    return Opened(observed, "updating")
-
-
 def compare_update(
     opened: Opened,
     step: TorchStep,
@@ -385,7 +374,7 @@ def compare_update(
     size even from a gradient that is nothing but rounding.
 
     Args:
-        opened: the model with the optimizer in it, of `opened_with_gradients`.
+        opened: the model with the optimizer in it, and with the gradients as outputs too.
         step: the step, without the optimizer.
         described: the optimizer that is in the model.
         optimizer: PyTorch's; it is not changed.
