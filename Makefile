@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-payoff bench-export bench-onnx-ad bench-scale \
+.PHONY: help compare-tools demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -34,9 +34,10 @@ help:
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
 	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"
+	@echo "make bench-differentiation   measure gradients and training steps of models of up to 100,000 nodes (ten minutes)"
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
-	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (five minutes)"
+	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (eight minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
 	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (a quarter of an hour)"
@@ -184,6 +185,9 @@ bench-aclnn: $(INSTALLED)
 
 bench-convolutions: $(INSTALLED)
 	$(BIN)/python benchmarks/convolutions.py $(BENCH_ARGS)
+
+bench-differentiation: $(INSTALLED)
+	$(BIN)/python benchmarks/differentiation_scale.py --page docs/onnx-training.md
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)

@@ -119,6 +119,41 @@ def _update(rows: int, columns: int) -> LayerStep:
     )
 
 
+def _activation(operator: str, node: str, name: str, rows: int, columns: int) -> LayerStep:
+    shape = (rows, columns)
+    return LayerStep(
+        operator,
+        f"{name}, {rows} x {columns}",
+        f"x = Add(rows, shift) y = {node} {_LOSS}",
+        {"rows": shape, "target": shape},
+        {"shift": (columns,)},
+    )
+
+
+def _max_pool(batch: int, channels: int, size: int, kernel: int, stride: int) -> LayerStep:
+    pad = (kernel - 1) // 2
+    out = (size + 2 * pad - kernel) // stride + 1
+    window = f"kernel_shape=[{kernel},{kernel}], strides=[{stride},{stride}], pads=[{','.join([str(pad)] * 4)}]"
+    return LayerStep(
+        "MaxPoolBackward",
+        f"pool {kernel} x {kernel} stride {stride}, {batch} x {channels} x {size} x {size}",
+        f"x = Add(image, shift) y = MaxPool<{window}>(x) {_LOSS}",
+        {"image": (batch, channels, size, size), "target": (batch, channels, out, out)},
+        {"shift": (channels, 1, 1)},
+    )
+
+
+def _momentum(rows: int, columns: int) -> LayerStep:
+    return LayerStep(
+        "ApplySgd",
+        f"SGD, {rows} x {columns}",
+        f"y = Identity(w) {_LOSS}",
+        {"target": (rows, columns)},
+        {"w": (rows, columns)},
+        {"optimizer": gradfuse.optimizers.SGD(lr=1e-2, momentum=0.9, weight_decay=1e-4)},
+    )
+
+
 def layer_steps() -> Iterator[LayerStep]:
     """From what fits the first cache to what fits none."""
     for kernel, stride, channels, filters, groups in (
@@ -141,3 +176,11 @@ def layer_steps() -> Iterator[LayerStep]:
             yield _layer_norm(rows, columns, simplified=simplified)
     for rows, columns in ((1, 16), (16, 64), (128, 128), (256, 1024), (1024, 1024), (4096, 2048)):
         yield _update(rows, columns)
+        yield _momentum(rows, columns)
+    for rows, columns in ((2, 8), (16, 64), (128, 256), (512, 1024), (4096, 2048)):
+        yield _activation("GeluBackward", "Gelu(x)", "GELU", rows, columns)
+        yield _activation("GeluBackward", 'Gelu<approximate="tanh">(x)', "GELU by tanh", rows, columns)
+        yield _activation("ThresholdBackward", "Relu(x)", "ReLU", rows, columns)
+    for batch, channels, size in ((1, 4, 8), (2, 16, 16), (8, 64, 28), (16, 64, 56)):
+        for kernel, stride in ((2, 2), (3, 2), (3, 1)):
+            yield _max_pool(batch, channels, size, kernel, stride)

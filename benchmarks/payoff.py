@@ -479,7 +479,7 @@ def plot(found: list[Row], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 5.5), layout="constrained")
     for operator, colour in zip(
-        sorted({row.operator for row in found}), matplotlib.color_sequences["tab10"], strict=False
+        sorted({row.operator for row in found}), matplotlib.color_sequences["tab20"], strict=False
     ):
         for size, marker in zip(SIZES, ("o", "s", "^"), strict=True):
             chosen = [r for r in found if (r.operator, r.size) == (operator, size)]

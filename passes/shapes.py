@@ -47,21 +47,32 @@ def infer(model: ir.Model, values: Sequence[ir.Value]) -> None:
     Raises:
         WorkerError: the process that infers fails for a reason that is not the model.
     """
+    wanted = set(values)
     try:
         inferred = inference.infer(_prepared(model))
-        known = None if inferred is None else ir.from_proto(inferred)
+        if inferred is None:
+            return
+        graphs = list(model.graphs())
+        known = [_declared(inferred.graph)] if len(graphs) == 1 else _of_graphs(inferred)
+        for graph, found in zip(graphs, known, strict=False):
+            for name, value in ir.convenience.create_value_mapping(graph).items():
+                if value in wanted and name in found:
+                    one = found[name]
+                    _take(value, one if isinstance(one, ir.Value) else ir.serde.deserialize_value_info_proto(one, None))
     except WorkerError:
         raise
     except Exception:  # To clone, serialise and read a malformed model may raise anything.
         return
-    if known is None:
-        return
-    wanted = set(values)
-    for graph, known_graph in zip(model.graphs(), known.graphs(), strict=False):
-        found = ir.convenience.create_value_mapping(known_graph)
-        for name, value in ir.convenience.create_value_mapping(graph).items():
-            if value in wanted and name in found:
-                _take(value, found[name])
+
+
+def _declared(graph: onnx.GraphProto) -> Mapping[str, onnx.ValueInfoProto | ir.Value]:
+    """Return what a graph says of its values: to read all of it takes longer."""
+    return {info.name: info for infos in (graph.input, graph.output, graph.value_info) for info in infos}
+
+
+def _of_graphs(model: onnx.ModelProto) -> list[Mapping[str, onnx.ValueInfoProto | ir.Value]]:
+    """Return the values of a model's graph and of those within it."""
+    return [ir.convenience.create_value_mapping(graph) for graph in ir.from_proto(model).graphs()]
 
 
 def _take(value: ir.Value, inferred: ir.Value) -> None:

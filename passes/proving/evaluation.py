@@ -21,11 +21,23 @@ _Array = npt.NDArray[Any]
 
 def evaluator_of(model: onnx.ModelProto) -> ReferenceEvaluator:
     """Return the evaluator of a model."""
+    evaluator: ReferenceEvaluator = _evaluator()(model)
+    return evaluator
+
+
+@cache
+def _evaluator() -> Any:
+    """Return the class of evaluators that compute the bodies of functions by the same operators as the model."""
     from onnx.reference import ReferenceEvaluator
 
-    return ReferenceEvaluator(
-        model, new_ops=[*ort_training.reference_ops(), _scatter_elements(), *_convolutions(), _max_pool()]
-    )
+    operators = [*ort_training.reference_ops(), _scatter_elements(), *_convolutions(), _max_pool()]
+
+    class Evaluator(ReferenceEvaluator):
+        def __init__(self, proto: Any, **options: Any) -> None:
+            # The reference makes one for each function, without the operators of the model's.
+            super().__init__(proto, **{"new_ops": operators, **options})
+
+    return Evaluator
 
 
 @cache

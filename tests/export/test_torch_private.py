@@ -479,6 +479,19 @@ def test_translations_read_once() -> None:
         assert [node.op_type for node in plain.graph] == ["Relu"]
 
 
+def test_sources_unread() -> None:
+    with needed("TracedOnnxFunction.function_ir", "export without parsing the sources of all translations"):
+        from onnxscript._framework_apis import torch_2_5
+
+        whole = torch_2_5.get_torchlib_ops()
+        traced: Any = whole[0].function
+        with private.sources_unread():
+            assert whole == torch_2_5.get_torchlib_ops()
+            assert vars(traced.function_ir).keys() == {"domain"}
+        assert traced.function_ir.domain == whole[0].domain
+        assert traced.function_ir.name == whole[0].name
+
+
 def test_decompositions_of_export() -> None:
     with needed("create_onnx_friendly_decomposition_table", "decompose a program only once"):
         hardshrink, relu = torch.ops.aten.hardshrink.default, torch.ops.aten.relu.default

@@ -93,6 +93,8 @@ def fused(model: onnx.ModelProto, policy: Any = "profitable") -> tuple[onnx.Mode
 POOLINGS = {
     "one dimension": Pooling((9,), 3, stride=2, padding=1),
     "overlapping": Pooling((8, 7), 3, stride=2, padding=1),
+    "each element": Pooling((8, 7), 3, padding=1),
+    "each pair": Pooling((6, 7), 2),
     "apart": Pooling((9, 8), 2, stride=3),
     "dilation": Pooling((9, 10), 2, stride=2, padding=1, dilation=2),
     "three dimensions": Pooling((4, 5, 6), 2, stride=2),

@@ -40,8 +40,9 @@ def truth_of(module: nn.Module, loss: Callable[..., Tensor], batch: Any) -> Trut
 def refusal(truth: Truth, model: onnx.ModelProto) -> str | None:
     """Return what `export_training_step` says of a model if it refuses it."""
     try:
-        truth.compare_in_float64(model, "exported")
-        truth.compare(model, "exported")
+        loaded = ir.from_proto(model)
+        truth.compare_in_float64(loaded, "exported")
+        truth.compare(loaded, "exported")
     except ExportError as error:
         return str(error)
     return None
@@ -83,8 +84,8 @@ def mutants(model: onnx.ModelProto) -> Iterator[Mutant]:
 
 def is_wrong(model: onnx.ModelProto, right: Arrays, truth: Truth) -> bool:
     """Return whether an output is off by a hundredth of its largest element, where that is more than rounding."""
-    feeds = truth.feeds(model)
-    results = ReferenceSession(ir.from_proto(model), "mutant").run(feeds)
+    loaded = ir.from_proto(model)
+    results = ReferenceSession(loaded, "mutant").run(truth.feeds(loaded))
     for name, wanted in right.items():
         if wanted.dtype.kind != "f":
             if not np.array_equal(wanted, results[name]):
@@ -99,7 +100,8 @@ def is_wrong(model: onnx.ModelProto, right: Arrays, truth: Truth) -> bool:
 
 
 def right_outputs(model: onnx.ModelProto, truth: Truth) -> Arrays:
-    return ReferenceSession(ir.from_proto(model), "exported").run(truth.feeds(model))
+    loaded = ir.from_proto(model)
+    return ReferenceSession(loaded, "exported").run(truth.feeds(loaded))
 
 
 def _floats(value: ir.Value) -> bool:

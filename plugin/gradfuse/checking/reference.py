@@ -13,7 +13,6 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
-from onnx_ir.passes.common import InlinePass
 
 from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, widened
 from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
@@ -21,7 +20,7 @@ from gradfuse.differentiation.dependence import captured_by
 from gradfuse.errors import ModelError
 from gradfuse.models import scatters
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.inlining import graphs_of
+from gradfuse.models.inlining import graphs_of, inline
 from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
@@ -58,7 +57,7 @@ class ReferenceSession:
         import_onnxruntime()
         copy = widened(model, ir.DataType.DOUBLE)
         if any(_in_numpy(node) for function in copy.functions.values() for node in function.all_nodes()):
-            copy = InlinePass()(copy).model
+            inline(copy, lambda function: True)
         self._source = source
         self._outputs = [str(value.name) for value in model.graph.outputs] if outputs is None else list(outputs)
         self._constants = {

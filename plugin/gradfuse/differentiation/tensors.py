@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
+from gradfuse.models.tensors import as_attributes
 
 Operand: TypeAlias = "Tensor | float | None"
 """A tensor, a number that becomes a constant of the other operands' type, or an input that is left out."""
@@ -71,7 +72,7 @@ class Tape:
         node = ir.node(
             op_type,
             [None if operand is None else operand.value for operand in operands],
-            {key: value for key, value in attributes.items() if value is not None},
+            as_attributes({key: value for key, value in attributes.items() if value is not None}),
             domain=domain,
             name=name,
             outputs=[ir.Value(name=name + suffix, type=result) for suffix in suffixes],

@@ -221,8 +221,8 @@ def _built(
         functions.attach(work)
     report = None
     if fuse:
-        fused = fusion.fuse(work)
-        work, report = fused.model, fused.report
+        loaded, report = fusion.fuse_loaded(reading.owned(work))
+        work = loaded.ir
     if check is not False:
         scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}
         check_gradients(work, values, {**buffers, **scaled}, None if check is True else check)

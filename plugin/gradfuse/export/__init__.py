@@ -167,6 +167,7 @@ def _exported(
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import undisturbed
+    from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import TrainingStep
 
@@ -203,20 +204,20 @@ def _exported(
             evaluating = evaluation_model(step, shapes, native.changed, sizes, shared)
 
     exported = ir.to_proto(translated)
+    unfused = None
     if fuse:
         parts.begin("comparing the model with PyTorch")
-        unfused = onnx_model.in_order(exported)
+        unfused = translated
+        # Added up in a fixed order, as in the step that is returned.
+        replace_scatter_nd(unfused)
         with verifying.traced_as_run(step):
             for truth in truths:
                 truth.compare(unfused, "exported")
         parts.begin("fusing")
         model, report = onnx_model.fused(exported)
-        parts.begin("comparing the fused model with PyTorch")
-        for truth in truths:
-            truth.verify_fused(model, unfused)
     else:
         parts.begin("comparing the model with PyTorch")
-        model, report = onnx_model.in_order(onnx_model.plain(exported)), None
+        model, report = onnx_model.plain(exported), None
         with verifying.traced_as_run(step):
             for truth in truths:
                 truth.verify(model, "exported")
@@ -224,15 +225,24 @@ def _exported(
     parameters = _arrays(step.state, step.trainable)
     state: Arrays = {}
     hyperparameters: Arrays = {}
-    if described is not None and optimizer is not None:
+    complete, opened = model, None
+    if described is not None:
         parts.begin("adding the optimizer")
         state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
-        model = onnx_model.with_optimizer(model, step, described, fuse=fuse)
-        verifying.compare_update(model, truths[0].step, described, optimizer, state | hyperparameters)
+        complete, both = onnx_model.with_optimizer(model, step, described, fuse=fuse)
+        # Opened once for both comparisons.
+        opened = verifying.Opened(both, "updating")
+    if unfused is not None:
+        parts.begin("comparing the fused model with PyTorch")
+        for truth in truths:
+            truth.verify_fused(model, unfused, opened, state | hyperparameters)
+    if described is not None and opened is not None and optimizer is not None:
+        parts.begin("comparing the update with PyTorch")
+        verifying.compare_update(opened, truths[0].step, described, optimizer, state | hyperparameters)
 
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
     return TrainingStep(
-        model=model,
+        model=ir.to_proto(complete),
         parameters=parameters,
         buffers=_arrays(step.state, native.changed),
         input_names=step.input_names,

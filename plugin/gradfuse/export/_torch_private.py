@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import re
 import sys
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +227,8 @@ def translations_read_once() -> Iterator[None]:
     def from_torchlib(**options: int) -> ONNXRegistry:
         key = tuple(options.items())
         if key not in _REGISTRIES:
-            _REGISTRIES[key] = original.__get__(None, ONNXRegistry)(**options)
+            with sources_unread():
+                _REGISTRIES[key] = original.__get__(None, ONNXRegistry)(**options)
         # The export adds the translations of its caller.
         registry: ONNXRegistry = copy.copy(_REGISTRIES[key])
         registry.functions = {operator: [*found] for operator, found in registry.functions.items()}
@@ -237,6 +239,28 @@ def translations_read_once() -> Iterator[None]:
         yield
     finally:
         ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def sources_unread() -> Iterator[None]:
+    """Let a registry be made without parsing the source of each translation, of which its domain alone is asked."""
+    try:
+        from onnxscript.values import TracedOnnxFunction
+
+        traced: Any = TracedOnnxFunction
+        original = vars(traced)["function_ir"]
+    except (ImportError, KeyError):
+        yield
+        return
+
+    def signature(self: Any) -> Any:
+        return types.SimpleNamespace(domain=self.domain)
+
+    traced.function_ir = property(signature)
+    try:
+        yield
+    finally:
+        traced.function_ir = original
 
 
 def decompositions_of_export(opset: int, translated: Collection[Any]) -> dict[Any, Callable[..., Any]]:

@@ -20,6 +20,7 @@ from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Truth
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.scatters import replace_scatter_nd
 
 
 def evaluation_model(
@@ -61,9 +62,10 @@ def evaluation_model(
     model = onnx_model.completed(model, step, [name for name in names if name in step.state], free)
     left = [name for name in names if name in free or name not in step.state]
     onnx_model.arrange_evaluation(model, step, left, native, shapes)
-    proto = onnx_model.in_order(ir.to_proto(model))
+    replace_scatter_nd(model)
     truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
-    truth.verify(proto, "evaluation")
+    truth.verify(model, "evaluation")
+    proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 
 

@@ -30,6 +30,7 @@ from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import onnx_translation_table
 from gradfuse.models.arrays import to_numpy
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
+from gradfuse.models.tensors import copy_model
 from gradfuse.passes.report import Report
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
@@ -185,23 +186,16 @@ def arrange_evaluation(
     _name(model, step, inputs | produced, shapes)
 
 
-def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model that adds up in a fixed order what belongs to one index."""
-    model = ir.from_proto(proto)
-    replace_scatter_nd(model)
-    return ir.to_proto(model)
-
-
-def plain(exported: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model in standard operators alone."""
-    model = ir.from_proto(fusion.expand(exported))
+def plain(exported: onnx.ModelProto) -> ir.Model:
+    """Return the model in standard operators alone, which adds up in a fixed order."""
+    model: ir.Model = ir.from_proto(fusion.expand(exported))
     simplify(model)
     infer(model)
-    proto: onnx.ModelProto = ir.to_proto(model)
-    return proto
+    replace_scatter_nd(model)
+    return model
 
 
-def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
+def fused(exported: onnx.ModelProto) -> tuple[ir.Model, Report]:
     """Return the fused model, which adds up in a fixed order, and the report."""
     result = fusion.fuse(exported)
     report, model = result.report, ir.from_proto(result.model)
@@ -210,17 +204,22 @@ def fused(exported: onnx.ModelProto) -> tuple[onnx.ModelProto, Report]:
         # What the exporter wrote so that onnxruntime may lose updates is written in another way now.
         kept = [warning for warning in report.warnings if warning.bug != "lost-updates"]
         report = dataclasses.replace(report, warnings=kept)
-    return ir.to_proto(model), report
+    return model, report
 
 
 def with_optimizer(
-    proto: onnx.ModelProto, step: TorchStep, described: optimizers.Optimizer, *, fuse: bool
-) -> onnx.ModelProto:
-    """Return the model of a step with the optimizer's update in the place of the gradients."""
-    model = ir.from_proto(proto)
-    optimizers.append(model, described, step.batch, fuse=fuse)
-    passes.RemoveUnusedNodesPass()(model)
-    return ir.to_proto(model)
+    model: ir.Model, step: TorchStep, described: optimizers.Optimizer, *, fuse: bool
+) -> tuple[ir.Model, ir.Model]:
+    """Return the model of a step with the optimizer's update in the place of the gradients, and with both."""
+    both = copy_model(model)
+    names = {name + GRADIENT_SUFFIX for name in step.trainable}
+    gradients = [value for value in both.graph.outputs if value.name in names]
+    optimizers.append(both, described, step.batch, fuse=fuse)
+    updating = copy_model(both)
+    passes.RemoveUnusedNodesPass()(updating)
+    for value in gradients:
+        add_output(both.graph, value)
+    return updating, both
 
 
 def add_output(graph: ir.Graph, value: ir.Value) -> ir.Value:

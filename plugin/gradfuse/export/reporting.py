@@ -33,14 +33,14 @@ def kind(value: object) -> str:
 _PARTS = (
     "running the step in PyTorch",
     "tracing",
-    "decomposing operators",
     "translating",
     "running the step in float64",
     "exporting the evaluation model",
     "comparing the model with PyTorch",
     "fusing",
-    "comparing the fused model with PyTorch",
     "adding the optimizer",
+    "comparing the fused model with PyTorch",
+    "comparing the update with PyTorch",
 )
 """What an export consists of, in this order; not each has all of them."""
 

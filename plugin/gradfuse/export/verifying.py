@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import onnx_model
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
@@ -166,7 +164,7 @@ class Truth:
 
         return Truth.of(self.step, self.own, run, self.free)
 
-    def verify(self, model: onnx.ModelProto, which: str) -> None:
+    def verify(self, model: ir.Model, which: str) -> None:
         """Compare a model with PyTorch in its own types and in float64.
 
         Args:
@@ -179,20 +177,32 @@ class Truth:
         self.compare(model, which)
         self.compare_in_float64(model, which)
 
-    def verify_fused(self, fused: onnx.ModelProto, unfused: onnx.ModelProto) -> None:
+    def verify_fused(
+        self,
+        fused: ir.Model,
+        unfused: ir.Model,
+        opened: Opened | None = None,
+        state: Arrays | None = None,
+    ) -> None:
         """Compare the fused model with PyTorch; the one that it was made from has been compared in its own types.
+
+        Args:
+            fused: the model.
+            unfused: what it was made from.
+            opened: it with an optimizer in it, and with all its outputs; None: there is none.
+            state: what the model with the optimizer takes besides.
 
         Raises:
             ExportError: an output differs; an error that the unfused model has too is said to be its.
         """
-        self.compare(fused, "fused")
+        self._compare(fused, opened or Opened(fused, "fused"), (state or {}) | self.feeds(fused), "fused")
         try:
             self.compare_in_float64(fused, "fused")
         except ExportError:
             self.compare_in_float64(unfused, "exported")
             raise
 
-    def compare(self, model: onnx.ModelProto, which: str) -> None:
+    def compare(self, model: ir.Model, which: str) -> None:
         """Run a model in stock onnxruntime and compare every output, by its name, with PyTorch.
 
         An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
@@ -202,9 +212,14 @@ class Truth:
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
         """
-        results = _run(ir.from_proto(model), self.feeds(model), which)
-        if results is None:
+        self._compare(model, Opened(model, which), self.feeds(model), which)
+
+    def _compare(self, model: ir.Model, opened: Opened, feeds: Arrays, which: str) -> None:
+        """Compare the outputs of a model, which may have been opened with more, with PyTorch."""
+        every = opened.run(feeds)
+        if every is None:
             return
+        results = {str(output.name): every[str(output.name)] for output in model.graph.outputs}
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
         # Counters and the seed of dropout are no measure of what rounding does.
@@ -219,7 +234,7 @@ class Truth:
                 bound += bounds.MOVED_SHARE * self.kernels.largest(name, (error - bound) / bounds.MOVED_SHARE)
             _require(error <= bound, name, which, error, bound)
 
-    def compare_in_float64(self, model: onnx.ModelProto, which: str) -> None:
+    def compare_in_float64(self, model: ir.Model, which: str) -> None:
         """Run a model in float64 and compare every output with PyTorch's float64: no rounding hides an error.
 
         An output passes if max|actual - exact| <= 64 eps max|exact| + 64 max|moved - exact|, where results are moved
@@ -234,11 +249,10 @@ class Truth:
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
             return
-        loaded = ir.from_proto(model)
-        if not self.step.is_narrow and float_types(loaded) & _NARROW:
+        if not self.step.is_narrow and float_types(model) & _NARROW:
             return
         try:
-            session = ReferenceSession(loaded, f"{WHO}: the {which} model")
+            session = ReferenceSession(model, f"{WHO}: the {which} model")
             results = session.run(self.feeds(model))
         except GradfuseError:
             return
@@ -262,7 +276,7 @@ class Truth:
                     continue
             raise error
 
-    def _with_own_decisions(self, model: onnx.ModelProto, which: str) -> Arrays:
+    def _with_own_decisions(self, model: ir.Model, which: str) -> Arrays:
         """Return what the model gives in float64, with decisions of whole numbers made in its own types.
 
         Raises:
@@ -270,18 +284,18 @@ class Truth:
         """
         feeds, source = self.feeds(model), f"{WHO}: the {which} model"
         wide = {name for name, tensor in (self.step.state | self.step.batch).items() if tensor.is_floating_point()}
-        decided = with_own_decisions(ir.from_proto(model), feeds, {*wide, optimizers.LOSS_SCALE}, source)
+        decided = with_own_decisions(model, feeds, {*wide, optimizers.LOSS_SCALE}, source)
         if decided is None:
             raise refusal(f"the {which} model decides nothing by whole numbers; expected something")
         return ReferenceSession(decided, source).run(feeds)
 
-    def feeds(self, model: onnx.ModelProto) -> Arrays:
+    def feeds(self, model: ir.Model) -> Arrays:
         """Return the inputs of a model at the values of the step."""
         feeds = {name: to_numpy(tensor) for name, tensor in (self.step.state | self.step.batch).items()}
         if self.step.optimizer is not None:
             # At this scale the gradients are those of the loss itself.
             feeds[optimizers.LOSS_SCALE] = np.array(self.step.optimizer.accumulate, dtype=np.float32)
-        return {value.name: feeds[value.name] for value in model.graph.input}
+        return {str(value.name): feeds[str(value.name)] for value in model.graph.inputs}
 
     def _judge_in_float64(self, results: Arrays, which: str) -> None:
         assert self.exact is not None
@@ -347,7 +361,7 @@ class _Spread:
 
 
 def compare_update(
-    model: onnx.ModelProto,
+    opened: Opened,
     step: TorchStep,
     described: optimizers.Optimizer,
     optimizer: torch.optim.Optimizer,
@@ -360,7 +374,7 @@ def compare_update(
     size even from a gradient that is nothing but rounding.
 
     Args:
-        model: the model with the optimizer in it.
+        opened: the model with the optimizer in it, and with the gradients as outputs too.
         step: the step, without the optimizer.
         described: the optimizer that is in the model.
         optimizer: PyTorch's; it is not changed.
@@ -369,16 +383,11 @@ def compare_update(
     Raises:
         ExportError: a parameter differs, or onnxruntime cannot run the model.
     """
-    # A copy of the model in which the gradients are outputs too.
-    observed = ir.from_proto(model)
-    values = {str(value.name): value for value in onnx_model.every_value(observed.graph)}
-    for name in described.parameters:
-        onnx_model.add_output(observed.graph, values[name + GRADIENT_SUFFIX])
     feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()} | state
     if optimizers.MICRO_STEP in feeds:
         # The call that makes the update.
         feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
-    results = _run(observed, feeds, "updating")
+    results = opened.run(feeds)
     if results is None:
         return
     # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
@@ -465,22 +474,45 @@ def _require(within: bool, name: str, which: str, error: float, bound: float) ->
         )
 
 
-def _run(model: ir.Model, feeds: Mapping[str, npt.NDArray[Any]], which: str) -> Arrays | None:
-    """Run a model in onnxruntime, in float32 where that lacks its 16-bit kernels; None without onnxruntime."""
-    if not has_onnxruntime():
-        return None
-    source = f"{WHO}: the {which} model"
-    needed = {str(value.name): feeds[str(value.name)] for value in model.graph.inputs}
-    try:
-        return Session(model, source).run(needed)
-    except ModelError as error:
-        if not float_types(model) & _NARROW:
+class Opened:
+    """A model in onnxruntime, in float32 where that lacks its 16-bit kernels; it is opened when it first runs.
+
+    Args:
+        model: the model; it is not changed.
+        which: what to call it in messages.
+    """
+
+    def __init__(self, model: ir.Model, which: str) -> None:
+        self._model = model
+        self._source = f"{WHO}: the {which} model"
+        self._session: Session | None = None
+        self._wide = False
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays | None:
+        """Return the outputs for the inputs among some arrays; None without onnxruntime.
+
+        Raises:
+            ExportError: onnxruntime cannot run the model.
+        """
+        if not has_onnxruntime():
+            return None
+        needed = {str(value.name): feeds[str(value.name)] for value in self._model.graph.inputs}
+        if not self._wide:
+            try:
+                return self._run(self._model, needed)
+            except ModelError as error:
+                if not float_types(self._model) & _NARROW:
+                    raise ExportError(str(error)) from error
+            self._session, self._wide = None, True
+        wide = {
+            name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in _NARROW else array
+            for name, array in needed.items()
+        }
+        try:
+            return self._run(widened(self._model, ir.DataType.FLOAT), wide)
+        except ModelError as error:
             raise ExportError(str(error)) from error
-    wide = {
-        name: array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in _NARROW else array
-        for name, array in needed.items()
-    }
-    try:
-        return Session(widened(model, ir.DataType.FLOAT), source).run(wide)
-    except ModelError as error:
-        raise ExportError(str(error)) from error
+
+    def _run(self, model: ir.Model, feeds: Arrays) -> Arrays:
+        self._session = self._session or Session(model, self._source)
+        return self._session.run(feeds)

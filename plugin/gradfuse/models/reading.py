@@ -108,6 +108,16 @@ def load(model: ModelLike) -> LoadedModel:
     return _raised(LoadedModel(_with_one_default_domain(copy), kind.value, kind, model))
 
 
+def owned(model: ir.Model) -> LoadedModel:
+    """Return a model as `load` does, but itself: it may be changed.
+
+    Raises:
+        ModelError: as `load`.
+    """
+    _check_opset(model.opset_imports, _Kind.IR.value)
+    return _raised(LoadedModel(_with_one_default_domain(model), _Kind.IR.value, _Kind.IR, model))
+
+
 def load_with_defaults(path: str | os.PathLike[str]) -> tuple[LoadedModel, Arrays]:
     """Read and validate the model at `path`, whose inputs have default values.
 

@@ -5,8 +5,9 @@ External data is read only where it is needed. Until then, tensors in files stay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -64,6 +65,19 @@ def has_external_data(model: ir.Model) -> bool:
 def data_files(model: ir.Model) -> list[str]:
     """Return the files that the external tensors of a model are in."""
     return list(dict.fromkeys(tensor.path for tensor in every_tensor(model) if isinstance(tensor, ir.ExternalTensor)))
+
+
+def as_attributes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as attributes of a node where a type tells the kind: onnx_ir tries one protocol after another."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, ir.Tensor):
+            found[name] = ir.AttrTensor(name, value)
+        elif isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            found[name] = ir.AttrInt64s(name, value)
+        else:
+            found[name] = value
+    return found
 
 
 def copy_model(model: ir.Model) -> ir.Model:

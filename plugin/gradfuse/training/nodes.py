@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
+from gradfuse.models.tensors import as_attributes
 
 
 class Nodes:
@@ -40,7 +41,9 @@ class Nodes:
         """Append a node with one output of a type and shape."""
         name = self._name(op_type)
         output = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-        return GraphTensor(self, self.tape.op(op_type, inputs, attributes, name=name, output=output))
+        return GraphTensor(
+            self, self.tape.op(op_type, inputs, as_attributes(attributes or {}), name=name, output=output)
+        )
 
     def ours(
         self, op_type: str, inputs: Sequence[ir.Value | None], like: ir.Value, attributes: Mapping[str, Any], count: int
