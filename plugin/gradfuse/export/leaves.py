@@ -35,6 +35,27 @@ class MadeTensors(TorchFunctionMode):
         return result
 
 
+class WrittenData(TorchFunctionMode):
+    """Notes which tensors are written into by `.data`, which PyTorch's own counters of versions do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set: list[Tensor] = []
+        self._read: list[tuple[Tensor, Tensor]] = []
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        written = [*self._set, *(owner for owner, data in self._read if private.version(data))]
+        return any(one is tensor for one in written)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            self._set.append(args[0])
+        elif func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._read.append((args[0], result))
+        return result
+
+
 def _address(tensor: Tensor) -> int:
     """Return where the memory of a tensor is; one that has none of its own, as within `vmap`, is an address itself."""
     has_memory = tensor.layout == torch.strided and not private.is_wrapped(tensor)
