@@ -64,12 +64,12 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """Look up rows, and reduce those of each bag: a row of a matrix of indices, or a piece of a vector of them."""
-    if max_norm is not None or sparse or not weight.is_floating_point() or input.is_floating_point():
+    if max_norm is not None or scale_grad_by_freq or sparse or input.is_floating_point():
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
         )  # fmt: skip
-    rows = F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+    rows = F.embedding(input, weight, padding_idx)
     number = weight.shape[0]
     padding = None if padding_idx is None else padding_idx % number
     counted = torch.ones_like(input, dtype=torch.bool) if padding is None else input != padding
@@ -177,6 +177,22 @@ def fill_diagonal_(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
     return self.masked_fill_(rows.unsqueeze(1) == columns, fill_value)
 
 
+def inverse(input: Tensor) -> Tensor:
+    """Invert without the check, which is made when PyTorch runs the step; so do the next two."""
+    result: Tensor = torch.linalg.inv_ex(input)[0]
+    return result
+
+
+def cholesky(input: Tensor, *, upper: bool = False) -> Tensor:
+    result: Tensor = torch.linalg.cholesky_ex(input, upper=upper)[0]
+    return result
+
+
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    result: Tensor = torch.linalg.solve_ex(A, B, left=left)[0]
+    return result
+
+
 INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     F.grid_sample: grid_sample,
     torch.grid_sampler: grid_sampler,
@@ -188,6 +204,11 @@ INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     torch.kron: kron,
     Tensor.kron: kron,
     Tensor.fill_diagonal_: fill_diagonal_,
+    torch.linalg.inv: inverse,
+    torch.inverse: inverse,
+    Tensor.inverse: inverse,
+    torch.linalg.cholesky: cholesky,
+    torch.linalg.solve: solve,
     Tensor.data.__get__: data,  # type: ignore[attr-defined]
     torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor_affine,
     torch.fake_quantize_per_channel_affine: fake_quantize_per_channel_affine,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout
-from gradfuse.export.decompositions import backward, index, pooling, products, special
+from gradfuse.export.decompositions import backward, index, linear_algebra, pooling, products, special
 
 aten = torch.ops.aten
 
@@ -26,6 +26,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         **index.table(),
         **pooling.forward_table(),
         **products.table(),
+        **linear_algebra.table(),
         **special.table(),
         **dropout.table(),
         aten.linear.default: linear,

@@ -97,11 +97,10 @@ def nanmedian_of_axis(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Te
     if self.dim() == 0 or not self.is_floating_point():
         return median_of_axis(self, dim, keepdim)
     # A NaN is after all others.
-    values, places = torch.sort(torch.where(self.isnan(), torch.inf, self), dim)
+    places = torch.sort(torch.where(self.isnan(), torch.inf, self), dim)[1]
     count = self.isnan().logical_not().sum(dim, keepdim=True)
-    middle = ((count - 1) // 2).clamp(min=0)
-    value = torch.where(count > 0, values.gather(dim, middle), torch.nan)
-    place = places.gather(dim, middle)
+    place = places.gather(dim, ((count - 1) // 2).clamp(min=0))
+    value = self.gather(dim, place)
     return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
 
 
