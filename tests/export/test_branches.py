@@ -377,7 +377,7 @@ def test_products_of_groups_are_numpys(ends: list[int]) -> None:
     np.testing.assert_array_equal(inner, expected_inner)
 
 
-class Masked(nn.Module):
+class Translating(nn.Module):
     """A transformer of both kinds of layers, as PyTorch's tutorials call it, with a mask that is causal but for one."""
 
     def __init__(self, hole: bool) -> None:
@@ -405,7 +405,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("hole", [False, True])
 def test_masks_of_transformers_choose_no_computation(hole: bool) -> None:
     torch.manual_seed(0)
-    module = Masked(hole)
+    module = Translating(hole)
 
     def batch(items: int, length: int) -> Any:
         source = torch.randint(1, 9, (items, length))
@@ -459,7 +459,7 @@ class WritingData(nn.Module):
 @pytest.mark.parametrize("how", ["sets", "writes"])
 def test_parameters_that_are_written_by_data_are_refused(how: str) -> None:
     # The numbers stay as they are in this batch.
-    with pytest.raises(ExportError, match="the step changes parameter 'layer.weight' in place"):
+    with pytest.raises(ExportError, match=r"the step changes parameter 'layer\.weight' in place"):
         export_training_step(WritingData(how), F.cross_entropy, _batch(3), dynamic_shapes=DYNAMIC)
 
 

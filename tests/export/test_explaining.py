@@ -52,17 +52,20 @@ def calls_numpy(h: Tensor) -> Tensor:
 
 
 def has_no_translation(h: Tensor) -> Tensor:
-    return h - torch.linalg.svdvals(h).sum()
+    values: Tensor = torch.linalg.svdvals(h)
+    return h - values.sum()
 
 
 def packs_sequences(h: Tensor) -> Tensor:
     packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.full((len(h),), 5), batch_first=True)
-    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0].squeeze(-1)
+    padded: Tensor = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+    return padded.squeeze(-1)
 
 
 def makes_a_sparse_tensor(h: Tensor) -> Tensor:
     places = torch.arange(len(h)).expand(2, -1)
-    return torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(len(h)), (len(h), len(h))), h)
+    summed: Tensor = torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(len(h)), (len(h), len(h))), h)
+    return summed
 
 
 def counts_classes(h: Tensor) -> Tensor:

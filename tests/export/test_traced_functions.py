@@ -133,7 +133,9 @@ class Applied(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.function(self.layer(x) + self.table(tokens)).flatten(1)[:, :5]
+        hidden: Tensor = self.layer(x) + self.table(tokens)
+        result: Tensor = self.function(hidden)
+        return result.flatten(1)[:, :5]
 
 
 def _numbered(h: Tensor) -> Tensor:
@@ -149,7 +151,8 @@ def _of_matrices(h: Tensor) -> Tensor:
     positive = matrices @ matrices.mT + torch.eye(4)
     factor = torch.linalg.cholesky(positive)
     solved = torch.linalg.solve(positive, matrices) + torch.linalg.inv(positive)
-    return solved + factor + torch.logdet(positive)[:, None, None]
+    result: Tensor = solved + factor + torch.logdet(positive)[:, None, None]
+    return result
 
 
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [

@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from real_models.further_cases import DECODER
 from real_models.step_cases import (
     BATCH,
-    CASES,
     CLASSES,
     GROUPED,
     IMAGE,
@@ -21,7 +19,6 @@ from real_models.step_cases import (
     TOKENS,
     VOCABULARY,
     WAVES,
-    StepCase,
     Tensors,
     add,
     classes,
@@ -29,12 +26,8 @@ from real_models.step_cases import (
     images,
     language,
     padding,
-    pictures,
     sentences,
-    transformer,
-    translations,
 )
-from torch import Tensor
 
 PADDED = {**GROUPED, **SPECIAL, "num_labels": CLASSES}
 """Decoders that classify look for the last token that is no padding."""
@@ -177,26 +170,11 @@ add(
         "ElectraForTokenClassification": {**LABELLED, "embedding_size": 12},
         "ModernBertForTokenClassification": {**LABELLED, **SPECIAL, "local_attention": 6},
         "GPT2ForTokenClassification": {**GPT, "num_labels": CLASSES},
-        "LlamaForTokenClassification": PADDED,
-        "Qwen3ForTokenClassification": PADDED,
-        "T5ForTokenClassification": T5,
-        "BigBirdForTokenClassification": {**LABELLED, "block_size": 2, "num_random_blocks": 1, "attention_type": "original_full"},
-        "MobileBertForTokenClassification": {
+        "BigBirdForTokenClassification": {
             **LABELLED,
-            "embedding_size": 16,
-            "intra_bottleneck_size": 8,
-            "true_hidden_size": 8,
-        },
-        "ConvBertForTokenClassification": {**LABELLED, "embedding_size": 16},
-        "EsmForTokenClassification": {**LABELLED, **SPECIAL, "mask_token_id": 3},
-        "RoFormerForTokenClassification": {**LABELLED, "embedding_size": 16},
-        "XLNetForTokenClassification": {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "d_inner": 24,
-            "num_labels": CLASSES,
+            "block_size": 2,
+            "num_random_blocks": 1,
+            "attention_type": "original_full",
         },
     },
 )
@@ -218,44 +196,7 @@ add(
     {**TEXT, "start_positions": BATCH, "end_positions": BATCH},
     {
         "BertForQuestionAnswering": TINY,
-        "RobertaForQuestionAnswering": TINY,
-        "DebertaV2ForQuestionAnswering": {**DEBERTA, "num_labels": 2},
-        "ElectraForQuestionAnswering": {**TINY, "embedding_size": 12},
-        "AlbertForQuestionAnswering": {**TINY, "embedding_size": 12},
-        "MPNetForQuestionAnswering": TINY,
-        "ModernBertForQuestionAnswering": {**TINY, **SPECIAL, "local_attention": 6},
-        "GPT2ForQuestionAnswering": GPT,
-        "LlamaForQuestionAnswering": PADDED,
-        "OPTForQuestionAnswering": {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "word_embed_proj_dim": 16,
-            "ffn_dim": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-            **SPECIAL,
-        },
-        "BartForQuestionAnswering": BART,
         "T5ForQuestionAnswering": {**T5, "num_labels": 2},
-        "SplinterForQuestionAnswering": {**TINY, "question_token_id": 4},
-        "XLMForQuestionAnsweringSimple": {"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 2},
-        "XLNetForQuestionAnsweringSimple": {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "d_inner": 24,
-        },
-        "FunnelForQuestionAnswering": {
-            "vocab_size": VOCABULARY,
-            "block_sizes": [1, 1],
-            "num_decoder_layers": 1,
-            "d_model": 16,
-            "n_head": 2,
-            "d_head": 8,
-            "d_inner": 24,
-        },
     },
 )
 
@@ -274,67 +215,10 @@ add(
     {"input_ids": CHOICES, "attention_mask": CHOICES, "labels": BATCH},
     {
         "RobertaForMultipleChoice": TINY,
-        "DebertaV2ForMultipleChoice": DEBERTA,
-        "DistilBertForMultipleChoice": {
-            "vocab_size": VOCABULARY,
-            "dim": 16,
-            "hidden_dim": 24,
-            "n_layers": 2,
-            "n_heads": 2,
-            "max_position_embeddings": 64,
-        },
-        "ModernBertForMultipleChoice": {**TINY, **SPECIAL, "local_attention": 6},
-        "SqueezeBertForMultipleChoice": {**TINY, "embedding_size": 16},
-        "XLNetForMultipleChoice": {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "d_inner": 24,
-        },
     },
 )
-add(
-    "encoders",
-    lambda items, length: {**sentences(items, length), "labels": torch.randint(0, 2, (items,))},
-    {**TEXT, "labels": BATCH},
-    {"BertForNextSentencePrediction": TINY, "MegatronBertForNextSentencePrediction": TINY},
-)
 
 
-def two_tasks(items: int, length: int) -> Tensors:
-    return {**language(items, length), "next_sentence_label": torch.randint(0, 2, (items,))}
-
-
-add(
-    "encoders",
-    two_tasks,
-    {**TEXT, "labels": TOKENS, "next_sentence_label": BATCH},
-    {"BertForPreTraining": TINY, "ErnieForPreTraining": TINY},
-)
-add(
-    "encoders",
-    lambda items, length: {**language(items, length), "labels": torch.randint(0, 2, (items, length))},
-    {**TEXT, "labels": TOKENS},
-    {"ElectraForPreTraining": {**TINY, "embedding_size": 12}},
-)
-add(
-    "encoders",
-    language,
-    {**TEXT, "labels": TOKENS},
-    {
-        "RobertaForMaskedLM": TINY,
-        "RobertaPreLayerNormForMaskedLM": TINY,
-        "XLMRobertaXLForMaskedLM": TINY,
-        "ElectraForMaskedLM": {**TINY, "embedding_size": 12},
-        "MPNetForMaskedLM": TINY,
-        "DebertaForMaskedLM": LABELLED,
-        "MobileBertForMaskedLM": {**TINY, "embedding_size": 16, "intra_bottleneck_size": 8, "true_hidden_size": 8},
-        "BigBirdForMaskedLM": {**TINY, "attention_type": "original_full"},
-        "NomicBertForMaskedLM": TINY,
-        "JinaEmbeddingsV3ForMaskedLM": TINY,
-    },
-)
 STATES: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -342,43 +226,12 @@ STATES: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
-LATENT = {
-    **TINY,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
 add(
     "causal language models",
     language,
     {**TEXT, "labels": TOKENS},
     {
-        "MinistralForCausalLM": {**GROUPED, "sliding_window": 4},
-        "Ministral3ForCausalLM": GROUPED,
-        "CwmForCausalLM": {**GROUPED, "sliding_window": 4},
-        "Jais2ForCausalLM": GROUPED,
-        "HyperCLOVAXForCausalLM": GROUPED,
-        "GraniteSWAForCausalLM": GROUPED,
-        "MiniCPM3ForCausalLM": LATENT,
-        "YoutuForCausalLM": LATENT,
-        "GPTNeoXJapaneseForCausalLM": {"intermediate_multiple_size": 2, **TINY},
-        "BertLMHeadModel": {**TINY, "is_decoder": True},
-        "RobertaForCausalLM": {**TINY, "is_decoder": True},
-        "BartForCausalLM": BART,
-        "TrOCRForCausalLM": {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "decoder_layers": 2,
-            "decoder_attention_heads": 2,
-            "decoder_ffn_dim": 24,
-            "max_position_embeddings": 64,
-            **SPECIAL,
-        },
         "Qwen3_5ForCausalLM": {**GROUPED, **STATES},
-        "OlmoHybridForCausalLM": {**GROUPED, **SPECIAL, **STATES},
         "Gemma4ForCausalLM": {
             **GROUPED,
             "global_head_dim": 4,
@@ -407,36 +260,6 @@ add(
     {**TEXT, "labels": TOKENS},
     {
         "Lfm2MoeForCausalLM": {**ROUTED, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-        "AfmoeForCausalLM": {**ROUTED, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 4},
-        "ExaoneMoeForCausalLM": {**ROUTED, "sliding_window": 4, "sliding_window_pattern": 2},
-        "Glm4MoeLiteForCausalLM": {**ROUTED, **LATENT},
-        "SolarOpenForCausalLM": ROUTED,
-        "HYV3ForCausalLM": ROUTED,
-        "Mistral4ForCausalLM": {**ROUTED, **LATENT},
-    },
-)
-add(
-    "sequence to sequence",
-    translations,
-    {**TEXT, "labels": {0: "batch", 1: "target_length"}},
-    {
-        "PegasusXForConditionalGeneration": {**BART, "block_size": 4, "num_global_tokens": 2},
-    },
-)
-add(
-    "vision",
-    pictures,
-    {"pixel_values": BATCH, "labels": BATCH},
-    {
-        "SegformerForImageClassification": {
-            "hidden_sizes": [8, 8, 16, 16],
-            "depths": [1, 1, 1, 1],
-            "num_attention_heads": [1, 1, 2, 2],
-            "decoder_hidden_size": 16,
-            "num_labels": CLASSES,
-        },
-        "IJepaForImageClassification": {**IMAGE, "num_labels": CLASSES},
-        "TextNetForImageClassification": {"num_labels": CLASSES},
     },
 )
 
@@ -453,7 +276,6 @@ add(
     {"pixel_values": BATCH, "bool_masked_pos": BATCH},
     {
         "ViTForMaskedImageModeling": {**IMAGE, "encoder_stride": IMAGE["patch_size"]},
-        "DeiTForMaskedImageModeling": {**IMAGE, "encoder_stride": IMAGE["patch_size"]},
     },
 )
 
@@ -475,9 +297,6 @@ add(
     {"input_values": TOKENS, "attention_mask": TOKENS, "labels": BATCH},
     {
         "HubertForSequenceClassification": HEARD,
-        "WavLMForSequenceClassification": HEARD,
-        "UniSpeechSatForSequenceClassification": HEARD,
-        "WavLMForXVector": HEARD,
     },
 )
 add(

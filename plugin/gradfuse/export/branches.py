@@ -1,7 +1,7 @@
 """What a module's Python code asks of its tensors: truth values, which a traced program cannot answer, and lengths.
 
-A graph has no branches, so torch.export refuses `if tensor:`. Three kinds of them do not choose what is computed, and are
-decided while a step is traced as they are when PyTorch runs it on the batch:
+A graph has no branches, so torch.export refuses `if tensor:`. Three kinds of them do not choose what is computed, and
+are decided while a step is traced as they are when PyTorch runs it on the batch:
 
 - A check, `if not valid.all(): raise ValueError(...)`: when its condition is turned around, the function that asks
   raises an error.

@@ -367,7 +367,7 @@ def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     if name.endswith("pack_padded_sequence"):
         return (
             "packs sequences of several lengths",
-            "a recurrent layer on the padded batch, whose last steps are output[torch.arange(len(lengths)), lengths - 1]",
+            "a recurrent layer on the padded batch, and output[torch.arange(items), lengths - 1] for its last steps",
         )
     if name in ("numpy", "__array__"):
         return "takes a tensor to numpy, which would be a constant", "torch's functions"

@@ -42,12 +42,13 @@ def linspace(start: Any, end: Any, steps: Any, **settings: Any) -> Tensor:
     numbers = isinstance(start, (int, float)) and isinstance(end, (int, float))
     if not isinstance(steps, torch.SymInt) or not numbers or not dtype.is_floating_point or settings.get("out"):
         return torch.linspace(start, end, steps, **settings)
-    places = torch.arange(steps, device=settings.get("device"))
-    count = torch.arange(1, device=settings.get("device")) + steps
+    length: Any = steps
+    places = torch.arange(length, device=settings.get("device"))
+    count = torch.zeros(1, dtype=torch.int64, device=settings.get("device")) + length
     step = (torch.full_like(count, end, dtype=dtype) - start) / (count - 1).clamp(min=1).to(dtype)
     rising = start + step * places.to(dtype)
     falling = end - step * (count - 1 - places).to(dtype)
-    return torch.where(places < (count + 1) // 2, rising, falling)
+    return torch.where(places < count // 2, rising, falling)
 
 
 def embedding_bag(
@@ -115,7 +116,7 @@ def gaussian_nll_loss(
         var = var.unsqueeze(-1)
     # The bound leaves the gradient alone.
     var = torch.where(var < eps, var + (eps - var).detach(), var)
-    loss = 0.5 * (var.log() + (input - target).square() / var)
+    loss: Tensor = 0.5 * (var.log() + (input - target).square() / var)
     if full:
         loss = loss + _HALF_LOG_2_PI
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
@@ -132,7 +133,8 @@ def fake_quantize_per_tensor_affine(
     inside = (places >= quant_min) & (places <= quant_max)
     passed = torch.where(inside, input, 0.0)
     rounded = (places.clamp(quant_min, quant_max) - zero_point) * scale
-    return rounded.detach() + (passed - passed.detach())
+    result: Tensor = rounded.detach() + (passed - passed.detach())
+    return result
 
 
 def fake_quantize_per_channel_affine(
@@ -156,9 +158,13 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     if input.dim() != indices.dim():
         return torch.take_along_dim(input, indices, dim)
     dim = dim % input.dim()
-    shape = torch.broadcast_shapes(input.narrow(dim, 0, 1).shape, indices.narrow(dim, 0, 1).shape)
+    shape = _broadcast(input.narrow(dim, 0, 1), indices.narrow(dim, 0, 1))
     sizes = [(*shape[:dim], one.shape[dim], *shape[dim + 1 :]) for one in (input, indices)]
     return input.expand(sizes[0]).gather(dim, indices.expand(sizes[1]))
+
+
+def _broadcast(one: Tensor, other: Tensor) -> tuple[Any, ...]:
+    return tuple(torch.broadcast_shapes(one.shape, other.shape))  # type: ignore[no-untyped-call]
 
 
 def kron(input: Tensor, other: Tensor) -> Tensor:

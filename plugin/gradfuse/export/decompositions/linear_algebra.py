@@ -57,9 +57,7 @@ def cholesky(self: Tensor, *, upper: bool = False, check_errors: bool = False) -
     return (factor.transpose(-1, -2) if upper else factor), _no_errors(self)
 
 
-def solve_triangular(
-    self: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
-) -> Tensor:
+def solve_triangular(self: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """aten::linalg_solve_triangular: A X = B, or X A = B, row by row."""
     if not _is_small(self):
         return NotImplemented  # type: ignore[no-any-return]
@@ -69,7 +67,7 @@ def solve_triangular(
         )
         return transposed.transpose(-1, -2)
     size = self.shape[-1]
-    B = B.expand([*torch.broadcast_shapes(self.shape[:-2], B.shape[:-2]), *B.shape[-2:]])
+    B = B.expand([*_shape(self, B), *B.shape[-2:]])
     rows: dict[int, Tensor] = {}
     for k in reversed(range(size)) if upper else range(size):
         row = B[..., k : k + 1, :]
@@ -136,10 +134,8 @@ def log_determinant(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _eliminated(matrix: Tensor, columns: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return the solution for right sides, the pivots, and the sign of how rows are exchanged, by Gauss and Jordan."""
     size = matrix.shape[-1]
-    shape = torch.broadcast_shapes(matrix.shape[:-2], columns.shape[:-2])
-    table = torch.cat(
-        [matrix.expand([*shape, *matrix.shape[-2:]]), columns.expand([*shape, *columns.shape[-2:]])], -1
-    )
+    shape = _shape(matrix, columns)
+    table = torch.cat([matrix.expand([*shape, *matrix.shape[-2:]]), columns.expand([*shape, *columns.shape[-2:]])], -1)
     places = torch.arange(size, device=matrix.device)
     sign = torch.ones_like(table[..., 0, 0])
     pivots = []
@@ -154,6 +150,11 @@ def _eliminated(matrix: Tensor, columns: Tensor) -> tuple[Tensor, list[Tensor], 
         others = torch.where((places == k).unsqueeze(-1), 0.0, table[..., k : k + 1])
         table = torch.where((places == k).unsqueeze(-1), row, table - others * row)
     return table[..., size:], pivots, sign
+
+
+def _shape(one: Tensor, other: Tensor) -> tuple[Any, ...]:
+    """Return how many matrices two tensors have together."""
+    return tuple(torch.broadcast_shapes(one.shape[:-2], other.shape[:-2]))  # type: ignore[no-untyped-call]
 
 
 def _is_small(matrix: Tensor) -> bool:
