@@ -48,10 +48,11 @@ class WrittenData(TorchFunctionMode):
         return any(one is tensor for one in written)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        # A module that is converted to the type that it has sets what is there.
+        if func == Tensor.data.__set__ and _view(args[0]) != _view(args[1]):  # type: ignore[attr-defined]
             self._set.append(args[0])
-        elif func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        result = func(*args, **(kwargs or {}))
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             self._read.append((args[0], result))
         return result
 
@@ -60,6 +61,10 @@ def _address(tensor: Tensor) -> int:
     """Return where the memory of a tensor is; one that has none of its own, as within `vmap`, is an address itself."""
     has_memory = tensor.layout == torch.strided and not private.is_wrapped(tensor)
     return tensor.untyped_storage().data_ptr() if has_memory else id(tensor)
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return _address(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def refuse_foreign_leaves(
