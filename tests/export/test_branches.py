@@ -375,3 +375,97 @@ def test_products_of_groups_are_numpys(ends: list[int]) -> None:
         expected_inner[group] = x[start:end].T @ y[start:end]
     np.testing.assert_array_equal(rows, expected_rows)
     np.testing.assert_array_equal(inner, expected_inner)
+
+
+class Translating(nn.Module):
+    """A transformer of both kinds of layers, as PyTorch's tutorials call it, with a mask that is causal but for one."""
+
+    def __init__(self, hole: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.model = nn.Transformer(8, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 5)
+        self.hole = hole
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        if self.hole:
+            mask[0, 1] = 0.0
+        padding = source == 0
+        hidden = self.model(
+            self.embedding(source),
+            self.embedding(target),
+            tgt_mask=mask,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        return self.head(hidden)[:, 0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hole", [False, True])
+def test_masks_of_transformers_choose_no_computation(hole: bool) -> None:
+    torch.manual_seed(0)
+    module = Translating(hole)
+
+    def batch(items: int, length: int) -> Any:
+        source = torch.randint(1, 9, (items, length))
+        source[0, -2:] = 0
+        return (source, torch.randint(1, 9, (items, length + 1))), (torch.arange(items) % 5,)
+
+    shapes = ({0: "batch", 1: "length"}, {0: "batch", 1: "other"}), ({0: "batch"},)
+    step = export_training_step(module, F.cross_entropy, batch(3, 5), dynamic_shapes=shapes)
+    other = batch(4, 7)
+    results = run(step, other, kernels=False)
+    native, exact = (autograd(module, F.cross_entropy, other, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        terms = 8 * max(np.abs(array).max() for array in exact.values())
+        assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+class CheckingOften(Asking):
+    """A check by `bool`, which Python has run often enough to do it in another instruction."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            if bool((x > 1000.0).any()):
+                raise ValueError("too large")
+        return x
+
+
+def test_checks_that_ran_often_do_not_stop_an_export() -> None:
+    torch.manual_seed(0)
+    module = CheckingOften()
+    module(torch.randn(3, 6))
+    export_training_step(module, F.cross_entropy, _batch(3), dynamic_shapes=DYNAMIC)
+
+
+class WritingData(nn.Module):
+    """Writes into its weight by `.data`, or only reads it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        if self.how == "sets":
+            weight.data = weight.data.clamp(-9.0, 9.0)
+        elif self.how == "writes":
+            weight.data.clamp_(-9.0, 9.0)
+        return self.layer(x) / weight.data.norm() + x.data.mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["sets", "writes"])
+def test_parameters_that_are_written_by_data_are_refused(how: str) -> None:
+    # The numbers stay as they are in this batch.
+    with pytest.raises(ExportError, match=r"the step changes parameter 'layer\.weight' in place"):
+        export_training_step(WritingData(how), F.cross_entropy, _batch(3), dynamic_shapes=DYNAMIC)
+
+
+def test_what_is_read_by_data_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    module = WritingData("reads")
+    step = export_training_step(module, F.cross_entropy, _batch(3), dynamic_shapes=DYNAMIC)
+    results = run(step, _batch(4), kernels=False)
+    assert set(results) == {"loss", "layer.weight.grad", "layer.bias.grad"}

@@ -52,7 +52,24 @@ def calls_numpy(h: Tensor) -> Tensor:
 
 
 def has_no_translation(h: Tensor) -> Tensor:
-    return h - h.median()
+    values: Tensor = torch.linalg.svdvals(h)
+    return h - values.sum()
+
+
+def packs_sequences(h: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.full((len(h),), 5), batch_first=True)
+    padded: Tensor = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+    return padded.squeeze(-1)
+
+
+def makes_a_sparse_tensor(h: Tensor) -> Tensor:
+    places = torch.arange(len(h)).expand(2, -1)
+    summed: Tensor = torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(len(h)), (len(h), len(h))), h)
+    return summed
+
+
+def counts_classes(h: Tensor) -> Tensor:
+    return h + F.one_hot(h.argmax(1)).sum()
 
 
 def computes_complex_numbers(h: Tensor) -> Tensor:
@@ -84,8 +101,11 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (takes_a_number_out, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (loops_over_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (decides_by_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
-        (calls_numpy, [".numpy() is not supported"]),
-        (has_no_translation, ["aten.median.default", "no ONNX translation", "expected other operators"]),
+        (calls_numpy, ["takes a tensor to numpy", "expected torch's functions"]),
+        (packs_sequences, ["packs sequences", "expected a recurrent layer on the padded batch"]),
+        (makes_a_sparse_tensor, ["sparse tensor", "expected sums by index_add or scatter_add"]),
+        (counts_classes, ["one_hot", "expected its argument num_classes"]),
+        (has_no_translation, ["aten._linalg_svd.default", "no ONNX translation", "expected other operators"]),
         (computes_complex_numbers, ["aten.sqrt.default", "complex numbers", "expected real ones"]),
         (loops_over_blocks, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
@@ -108,6 +128,25 @@ def test_a_refusal_names_the_users_line(
     for noise in ("TORCH_LOGS", "TORCHDYNAMO", "C++", "/torch/", "gradfuse/", "draft_export", "unhinted"):
         assert noise not in text
     assert capfd.readouterr() == ("", "")
+
+
+class Penalised(nn.Module):
+    """Adds the gradient of its input, as penalties do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        h = self.layer(x)
+        (gradient,) = torch.autograd.grad(h.tanh().sum(), x, create_graph=True)
+        return h + gradient[:, :5]  # type: ignore[no-any-return]
+
+
+def test_gradients_within_a_step_are_refused_with_their_place() -> None:
+    with pytest.raises(ExportError, match=r"torch.autograd.grad.*Penalised.forward \(test_explaining.py:\d+\)"):
+        export_training_step(Penalised(), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), dynamic_shapes=DYNAMIC)
 
 
 @pytest.mark.parametrize("fuse", (True, False))

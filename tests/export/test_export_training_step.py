@@ -650,7 +650,9 @@ def test_random_numbers_that_no_seed_determines_are_refused(noise: Callable[...,
 def test_an_operator_without_a_translation_is_named() -> None:
     with pytest.raises(ExportError) as error:
         export_training_step(
-            nn.Linear(3, 4), lambda output, t: torch.cdist(output, t).sum(), (torch.randn(2, 3), torch.randn(5, 4))
+            nn.Linear(3, 4),
+            lambda output, t: torch.cdist(output, t, p=3.0).sum(),
+            (torch.randn(2, 3), torch.randn(5, 4)),
         )
     assert "aten._cdist_forward.default" in one_line(error) and "has no ONNX translation" in one_line(error)
 

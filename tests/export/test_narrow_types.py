@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import export_training_step
+from gradfuse import ExportError, export_training_step
 from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -51,3 +53,42 @@ def test_bfloat16_within_a_step_of_float32(function: Callable[[Tensor], Tensor])
     for name, result in results.items():
         terms = 8 * max(np.abs(array).max() for array in native.values()) * (1 + rounding / np.finfo(np.float32).eps)
         assert_gradients_close(result, native[name], native[name].astype(np.float64), np.float32, terms=terms)
+
+
+HALVES: list[Callable[[Tensor], Tensor]] = [
+    lambda h: (h.half() * 0.1 + 2.0).to(h.dtype),
+    lambda h: (1.0 - h.half() * math.pi).to(h.dtype),
+    lambda h: (h.half() ** 2 * 8**-0.5).to(h.dtype),
+    lambda h: ((h.half().abs() + 1.0) ** 1.5).to(h.dtype),
+]
+
+
+@pytest.mark.parametrize("function", HALVES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_halves_times_numbers_within_a_step_of_float32(function: Callable[[Tensor], Tensor], seed: int) -> None:
+    torch.manual_seed(seed)
+    batch = (torch.randn(4, 6),), (torch.arange(4) % 5,)
+    export_training_step(Between(function), F.cross_entropy, batch, dynamic_shapes=DYNAMIC)
+
+
+class AlmostTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1.01
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_gradient_within_halves_that_is_wrong_by_one_percent_is_refused(seed: int) -> None:
+    torch.manual_seed(seed)
+    batch = (torch.randn(4, 6),), (torch.arange(4) % 5,)
+
+    def function(h: Tensor) -> Tensor:
+        passed: Tensor = AlmostTheGradient.apply(h.half() * 0.1)  # type: ignore[no-untyped-call]
+        return (passed + 2.0).to(h.dtype)
+
+    with pytest.raises(ExportError, match="differs from PyTorch"):
+        export_training_step(Between(function), F.cross_entropy, batch, dynamic_shapes=DYNAMIC)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import gradfuse
 from gradfuse.export import _torch_private as private
@@ -668,6 +669,24 @@ def test_untranslated_operator(library: Any) -> None:
         names = [private.untranslated_operator(error) for error in causes(caught.value)]
         assert "gradfuse_test.g.default" in names
         assert private.untranslated_operator(ValueError("another")) is None
+
+
+def test_decisions_of_kernels() -> None:
+    with needed("the function by which nn.Transformer sees a causal mask", "trace nn.Transformer with masks"):
+        (code,) = private.decisions_of_kernels()
+        asked = []
+
+        class Asked(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                frame = inspect.currentframe()
+                if func is Tensor.__bool__ and frame is not None and frame.f_back is not None:
+                    asked.append(frame.f_back.f_code)
+                return func(*args, **(kwargs or {}))
+
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 1, enable_nested_tensor=False)
+        with Asked():
+            layers(torch.ones(3, 1, 4), mask=nn.Transformer.generate_square_subsequent_mask(3))
+        assert code in asked
 
 
 def test_every_name_has_a_test() -> None:

@@ -14,6 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -331,6 +332,13 @@ def known_decompositions(overloads: Iterable[Any]) -> Mapping[Any, Callable[...,
     from torch._decomp import get_decompositions
 
     return get_decompositions(list(overloads))
+
+
+def decisions_of_kernels() -> Collection[CodeType]:
+    """Return the functions that look at values only to choose a kernel: False is always right."""
+    from torch.nn.modules import transformer
+
+    return (transformer._detect_is_causal_mask.__code__,)
 
 
 def known_true(condition: Any) -> bool:

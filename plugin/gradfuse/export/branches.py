@@ -1,12 +1,13 @@
 """What a module's Python code asks of its tensors: truth values, which a traced program cannot answer, and lengths.
 
-A graph has no branches, so torch.export refuses `if tensor:`. Two kinds of them do not choose what is computed, and are
-decided while a step is traced as they are when PyTorch runs it on the batch:
+A graph has no branches, so torch.export refuses `if tensor:`. Three kinds of them do not choose what is computed, and
+are decided while a step is traced as they are when PyTorch runs it on the batch:
 
 - A check, `if not valid.all(): raise ValueError(...)`: when its condition is turned around, the function that asks
   raises an error.
 - A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step is for numbers
   that are.
+- Whether the mask of `nn.Transformer` is the causal one, which only chooses a kernel.
 
 Besides, `nonzero` is taken to find something where it does on the batch, and the user is told.
 
@@ -23,7 +24,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Decisions, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
+from gradfuse.export.traced_functions import INSTEAD
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
@@ -129,6 +131,8 @@ def branches_of(step: TorchStep) -> Branches:
         for place, (answers, kinds) in list(observed.asked.items())[:_MOST]
         if len({*answers}) == 1 and ("finite" in kinds or _is_check(step, place, selections))
     }
+    kernels = private.decisions_of_kernels()
+    decided |= {place: False for place in observed.asked if place[0] in kernels}
     left = [place for place in observed.asked if place not in decided]
     return Branches(
         decided=decided,
@@ -338,7 +342,7 @@ class _Items(TorchFunctionMode):
 
 
 class _Decided(TorchFunctionMode):
-    """Answer the branches that are decided, and sample grids in operators whose gradients are known.
+    """Answer the branches that are decided, and call functions in operators whose gradients are known.
 
     Sizes that are computed by tensors stay sizes. What the same mask selects has one size.
     """
@@ -360,7 +364,7 @@ class _Decided(TorchFunctionMode):
         if func in _ASKS and place in self._branches.chances:
             # Unlike torch's own error it cannot be caught by a module.
             raise CannotSelectError("a condition")
-        func = _IN_OTHER_OPERATORS.get(func, func)
+        func = INSTEAD.get(func, func)
         result = self._fixed.called(self._sizes.called, func, args, kwargs or {})
         if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             # With the mask itself, so that no other gets its id; written into, it is another one.
@@ -437,34 +441,6 @@ class _Observed(TorchFunctionMode):
         return result
 
 
-def _grid_sample(
-    input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: Any = None
-) -> Tensor:
-    modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
-    return _grid_sampler(input, grid, modes.index(mode), paddings.index(padding_mode), bool(align_corners))
-
-
-def _grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:
-    if input.dim() != _AXES_OF_PICTURES or mode == _BICUBIC:
-        return torch.grid_sampler(input, grid, mode, padding, align_corners)
-    overload = torch.ops.aten.grid_sampler_2d.default
-    sampled: Tensor = private.known_decompositions([overload])[overload](input, grid, mode, padding, align_corners)
-    if mode == _NEAREST and grid.requires_grad:
-        # PyTorch's gradient of the grid is zeros, where none would be refused.
-        sampled = sampled + 0.0 * grid.sum()
-    return sampled
-
-
-_NEAREST, _BICUBIC = 1, 2
-_AXES_OF_PICTURES = 4
-
-_IN_OTHER_OPERATORS: Mapping[Any, Callable[..., Tensor]] = {
-    torch.nn.functional.grid_sample: _grid_sample,
-    torch.grid_sampler: _grid_sampler,
-}
-"""Functions whose gradients are operators that no exporter knows -> the same in operators that have others."""
-
-
 def _as_item(tensor: Tensor) -> Tensor:
     """Return the only number of a tensor as one that counts as Python's number in arithmetic."""
     number = tensor.reshape([])
@@ -518,7 +494,20 @@ def _caller() -> Place:
     while frame.f_code.co_name == "__torch_function__":
         assert frame.f_back is not None
         frame = frame.f_back
-    return frame.f_code, frame.f_lasti
+    return frame.f_code, _offset(frame)
+
+
+def _offset(frame: FrameType) -> int:
+    """Return where a frame is, the same each time that its code runs.
+
+    Python 3.11 makes a call in two instructions until it has seen what is called, and then in the first of them.
+    """
+    first = dis.opmap.get("PRECALL")
+    return frame.f_lasti + _TWO_INSTRUCTIONS * (frame.f_code.co_code[frame.f_lasti] == first)
+
+
+_TWO_INSTRUCTIONS = 4
+"""How far the second of them is from the first one, which is followed by a cache."""
 
 
 def _looping() -> Place | None:
@@ -526,7 +515,7 @@ def _looping() -> Place | None:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not torch.Tensor.__iter__.__code__:
         frame = frame.f_back
-    return None if frame is None or frame.f_back is None else (frame.f_back.f_code, frame.f_back.f_lasti)
+    return None if frame is None or frame.f_back is None else (frame.f_back.f_code, _offset(frame.f_back))
 
 
 def _last(traceback: TracebackType | None) -> TracebackType | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 
 import gradfuse
 from gradfuse.errors import ExportError, cut, one_line
@@ -334,6 +335,56 @@ class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.place is None and str(func) == self._operator:
             self.place = _current_place()
         return func(*args, **(kwargs or {}))
+
+
+class _Calls(TorchFunctionMode):
+    """Note where code first does what no traced program can hold.
+
+    Attributes:
+        found: what it does, with its place, and what it may do instead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.found is None:
+            texts = _untraceable(func, args, kwargs or {}, result)
+            # A step itself takes gradients.
+            where = _current_place() if texts is not None else None
+            if texts is not None and where is not None:
+                self.found = f"the step {texts[0]}{_in(where)}; expected {texts[1]}"
+        return result
+
+
+def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[str, str] | None:
+    """Return what a call does that no traced program can hold, and what to do instead."""
+    name = getattr(func, "__name__", "")
+    if func is torch.autograd.grad:
+        return "takes gradients by torch.autograd.grad, which torch.export cannot trace", "the derivative as a formula"
+    if name.endswith("pack_padded_sequence"):
+        return (
+            "packs sequences of several lengths",
+            "a recurrent layer on the padded batch, and output[torch.arange(items), lengths - 1] for its last steps",
+        )
+    if name in ("numpy", "__array__"):
+        return "takes a tensor to numpy, which would be a constant", "torch's functions"
+    if name == "one_hot" and (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
+        return "counts the classes of one_hot by their values", "its argument num_classes"
+    if isinstance(result, torch.Tensor) and result.layout != torch.strided:
+        return "makes a sparse tensor", "sums by index_add or scatter_add"
+    return None
+
+
+def untraceable(step: TorchStep) -> str | None:
+    """Return what a step does that no traced program can hold, where, and what to do instead; None: nothing known."""
+    calls = _Calls()
+    # The run itself has been judged before.
+    with contextlib.suppress(ExportError), calls:
+        step.run()
+    return calls.found
 
 
 def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> str:

@@ -35,10 +35,36 @@ class MadeTensors(TorchFunctionMode):
         return result
 
 
+class WrittenData(TorchFunctionMode):
+    """Notes which tensors are written into by `.data`, which PyTorch's own counters of versions do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set: list[Tensor] = []
+        self._read: list[tuple[Tensor, Tensor]] = []
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        written = [*self._set, *(owner for owner, data in self._read if private.version(data))]
+        return any(one is tensor for one in written)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A module that is converted to the type that it has sets what is there.
+        if func == Tensor.data.__set__ and _view(args[0]) != _view(args[1]):  # type: ignore[attr-defined]
+            self._set.append(args[0])
+        result = func(*args, **(kwargs or {}))
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._read.append((args[0], result))
+        return result
+
+
 def _address(tensor: Tensor) -> int:
     """Return where the memory of a tensor is; one that has none of its own, as within `vmap`, is an address itself."""
     has_memory = tensor.layout == torch.strided and not private.is_wrapped(tensor)
     return tensor.untyped_storage().data_ptr() if has_memory else id(tensor)
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return _address(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def refuse_foreign_leaves(

@@ -6,6 +6,7 @@ moved by more than rounding: a few such runs show how far the results may vary. 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,18 +33,37 @@ _ARITHMETIC = frozenset(
 _BACKWARD = "_backward"
 
 
+NARROW = (torch.float16, torch.bfloat16)
+_CONVERSIONS = {
+    torch.float32: torch.Tensor.float,
+    torch.float16: torch.Tensor.half,
+    torch.bfloat16: torch.Tensor.bfloat16,
+}
+
+
 class WideConversions(TorchFunctionMode):
-    """Convert to float64 where code asks for float32.
+    """Convert to float64 where code asks for float32, or for one of these types.
 
     A conversion of float32 to float32 is the tensor itself, and what is written into it is written into both.
+
+    Args:
+        types: narrower types that are converted so as well.
     """
 
+    def __init__(self, types: Collection[torch.dtype] = ()) -> None:
+        super().__init__()
+        self._types = {torch.float32, *types}
+        self._functions = {_CONVERSIONS[one] for one in self._types}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
+        if func in self._functions:
             func = torch.Tensor.double
-        args = [torch.float64 if one is torch.float32 else one for one in args]
-        named = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
+        args = [self._wide(one) for one in args]
+        named = {key: self._wide(one) for key, one in (kwargs or {}).items()}
         return func(*args, **named)
+
+    def _wide(self, one: Any) -> Any:
+        return torch.float64 if isinstance(one, torch.dtype) and one in self._types else one
 
 
 class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,11 +74,13 @@ class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         size: the largest relative amount.
         seed: equal seeds move alike.
+        narrow: by how many of their own roundings results of 16 bits are moved, if that is more.
     """
 
-    def __init__(self, size: float, seed: int) -> None:
+    def __init__(self, size: float, seed: int, narrow: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._size = size
+        self._narrow = narrow
         self._generator = torch.Generator().manual_seed(seed)
         self._moving = False
 
@@ -69,7 +91,8 @@ class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moving = True
         try:
             amounts = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64)
-            factors = 1.0 + self._size * (2.0 * amounts - 1.0)
+            size = max(self._size, self._narrow * torch.finfo(tensor.dtype).eps if tensor.dtype in NARROW else 0.0)
+            factors = 1.0 + size * (2.0 * amounts - 1.0)
             moved = (tensor * factors.to(tensor.device)).to(tensor.dtype)
             return torch.where(tensor == tensor.round(), tensor, moved)
         finally:

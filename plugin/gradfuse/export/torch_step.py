@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
-from gradfuse.export.leaves import MadeTensors, refuse_foreign_leaves
+from gradfuse.export.leaves import MadeTensors, WrittenData, refuse_foreign_leaves
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.export.watching import Watch
@@ -262,9 +262,9 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
-        made = MadeTensors()
+        made, written = MadeTensors(), WrittenData()
         try:
-            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made:
+            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made, written:
                 value, after = self.apply(state, inputs, targets)
         except Exception as error:
             # A user's module may raise anything.
@@ -276,7 +276,7 @@ class TorchStep:
         functions = tuple(private.own_functions(value))
         refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
         for name, tensor in state.items():
-            if name not in self.buffers and private.version(tensor) != versions[name]:
+            if name not in self.buffers and (private.version(tensor) != versions[name] or tensor in written):
                 raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
         # Kernels that write running statistics do not count versions.
         changed = (

@@ -104,6 +104,9 @@ def forward_program(
         traced = trace(*arguments[2:4])
     except (Exception, CannotSelectError) as error:
         # torch.export has no common base class for what it refuses.
+        known = explaining.untraceable(step)
+        if known is not None:
+            raise refusal(known) from error
         branches.refuse_open(step, taken, error)
         raise refusal(
             sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
@@ -111,7 +114,7 @@ def forward_program(
     program, watch = _general(step, traced, shapes, sizes, trace)
     constant = sizes.explain_constants(step, program, shapes)
     if constant is not None:
-        raise refusal(constant)
+        raise refusal(explaining.untraceable(step) or constant)
     branches.warn_of_assumptions(taken)
     sizes.warn(step, program, shapes)
     returned = 0

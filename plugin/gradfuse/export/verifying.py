@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -23,7 +24,7 @@ from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
 from gradfuse.export.reporting import WHO, refusal
-from gradfuse.export.rounding import Rounding, WideConversions
+from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.training import optimizers
@@ -101,6 +102,7 @@ class Truth:
         own: the outputs in the step's own types.
         exact: the outputs in float64; None if the module insists on another type, or gives no finite numbers in it.
         kernels: what the rounding of another runtime's kernels may do.
+        narrow: what it may do besides where a step of float32 rounds to 16 bits.
         constants: what the rounding of a model's constants may do.
         run: runs the step.
         free: the names of the step's tensors that are inputs of the model.
@@ -110,6 +112,7 @@ class Truth:
     own: Arrays
     exact: Arrays | None
     kernels: _Spread
+    narrow: _Spread
     constants: _Spread
     run: Run
     free: tuple[str, ...]
@@ -128,8 +131,8 @@ class Truth:
             exact = None
         reference = own if exact is None else exact
 
-        def moved(roundings: float, seed: int) -> Arrays:
-            with Rounding(roundings * step.eps_of_activations, seed) as rounding:
+        def moved(roundings: float, seed: int, of_narrow: float = 0.0) -> Arrays:
+            with Rounding(roundings * step.eps_of_activations, seed, of_narrow) as rounding:
                 return run(step, lambda tensor: rounding.moved(tensor if exact is None else _widen(tensor)))
 
         narrow = step.eps_of_activations > np.finfo(np.float32).eps
@@ -139,6 +142,11 @@ class Truth:
             exact=exact,
             kernels=_Spread(
                 moved, bounds.ROUNDINGS_OF_NARROW_KERNELS if narrow else bounds.ROUNDINGS_OF_KERNELS, reference
+            ),
+            narrow=_Spread(
+                functools.partial(moved, of_narrow=bounds.ROUNDINGS_OF_NARROW_KERNELS),
+                bounds.ROUNDINGS_OF_KERNELS,
+                reference,
             ),
             constants=_Spread(moved, bounds.SMALL_ROUNDING, reference),
             run=run,
@@ -155,11 +163,11 @@ class Truth:
         step = dataclasses.replace(self.step, state=self.step.state | state, inputs=inputs, targets=targets)
         return Truth.of(step, self.run(step, lambda tensor: tensor), self.run, self.free)
 
-    def _of_wide_conversions(self) -> Truth:
-        """Return the same with float64 for what the module converts to float32."""
+    def _of_wide_conversions(self, types: Collection[torch.dtype] = ()) -> Truth:
+        """Return the same with float64 for what the module converts to float32, or to one of these types."""
 
         def run(step: TorchStep, change: Callable[[Tensor], Tensor]) -> Arrays:
-            with WideConversions():
+            with WideConversions(types):
                 return self.run(step, change)
 
         return Truth.of(self.step, self.own, run, self.free)
@@ -232,6 +240,8 @@ class Truth:
             error = difference(array.astype(np.float64), wanted)
             if error > bound:
                 bound += bounds.MOVED_SHARE * self.kernels.largest(name, (error - bound) / bounds.MOVED_SHARE)
+            if error > bound and self._rounds_to_narrow(model, which):
+                bound += bounds.MOVED_SHARE * self.narrow.largest(name, (error - bound) / bounds.MOVED_SHARE)
             _require(error <= bound, name, which, error, bound)
 
     def compare_in_float64(self, model: ir.Model, which: str) -> None:
@@ -275,6 +285,24 @@ class Truth:
                     # Refused again, or numbers that the module does not take.
                     continue
             raise error
+
+    def _rounds_to_narrow(self, model: ir.Model, which: str) -> bool:
+        """Whether a step of float32 rounds to 16 bits, and its model is right where neither does.
+
+        What rounding to 16 bits does may hide an error of a few percent.
+        """
+        if self.step.is_narrow or not float_types(model) & _NARROW:
+            return False
+        try:
+            wide = self._of_wide_conversions(NARROW)
+            results = ReferenceSession(model, f"{WHO}: the {which} model").run(self.feeds(model))
+            if wide.exact is None:
+                return False
+            wide._judge_in_float64(results, which)
+        except Exception:
+            # A user's module may raise anything.
+            return False
+        return True
 
     def _with_own_decisions(self, model: ir.Model, which: str) -> Arrays:
         """Return what the model gives in float64, with decisions of whole numbers made in its own types.

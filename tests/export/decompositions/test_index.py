@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,3 +85,72 @@ def test_sums_of_segments(given: dict[str, Any]) -> None:
     assert TABLE[aten.segment_reduce.default](data, "max", **given) is NotImplemented
     if "lengths" in given:
         assert TABLE[aten.segment_reduce.default](data, "sum", unsafe=True, **given) is NotImplemented
+
+
+def _gradients(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    value = function(leaf)
+    gradient = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+    return value.detach(), torch.autograd.grad(value, leaf, gradient)[0]
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_medians_along_an_axis(length: int, dim: int, keepdim: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randperm(length * length).view(length, length).double()
+    missing = x.clone()
+    missing[0, 0] = torch.nan
+    pairs: list[tuple[Any, Any]] = [
+        (lambda x: index.median_of_axis(x, dim, keepdim)[0], lambda x: x.median(dim, keepdim)[0]),
+        (lambda x: index.nanmedian_of_axis(x, dim, keepdim)[0], lambda x: x.nanmedian(dim, keepdim)[0]),
+        (lambda x: index.kthvalue(x, length, dim, keepdim)[0], lambda x: x.kthvalue(length, dim, keepdim)[0]),
+    ]
+    for ours, native in pairs[:2]:
+        for given in (x, missing):
+            for actual, expected in zip(_gradients(ours, given), _gradients(native, given), strict=True):
+                assert torch.equal(actual.nan_to_num(-7.0), expected.nan_to_num(-7.0))
+    for actual, expected in zip(*(_gradients(one, x) for one in pairs[2]), strict=True):
+        assert torch.equal(actual, expected)
+    _assert_same(index.median_of_axis(x, dim, keepdim)[1], x.median(dim, keepdim)[1])
+    whole = x.long()
+    _assert_same(index.median_of_axis(whole, dim, keepdim)[0], whole.median(dim, keepdim)[0])
+
+
+def test_equal_elements_share_the_gradient_of_the_median_of_all() -> None:
+    for values in ([3.0, 1.0, 3.0, 3.0, 9.0, 0.0], [2.0, 1.0], [5.0], [1.0, torch.inf, torch.inf]):
+        x = torch.tensor(values, dtype=torch.float64)
+        for ours, native in ((index.median, torch.median), (index.nanmedian, torch.nanmedian)):
+            for actual, expected in zip(_gradients(ours, x), _gradients(native, x), strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-15, atol=0.0)
+
+
+@pytest.mark.parametrize("include_self", [False, True])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+def test_reductions_by_index(reduce: str, include_self: bool) -> None:
+    torch.manual_seed(0)
+    # Index 4 has no elements.
+    places = torch.tensor([0, 2, 2, 5, 0, 2, 1, 3]).unsqueeze(1).expand(-1, 3)
+    x, src = torch.randn(6, 3, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    if include_self and reduce != "mean":
+        assert index.scatter_reduce(x, 0, places, src, reduce) is NotImplemented
+        return
+
+    def ours(src: Tensor) -> Tensor:
+        return index.scatter_reduce(x * src[0], 0, places, src, reduce, include_self=include_self)
+
+    def native(src: Tensor) -> Tensor:
+        return (x * src[0]).scatter_reduce(0, places, src, reduce, include_self=include_self)
+
+    for actual, expected in zip(_gradients(ours, src), _gradients(native, src), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_reductions_of_whole_numbers_by_index() -> None:
+    x, src, places = torch.tensor([5, -3, 7]), torch.tensor([1, 2, -9]), torch.tensor([0, 0, 2])
+    for reduce in ("sum", "prod", "amax", "amin"):
+        _assert_same(
+            index.scatter_reduce(x, 0, places, src, reduce, include_self=False),
+            x.scatter_reduce(0, places, src, reduce, include_self=False),
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout
-from gradfuse.export.decompositions import backward, index, pooling, special
+from gradfuse.export.decompositions import backward, index, linear_algebra, pooling, products, special
 
 aten = torch.ops.aten
 
@@ -25,6 +25,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         **known,
         **index.table(),
         **pooling.forward_table(),
+        **products.table(),
+        **linear_algebra.table(),
         **special.table(),
         **dropout.table(),
         aten.linear.default: linear,

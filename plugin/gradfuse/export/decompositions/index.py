@@ -27,6 +27,12 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._segment_reduce_backward.default: segment_reduce_backward,
         aten.cummax.default: cummax,
         aten.cummin.default: cummin,
+        aten.kthvalue.default: kthvalue,
+        aten.median.dim: median_of_axis,
+        aten.nanmedian.dim: nanmedian_of_axis,
+        aten.median.default: median,
+        aten.nanmedian.default: nanmedian,
+        aten.scatter_reduce.two: scatter_reduce,
     }
 
 
@@ -64,6 +70,82 @@ def _running(
     index = torch.where(before & reaches(compared, found.unsqueeze(-1)), places, 0).amax(-1)
     index = index.movedim(-1, dim)
     return self.gather(dim, index), index
+
+
+def kthvalue(self: Tensor, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """aten::kthvalue: of equal elements, which is found is as little defined as in PyTorch."""
+    if self.dim() == 0:
+        return self.clone(), torch.zeros_like(self, dtype=torch.long)
+    values, places = (one.narrow(dim, k - 1, 1) for one in torch.sort(self, dim))
+    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
+
+
+def median_of_axis(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """aten::median.dim: the lower one of two in the middle; NaN, and where it is, if there is one."""
+    if self.dim() == 0:
+        return kthvalue(self, 1)
+    value, place = kthvalue(self, (self.shape[dim] + 1) // 2, dim, True)
+    if self.is_floating_point():
+        nan = self.isnan()
+        place = torch.where(nan.any(dim, keepdim=True), nan.to(torch.int64).argmax(dim, keepdim=True), place)
+        value = self.gather(dim, place)
+    return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
+
+
+def nanmedian_of_axis(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """aten::nanmedian.dim: the median of what is no NaN."""
+    if self.dim() == 0 or not self.is_floating_point():
+        return median_of_axis(self, dim, keepdim)
+    # A NaN is after all others.
+    places = torch.sort(torch.where(self.isnan(), torch.inf, self), dim)[1]
+    count = self.isnan().logical_not().sum(dim, keepdim=True)
+    place = places.gather(dim, ((count - 1) // 2).clamp(min=0))
+    value = self.gather(dim, place)
+    return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
+
+
+def median(self: Tensor) -> Tensor:
+    """aten::median: of all elements. Equal ones share its gradient."""
+    flat = self.flatten()
+    return _of_equal(flat, median_of_axis(flat, 0)[0])
+
+
+def nanmedian(self: Tensor) -> Tensor:
+    """aten::nanmedian: of all elements that are no NaN."""
+    flat = self.flatten()
+    return _of_equal(flat, nanmedian_of_axis(flat, 0)[0])
+
+
+def _of_equal(flat: Tensor, value: Tensor) -> Tensor:
+    """Return a value of a vector as the mean of all elements that are equal to it."""
+    if not flat.is_floating_point():
+        return value
+    equal = (flat == value) | (flat.isnan() & value.isnan())
+    return torch.where(equal, flat, 0.0).sum() / equal.sum()
+
+
+def scatter_reduce(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """aten::scatter_reduce: means, and what leaves out the elements of `self` that others take the place of.
+
+    ONNX has sums, products, minima and maxima with `self`.
+    """
+    if reduce == "mean" and not self.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    if include_self and reduce != "mean":
+        return NotImplemented  # type: ignore[no-any-return]
+    neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -torch.inf, "amin": torch.inf}[reduce]
+    if reduce in ("amax", "amin") and not self.is_floating_point():
+        limits = torch.iinfo(self.dtype)
+        neutral = limits.min if reduce == "amax" else limits.max
+    ones = torch.ones_like(src, dtype=torch.int64)
+    count = torch.zeros_like(self, dtype=torch.int64).scatter_add(dim, index, ones)
+    kept = self if include_self else torch.where(count > 0, torch.full_like(self, neutral), self)
+    if reduce != "mean":
+        return kept.scatter_reduce(dim, index, src, reduce)
+    total = kept.scatter_add(dim, index, src)
+    return total / (count + 1 if include_self else count.clamp(min=1))
 
 
 def searchsorted(

@@ -1,0 +1,222 @@
+"""Functions of torch that a step is traced with in other operators: those with gradients and sizes that are known.
+
+They are replaced where they are called, as a traced program would not show what they mean. This module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfuse.export import _torch_private as private
+
+_NEAREST, _BICUBIC = 1, 2
+_AXES_OF_PICTURES = 4
+
+
+def grid_sample(
+    input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: Any = None
+) -> Tensor:
+    modes, paddings = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+    return grid_sampler(input, grid, modes.index(mode), paddings.index(padding_mode), bool(align_corners))
+
+
+def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:
+    if input.dim() != _AXES_OF_PICTURES or mode == _BICUBIC:
+        return torch.grid_sampler(input, grid, mode, padding, align_corners)
+    overload = torch.ops.aten.grid_sampler_2d.default
+    sampled: Tensor = private.known_decompositions([overload])[overload](input, grid, mode, padding, align_corners)
+    if mode == _NEAREST and grid.requires_grad:
+        # PyTorch's gradient of the grid is zeros, where none would be refused.
+        sampled = sampled + 0.0 * grid.sum()
+    return sampled
+
+
+def linspace(start: Any, end: Any, steps: Any, **settings: Any) -> Tensor:
+    """Return as many numbers as an axis is long, from both ends, as PyTorch does."""
+    dtype = settings.get("dtype") or torch.get_default_dtype()
+    numbers = isinstance(start, (int, float)) and isinstance(end, (int, float))
+    if not isinstance(steps, torch.SymInt) or not numbers or not dtype.is_floating_point or settings.get("out"):
+        return torch.linspace(start, end, steps, **settings)
+    length: Any = steps
+    places = torch.arange(length, device=settings.get("device"))
+    count = torch.zeros(1, dtype=torch.int64, device=settings.get("device")) + length
+    step = (torch.full_like(count, end, dtype=dtype) - start) / (count - 1).clamp(min=1).to(dtype)
+    rising = start + step * places.to(dtype)
+    falling = end - step * (count - 1 - places).to(dtype)
+    return torch.where(places < count // 2, rising, falling)
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Look up rows, and reduce those of each bag: a row of a matrix of indices, or a piece of a vector of them."""
+    if max_norm is not None or scale_grad_by_freq or sparse or input.is_floating_point():
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight, padding_idx)
+    number = weight.shape[0]
+    padding = None if padding_idx is None else padding_idx % number
+    counted = torch.ones_like(input, dtype=torch.bool) if padding is None else input != padding
+    counted = counted.unsqueeze(-1)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if offsets is None:
+        return _reduced(rows, counted, mode, lambda x, kind: x.sum(1) if kind == "sum" else x.max(1)[0])
+    bags = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
+    index = torch.bucketize(torch.arange(input.shape[0], device=input.device), offsets[1:], right=True)
+    if include_last_offset:
+        # What follows the last bag is in none.
+        counted = counted & (index < bags).unsqueeze(-1)
+        index = index.clamp(max=bags - 1)
+    index = index.unsqueeze(-1)
+
+    def reduce(x: Tensor, kind: str) -> Tensor:
+        places = index.expand(x.shape)
+        if kind == "sum":
+            return x.new_zeros((bags, x.shape[1])).scatter_add(0, places, x)
+        return x.new_full((bags, x.shape[1]), -torch.inf).scatter_reduce(0, places, x, "amax")
+
+    return _reduced(rows, counted, mode, reduce)
+
+
+def _reduced(rows: Tensor, counted: Tensor, mode: str, reduce: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """Return the sum, mean or maximum of the rows that count in each bag; zeros for bags without any."""
+    if mode == "sum":
+        return reduce(torch.where(counted, rows, 0.0), "sum")
+    number = reduce(counted.to(rows.dtype), "sum")
+    if mode == "max":
+        return torch.where(number > 0.0, reduce(torch.where(counted, rows, -torch.inf), "max"), 0.0)
+    return reduce(torch.where(counted, rows, 0.0), "sum") / number.clamp(min=1.0)
+
+
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """Compute PyTorch's loss without its check, which is made when PyTorch runs the step."""
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if var.dim() == input.dim() - 1:
+        var = var.unsqueeze(-1)
+    # The bound leaves the gradient alone.
+    var = torch.where(var < eps, var + (eps - var).detach(), var)
+    loss: Tensor = 0.5 * (var.log() + (input - target).square() / var)
+    if full:
+        loss = loss + _HALF_LOG_2_PI
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+_HALF_LOG_2_PI = 0.9189385332046727
+
+
+def fake_quantize_per_tensor_affine(
+    input: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int, **named: Any
+) -> Tensor:
+    """Round to steps; the gradient passes where these are in range."""
+    places = torch.round(input * (1.0 / scale)) + zero_point
+    inside = (places >= quant_min) & (places <= quant_max)
+    passed = torch.where(inside, input, 0.0)
+    rounded = (places.clamp(quant_min, quant_max) - zero_point) * scale
+    result: Tensor = rounded.detach() + (passed - passed.detach())
+    return result
+
+
+def fake_quantize_per_channel_affine(
+    input: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
+) -> Tensor:
+    """The same with steps for each index of an axis."""
+    shape = [-1 if one == axis % input.dim() else 1 for one in range(input.dim())]
+    return fake_quantize_per_tensor_affine(
+        input, scale.view(shape), zero_point.to(input.dtype).view(shape), quant_min, quant_max
+    )
+
+
+def data(tensor: Tensor, *of_class: Any) -> Tensor:
+    """Read `.data`, which torch.export takes for a constant."""
+    return tensor.detach()
+
+
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    if input.dim() != indices.dim():
+        return torch.take_along_dim(input, indices, dim)
+    dim = dim % input.dim()
+    shape = _broadcast(input.narrow(dim, 0, 1), indices.narrow(dim, 0, 1))
+    sizes = [(*shape[:dim], one.shape[dim], *shape[dim + 1 :]) for one in (input, indices)]
+    return input.expand(sizes[0]).gather(dim, indices.expand(sizes[1]))
+
+
+def _broadcast(one: Tensor, other: Tensor) -> tuple[Any, ...]:
+    return tuple(torch.broadcast_shapes(one.shape, other.shape))  # type: ignore[no-untyped-call]
+
+
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    rank = max(input.dim(), other.dim())
+    a, b = (one.reshape([*[1] * (rank - one.dim()), *one.shape]) for one in (input, other))
+    shape = [m * n for m, n in zip(a.shape, b.shape, strict=True)]
+    for axis in range(rank):
+        a, b = a.unsqueeze(2 * axis + 1), b.unsqueeze(2 * axis)
+    return (a * b).reshape(shape)
+
+
+def fill_diagonal_(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    if self.dim() != 2 or wrap:
+        return self.fill_diagonal_(fill_value, wrap)
+    rows, columns = (torch.arange(size, device=self.device) for size in self.shape)
+    return self.masked_fill_(rows.unsqueeze(1) == columns, fill_value)
+
+
+def inverse(input: Tensor) -> Tensor:
+    """Invert without the check, which is made when PyTorch runs the step; so do the next two."""
+    result: Tensor = torch.linalg.inv_ex(input)[0]
+    return result
+
+
+def cholesky(input: Tensor, *, upper: bool = False) -> Tensor:
+    result: Tensor = torch.linalg.cholesky_ex(input, upper=upper)[0]
+    return result
+
+
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    result: Tensor = torch.linalg.solve_ex(A, B, left=left)[0]
+    return result
+
+
+INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
+    F.grid_sample: grid_sample,
+    torch.grid_sampler: grid_sampler,
+    torch.linspace: linspace,
+    F.embedding_bag: embedding_bag,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    torch.take_along_dim: take_along_dim,
+    Tensor.take_along_dim: take_along_dim,
+    torch.kron: kron,
+    Tensor.kron: kron,
+    Tensor.fill_diagonal_: fill_diagonal_,
+    torch.linalg.inv: inverse,
+    torch.inverse: inverse,
+    Tensor.inverse: inverse,
+    torch.linalg.cholesky: cholesky,
+    torch.linalg.solve: solve,
+    Tensor.data.__get__: data,  # type: ignore[attr-defined]
+    torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor_affine,
+    torch.fake_quantize_per_channel_affine: fake_quantize_per_channel_affine,
+}
+"""Function -> the same in operators whose gradients and sizes are known."""

@@ -1,0 +1,190 @@
+"""Functions that a step is traced with in other operators give what PyTorch gives, as do their gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from export.decompositions.test_products import assert_same
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import export_training_step
+from gradfuse.export import traced_functions
+from gradfuse.testing import assert_gradients_close
+
+INDICES = torch.tensor([[1, 0, 4], [2, 2, 2], [0, 0, 0], [3, 1, 0]])
+OFFSETS = torch.tensor([0, 2, 2, 7])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 0, -3])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_bags_of_embeddings(mode: str, padding_idx: int | None, last: bool, flat: bool) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx}
+    indices = INDICES
+    if flat:
+        ends = torch.tensor([len(INDICES.flatten())])
+        settings |= {"offsets": torch.cat([OFFSETS, ends]) if last else OFFSETS, "include_last_offset": last}
+        indices = INDICES.flatten()
+    assert_same(
+        lambda weight: traced_functions.embedding_bag(indices, weight, **settings),
+        lambda weight: F.embedding_bag(indices, weight, **settings),
+        torch.randn(5, 4),
+    )
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0])
+def test_bags_of_weighted_embeddings(padding_idx: int | None) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"mode": "sum", "padding_idx": padding_idx}
+    assert_same(
+        lambda weight, each: traced_functions.embedding_bag(INDICES, weight, per_sample_weights=each, **settings),
+        lambda weight, each: F.embedding_bag(INDICES, weight, per_sample_weights=each, **settings),
+        torch.randn(5, 4),
+        torch.randn(4, 3),
+    )
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4), (3, 1), (3,)])
+def test_gaussian_losses(reduction: str, full: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    variance = torch.rand(shape)
+    # Below the bound, which hides no gradient.
+    variance[0] = 0.01
+    settings: dict[str, Any] = {"full": full, "eps": 0.05, "reduction": reduction}
+    assert_same(
+        lambda x, y, v: traced_functions.gaussian_nll_loss(x, y, v, **settings),
+        lambda x, y, v: F.gaussian_nll_loss(x, y, v, **settings),
+        torch.randn(3, 4),
+        torch.randn(3, 4),
+        variance,
+    )
+
+
+def test_quantization() -> None:
+    x = torch.linspace(-3.0, 3.0, 241, requires_grad=True)
+    scales, zeros = torch.tensor([0.1, 0.3, 0.7]), torch.tensor([0, 3, -2], dtype=torch.int32)
+    rows = torch.linspace(-3.0, 3.0, 240).view(80, 3).requires_grad_()
+    for ours, native, given in (
+        (traced_functions.fake_quantize_per_tensor_affine, torch.fake_quantize_per_tensor_affine, (x, 0.1, 3, -8, 7)),
+        (
+            traced_functions.fake_quantize_per_channel_affine,
+            torch.fake_quantize_per_channel_affine,
+            (rows, scales, zeros, 1, -8, 7),
+        ),
+    ):
+        results = []
+        for function in (ours, native):
+            value = function(*given)
+            results.append((value, torch.autograd.grad(value.square().sum(), given[0])[0]))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shapes", [((4, 3), (4, 1)), ((4, 1), (4, 3)), ((1, 3), (4, 3)), ((2, 4, 3), (1, 1, 3))])
+def test_taking_along_an_axis(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    for dim in (0, -1):
+        indices = torch.randint(0, shapes[0][dim], shapes[1])
+        assert_same(
+            lambda x, i=indices, d=dim: traced_functions.take_along_dim(x, i, d),
+            lambda x, i=indices, d=dim: torch.take_along_dim(x, i, d),
+            torch.randn(shapes[0]),
+        )
+
+
+def test_taking_from_all_elements() -> None:
+    indices = torch.tensor([3, 0, 5])
+    assert_same(
+        lambda x: traced_functions.take_along_dim(x, indices), lambda x: torch.take_along_dim(x, indices),
+        torch.randn(2, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (4, 5)), ((3,), (2, 2)), ((2, 1, 3), (2,)), ((), (2,))])
+def test_products_of_kronecker(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    assert_same(traced_functions.kron, torch.kron, *(torch.randn(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (5, 3)])
+def test_filled_diagonals(shape: tuple[int, ...]) -> None:
+    assert_same(
+        lambda x: traced_functions.fill_diagonal_(x * 1.0, 7.0),
+        lambda x: (x * 1.0).fill_diagonal_(7.0),
+        torch.randn(shape),
+    )
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(6, 16), nn.EmbeddingBag(9, 16, padding_idx=2)
+        self.function = function
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(x) + self.table(tokens)
+        result: Tensor = self.function(hidden)
+        return result.flatten(1)[:, :5]
+
+
+def _numbered(h: Tensor) -> Tensor:
+    return h * torch.linspace(-1.0, 2.0, h.shape[0]).unsqueeze(1)
+
+
+def _similar(h: Tensor) -> Tensor:
+    return (h @ h.T).fill_diagonal_(-torch.inf).softmax(1) @ h
+
+
+def _of_matrices(h: Tensor) -> Tensor:
+    matrices = h.view(-1, 4, 4)
+    positive = matrices @ matrices.mT + torch.eye(4)
+    factor = torch.linalg.cholesky(positive)
+    solved = torch.linalg.solve(positive, matrices) + torch.linalg.inv(positive)
+    result: Tensor = solved + factor + torch.logdet(positive)[:, None, None]
+    return result
+
+
+FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
+    _numbered,
+    _similar,
+    lambda h: torch.cdist(h, h[:2].detach() + 1.0) @ h[:2],
+    lambda h: torch.take_along_dim(h, h.argmax(1, keepdim=True), 1) * h,
+    lambda h: torch.kron(h, torch.tensor([[1.0, 2.0]])),
+    lambda h: h.sigmoid().cumprod(1) * h.sigmoid().cumprod(0),
+    lambda h: h - h.median(1, keepdim=True)[0] + h.median(),
+    lambda h: torch.zeros_like(h).scatter_reduce(0, torch.arange(len(h))[:, None] // 2 + 0 * h.long(), h, "mean"),
+    lambda h: torch.fake_quantize_per_tensor_affine(h, 0.25, 0, -8, 7),
+    lambda h: h + F.gaussian_nll_loss(h, h.flip(1), h.square() + 0.1),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_steps_have_any_number_of_items(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module = Applied(function)
+
+    def batch(items: int, length: int) -> Any:
+        return (torch.randn(items, 6), torch.randint(0, 9, (items, length))), (torch.arange(items) % 5,)
+
+    shapes = ({0: "batch"}, {0: "batch", 1: "length"}), ({0: "batch"},)
+    step = export_training_step(module, F.cross_entropy, batch(3, 4), dynamic_shapes=shapes)
+    for sizes in itertools.product((4, 7), (2, 6)):
+        other = batch(*sizes)
+        results = run(step, other, kernels=False)
+        native, exact = (
+            autograd(module, F.cross_entropy, other, dtype, step) for dtype in (torch.float32, torch.float64)
+        )
+        for name, result in results.items():
+            terms = 16 * max(np.abs(array).max() for array in exact.values())
+            assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
