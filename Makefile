@@ -51,7 +51,7 @@ help:
 	@echo "make wheel   build a wheel for this machine into dist/"
 	@echo "make wheels  build the source archive and the wheels of a release into dist/, and test them (half an hour)"
 	@echo "make test-versions   test with old and new versions of what gradfuse depends on; writes their table (a quarter of an hour)"
-	@echo "make test-torch-versions   test the export with other versions of PyTorch (downloads two gigabytes; a quarter of an hour)"
+	@echo "make test-torch-versions   test the export with other versions of PyTorch (downloads four gigabytes; half an hour)"
 	@echo "make bench-wheels   compare the speed of this machine's wheel with the build of gcc (a quarter of an hour)"
 	@echo "make clean   remove everything that was built or installed"
 
@@ -269,7 +269,7 @@ VERSIONS_ARGS ?= --page docs/support.md
 test-versions: $(WHEELS)/.installed wheel
 	$(WHEELS)/bin/python tools/versions.py $$(ls dist/gradfuse-*-py3-none-linux_*.whl) $(VERSIONS_ARGS)
 
-TORCH_VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 test-torch-versions: $(INSTALLED)
 	$(BIN)/python tools/torch_versions.py $(TORCH_VERSIONS)
 

@@ -2,7 +2,7 @@
 
     python tools/torch_versions.py VERSION...
 
-PyPI has most versions for x86-64 with CUDA only: half a gigabyte each, linked to libraries of CUDA. They compute on the
+PyPI has most versions for x86-64 with CUDA only: 0.5 to 0.9 gigabytes each, linked to CUDA. They compute on the
 CPU as well once those libraries load, so this puts empty ones beside them, whose functions all fail. All else comes
 from the environment that runs this.
 """

@@ -75,7 +75,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def to_onnx(module: nn.Module, table: dict[Any, Any] | None = None) -> ir.Model:
     program = torch.export.export(module, (torch.ones(2, 3),))
     exported = torch.onnx.export(
-        program, (), dynamo=True, verbose=False, optimize=False, custom_translation_table=table or {}
+        program,
+        (),
+        dynamo=True,
+        verbose=False,
+        optimize=False,
+        custom_translation_table=translation.always_chosen(table or {}),
     )
     assert exported is not None
     return exported.model
@@ -128,7 +133,28 @@ def test_when_a_size_becomes_constant() -> None:
 def test_shape_environment() -> None:
     with needed("FakeTensorMode.shape_env", "tell which sizes a step can have"):
         environment = private.shape_environment(_traced(lambda x: x + 1))
-        assert environment.var_to_sources and environment.backed_var_to_val
+        assert environment.var_to_sources
+
+
+def _symbol(program: torch.export.ExportedProgram) -> Any:
+    """What stands for the size of the first tensor of a traced program that may vary."""
+    return private.expression(next(size for size in _sizes(program) if private.is_symbolic(size)))
+
+
+def test_sources_of() -> None:
+    with needed("ShapeEnv.var_to_sources", "name the axis whose size code asks for"):
+        program = _traced(lambda x: x + 1)
+        environment = private.shape_environment(program)
+        assert private.sources_of(environment, _symbol(program)) == ["L['x'].size()[0]"]
+        assert private.sources_of(environment, None) == []
+
+
+def test_example_size() -> None:
+    with needed("ShapeEnv.backed_var_to_val or var_to_val", "refuse loops over blocks of a dynamic size"):
+        program = _traced(lambda x: x + 1)
+        environment = private.shape_environment(program)
+        assert private.example_size(environment, _symbol(program)) == 4
+        assert private.example_size(environment, None) is None
 
 
 def test_sizes_that_stay() -> None:

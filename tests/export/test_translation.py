@@ -14,12 +14,14 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from onnxscript import opset18
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradfuse
 from gradfuse import ExportError, export_training_step
 from gradfuse.export.decompositions import backward
+from gradfuse.export.translation import always_chosen
 from gradfuse.testing import assert_gradients_close
 
 Arguments = tuple[Tensor, ...]
@@ -172,6 +174,22 @@ def test_operators_of_torch_become_their_nodes() -> None:
             _run(model, arguments, kernels=kernels), module(*arguments), exact, strict=True
         ):
             assert_gradients_close(result, native, reference, np.float32)
+
+
+def test_a_translation_is_chosen_whatever_its_parameters_are() -> None:
+    """Their names and number are not those of the operators, for which PyTorch has translations too."""
+
+    def negated(anything: Any, *others: Any) -> Any:
+        return opset18.Neg(anything)
+
+    aten = torch.ops.aten
+    table = always_chosen({aten.relu.default: negated, aten.leaky_relu.default: negated})
+    x = torch.randn(2, 3)
+    for module in (nn.ReLU().eval(), nn.LeakyReLU(0.5).eval()):
+        program = torch.onnx.export(module, (x,), dynamo=True, verbose=False, custom_translation_table=table)
+        assert program is not None
+        (result,) = _run(program.model_proto, (x,), kernels=False)
+        torch.testing.assert_close(torch.from_numpy(result), -x, rtol=0, atol=0)
 
 
 def test_a_type_that_an_operator_does_not_take_is_named() -> None:

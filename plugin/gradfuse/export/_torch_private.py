@@ -527,9 +527,8 @@ def assumed_multiples(program: torch.export.ExportedProgram) -> list[tuple[str, 
         if not isinstance(remainder, (Mod, PythonMod)):
             continue
         symbol, number = remainder.args
-        sources = environment.var_to_sources.get(symbol, []) if environment is not None and number.is_Integer else []
-        for source in sources[:1]:
-            found.append((str(source.name), int(number), frame.filename, int(frame.lineno or 0), str(frame.name)))
+        for source in sources_of(environment, symbol)[:1] if number.is_Integer else []:
+            found.append((source, int(number), frame.filename, int(frame.lineno or 0), str(frame.name)))
     return found
 
 
@@ -589,9 +588,9 @@ def conditions_on_sizes(program: torch.export.ExportedProgram) -> list[SizeCondi
     found = []
     for guard in environment.guards if environment is not None else []:
         frame = guard.sloc.framework_loc
-        sources = {str(symbol): environment.var_to_sources.get(symbol) for symbol in guard.expr.free_symbols}
+        sources = {str(symbol): sources_of(environment, symbol) for symbol in guard.expr.free_symbols}
         if sources and all(sources.values()) and hasattr(frame, "filename"):
-            named = {symbol: str(one[0].name) for symbol, one in sources.items()}
+            named = {symbol: one[0] for symbol, one in sources.items()}
             found.append(
                 SizeCondition(named, guard.expr, guard.sloc, frame.filename, int(frame.lineno or 0), str(frame.name))
             )
@@ -614,10 +613,10 @@ def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, st
         frame, symbols = guard.sloc.framework_loc, list(guard.expr.free_symbols)
         if not isinstance(guard.expr, sympy.Eq) or len(symbols) != 1 or not hasattr(frame, "filename"):
             continue
-        sources, size = environment.var_to_sources.get(symbols[0], []), environment.backed_var_to_val.get(symbols[0])
+        sources, size = sources_of(environment, symbols[0]), example_size(environment, symbols[0])
         if not sources or size is None or any(guard.expr.subs(symbols[0], size * by) == sympy.true for by in (2, 3, 5)):
             continue
-        found.append((str(sources[0].name), frame.filename, int(frame.lineno or 0), str(frame.name)))
+        found.append((sources[0], frame.filename, int(frame.lineno or 0), str(frame.name)))
     return found
 
 
@@ -625,6 +624,20 @@ def shape_environment(program: torch.export.ExportedProgram) -> Any:
     """Return what knows the symbols of a traced program's sizes; None for a program without tensors."""
     values = (node.meta.get("val") for node in program.graph.nodes)
     return next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
+
+
+def sources_of(environment: Any, symbol: Any) -> list[str]:
+    """Return the sources of a symbol in what `shape_environment` gave, such as "L['x'].size()[1]"."""
+    names = [source.name for source in environment.var_to_sources.get(symbol, [])]
+    # In PyTorch 2.9 these are methods.
+    return [str(name() if callable(name) else name) for name in names]
+
+
+def example_size(environment: Any, symbol: Any) -> Any:
+    """Return the size that a symbol has in the example, by what `shape_environment` gave; None if it has none."""
+    # Up to PyTorch 2.10 all of them are in the second.
+    values = getattr(environment, "backed_var_to_val", None)
+    return (environment.var_to_val if values is None else values).get(symbol)
 
 
 def conditions(tensors: Sequence[Tensor]) -> list[Any]:

@@ -27,7 +27,7 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.export.torch_step import Outcome, TorchStep
-from gradfuse.export.translation import onnx_translation_table
+from gradfuse.export.translation import always_chosen, onnx_translation_table
 from gradfuse.models.arrays import to_numpy
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.models.tensors import copy_model
@@ -41,13 +41,15 @@ OPSET = 20
 
 def translations() -> dict[Any, Callable[..., Any]]:
     """Return what this package translates itself, by overload, for `custom_translation_table`."""
-    return {
-        **onnx_translation_table(),
-        **recurrences.translations(),
-        **dropout.translations(),
-        **standins.translations(),
-        **watching.translations(),
-    }
+    return always_chosen(
+        {
+            **onnx_translation_table(),
+            **recurrences.translations(),
+            **dropout.translations(),
+            **standins.translations(),
+            **watching.translations(),
+        }
+    )
 
 
 @fusion.collection_paused()

@@ -6,7 +6,9 @@ torch and onnxscript are imported when a table is made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradfuse.custom_ops import OPS
@@ -65,7 +67,25 @@ def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
             table[getattr(getattr(aten, packet), overload)] = function
         if hasattr(own, operator.stem):
             table[getattr(own, operator.stem).default] = function
-    return table
+    return always_chosen(table)
+
+
+def always_chosen(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return a translation table whose functions torch.onnx.export takes for every call of an operator.
+
+    Up to PyTorch 2.10 it compares a call with the parameters that a function shows, and takes its own translation where
+    names or types are others. These functions show none.
+    """
+
+    def without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def translate(*arguments: Any, **named: Any) -> Any:
+            return function(*arguments, **named)
+
+        vars(translate)["__signature__"] = inspect.Signature()
+        return translate
+
+    return {overload: without_parameters(function) for overload, function in table.items()}
 
 
 def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[..., Any]:
