@@ -280,6 +280,31 @@ def test_fused_convolutions(added: bool, activation: str, by_torch: Any) -> None
     require_torchs(model, feeds, expected, list(feeds))
 
 
+@pytest.mark.parametrize("opset", [23, 24])
+@pytest.mark.parametrize("is_causal", [0, 1])
+def test_attention_with_past_keys_and_values(opset: int, is_causal: int) -> None:
+    """ONNX's own operator: what came before is ahead of the new keys and values, which are results as well."""
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 11, opset_import: ["": {opset}]>
+        attention (
+            float[B, 2, S, 4] q, float[B, 2, S, 4] k, float[B, 2, S, 4] v, float[B, 2, P, 4] pk, float[B, 2, P, 4] pv
+        ) => (float[B, 2, S, 4] y) {{
+            attended, keys, values = Attention <is_causal = {is_causal}> (q, k, v, , pk, pv)
+            products = Mul(keys, values)  axes = Constant<value_ints = [2]>()
+            sums = ReduceSum(products, axes)
+            y = Add(attended, sums)
+        }}""")
+    feeds = {name: numbers(2, 2, 3, 4, seed=k) for k, name in enumerate("qkv")}
+    feeds |= {name: numbers(2, 2, 5, 4, seed=k) for k, name in enumerate(("pk", "pv"), 3)}
+
+    def by_torch(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Tensor:
+        keys, values = torch.cat([pk, k], 2), torch.cat([pv, v], 2)
+        mask = torch.ones(3, 8, dtype=torch.bool).tril(5) if is_causal else None
+        return F.scaled_dot_product_attention(q, keys, values, mask) + (keys * values).sum(2, keepdim=True)
+
+    require_torchs(model, feeds, by_torch, ["q", "k", "v", "pk", "pv"])
+
+
 def test_fused_gemm() -> None:
     model = microsoft(
         "float[N, 3] a, float[4, 3] b, float[4] c",
