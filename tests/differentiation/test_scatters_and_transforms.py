@@ -14,6 +14,7 @@ from node_tests import run
 from torch import Tensor
 
 from gradfuse import differentiate
+from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
@@ -86,6 +87,37 @@ def test_transforms_of_other_lengths(opset: int, size: int, length: int | None, 
         return torch.view_as_real(how(values, n=length, dim=1))
 
     require_torchs(model, {"x": x}, by_torch, ["x"])
+
+
+@pytest.mark.parametrize("opset", [18, 20])
+@pytest.mark.parametrize("length", [None, 8, 9, 6, 7, 10, 12, 4, 2, 1])
+def test_signals_of_half_a_spectrum(opset: int, length: int | None) -> None:
+    """Some lengths take fewer of the five numbers than there are, or zeros behind them.
+
+    The gradient is that of torch and of ONNX's reference; onnxruntime's forward kernel computes other signals there.
+    """
+    x = numbers(2, 5, 3, 2)
+    constants = [] if length is None else [f"int64 n = {{{length}}}"]
+    given = "" if length is None else "n"
+    if opset == 18:
+        body = f"y = DFT <axis = 1, inverse = 1, onesided = 1> (x{', n' if given else ''})"
+    else:
+        body = f"y = DFT <inverse = 1, onesided = 1> (x, {given}, a)"
+        constants.append("int64 a = {1}")
+    model = model_of("float[N, S, M, 2] x", body, opset, constants=", ".join(constants))
+
+    def gradient(dtype: torch.dtype) -> np.ndarray[Any, Any]:
+        leaf = torch.tensor(x, dtype=dtype).requires_grad_()
+        signal = torch.fft.irfft(torch.view_as_complex(leaf), n=length, dim=1).unsqueeze(-1)
+        signal.backward(torch.tensor(numbers(*signal.shape, seed=9), dtype=dtype))
+        assert leaf.grad is not None
+        return leaf.grad.numpy()
+
+    exact = gradient(torch.float64)
+    seed = numbers(2, length or 8, 3, 1, seed=9)
+    found = run(differentiate(model, ["x"], seeds={"y": "seed"}), {"x": x, "seed": seed}, by_onnx=False)
+    terms = 16 * float(np.abs(exact).max())
+    assert_gradients_close(found["x.grad"], gradient(torch.float32), exact, np.float32, terms=terms)
 
 
 @pytest.mark.parametrize("half", [True, False])
