@@ -64,6 +64,11 @@ class _Run:
     def scale(self) -> float:
         return float(np.abs(self.original[np.isfinite(self.original)]).max(initial=0.0))
 
+    @property
+    def typical(self) -> float:
+        finite = np.abs(self.original[np.isfinite(self.original)])
+        return float(np.median(finite)) if finite.size else 0.0
+
 
 class Proof:
     """One match on the bench."""
@@ -149,14 +154,15 @@ class Proof:
             raise Unproved(f"it cannot be run: {(str(failure) or repr(failure)).splitlines()[0]}")
         # Of all runs, as in some of them all may be what rounding leaves of a difference.
         scale = max((r.scale for r in runs if not r.sample.is_near), default=0.0)
+        typical = float(np.median([r.typical for r in runs if not r.sample.is_near] or [0.0]))
         for run in runs:
             with np.errstate(all="ignore"):
-                self._require_agreement(run, scale)
+                self._require_agreement(run, scale, typical)
         if scale == 0.0:
             raise Unproved("no run gave a finite number other than zero")
 
-    def _require_agreement(self, run: _Run, scale: float) -> None:
-        """Compare one run; `scale` is the largest value of runs with numbers of ordinary size."""
+    def _require_agreement(self, run: _Run, scale: float, typical: float) -> None:
+        """Compare one run; of runs with numbers of ordinary size `scale` is the largest value and `typical` a usual one."""
         original, fused, sample = run.original, run.fused, run.sample
         empty, near = sample.is_empty, sample.is_near
         if original.shape != fused.shape:
@@ -166,8 +172,8 @@ class Proof:
         bound: Array = np.full(original.shape, 4 * self.tolerance * (max(run.scale, scale) if near else scale))
         if self.region.rewrite.elementwise and not near:
             # One element says nothing of the size of others: a quotient by a small number may be huge.
-            finite = np.abs(original[np.isfinite(original)])
-            bound = 4 * self.tolerance * (np.abs(original) + (np.median(finite) if finite.size else 0.0))
+            # Where all are alike, they may be what is left of a difference.
+            bound = 4 * self.tolerance * (np.abs(original) + max(run.typical, typical))
         if near:
             # Among large numbers a difference may be what rounding leaves, of constants too, or a condition turn.
             bound = bound + MOVES * np.abs(original - run.others[0])
