@@ -162,7 +162,7 @@ class Proof:
             raise Unproved("no run gave a finite number other than zero")
 
     def _require_agreement(self, run: _Run, scale: float, typical: float) -> None:
-        """Compare one run; of runs with numbers of ordinary size `scale` is the largest value and `typical` a usual one."""
+        """Compare one run; of all with ordinary numbers `scale` is the largest value, and `typical` a usual one."""
         original, fused, sample = run.original, run.fused, run.sample
         empty, near = sample.is_empty, sample.is_near
         if original.shape != fused.shape:
