@@ -86,7 +86,8 @@ def copy_model(model: ir.Model) -> ir.Model:
     `ir.Model.clone` shares the types of values, and setting `Value.dtype` changes a type in place.
     """
     copy = model.clone()
-    for graph in copy.graphs():
+    functions = [graph for function in copy.functions.values() for graph in (function.graph, *function.subgraphs())]
+    for graph in (*copy.graphs(), *functions):
         for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)):
             if isinstance(value.type, ir.TensorType):
                 value.type = ir.TensorType(value.type.dtype, denotation=value.type.denotation)
