@@ -258,7 +258,10 @@ class Decisions:
         self.step = step
         self.left_out = 0
         self._trial = trial
-        self._generator = None if trial is None else torch.Generator().manual_seed(trial.seed)
+        # The rounds that are open, each as the number of its loop in the round around it, and its own; and how many
+        # loops have begun in a round.
+        self._round: tuple[int, ...] = ()
+        self._loops: dict[tuple[int, ...], int] = {}
         self.open = 0
         self.found = found
         self.surveys = written is None
@@ -299,16 +302,22 @@ class Decisions:
             yield from ((True, one) for one in found)
             return
         chosen = vector.detach() != 0
-        if self._generator is not None:
-            kept = torch.rand(len(chosen), generator=self._generator) < 0.5
+        around = self._round
+        self._loops[around] = loop = self._loops.get(around, 0) + 1
+        if self._trial is not None:
+            # The same ones whether the loops of rounds that are left out have run or not.
+            generator = torch.Generator().manual_seed(abs(hash((self._trial.seed, *around, loop))))
+            kept = torch.rand(len(chosen), generator=generator) < 0.5
             self.left_out += int((chosen & ~kept).sum())
             chosen = chosen & kept
         for index in range(len(chosen)):
             row = torch.tensor(index if found.dim() == 1 else [index])
+            self._round = (*around, loop, index)
             if self._trial is None or not self._trial.skips:
                 yield _Chosen(chosen[index]), row
             elif chosen[index]:
                 yield True, row
+        self._round = around
 
     def augmented(self, name: str, value: Any, other: Any) -> Any:
         """Return what `value += other` gives, for any operator; only tensors are changed in place."""
