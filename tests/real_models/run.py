@@ -5,8 +5,8 @@ Usage, in tests/: python -m real_models.run [--page FILE] [--jobs N] [--seconds 
 There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` and
 its kin at a module, by `export_training_step`. Each runs in a process of its own, within limits of time and
 memory. Prints what came of each, and ends with 1 where a case does worse than it says it should. With --page, the lines
-of the modules that were run go into the table of a page of the documentation; they have times where cases ran one by
-one.
+of the modules that were run go into the table of a page of the documentation; they have times where each case had a
+core of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,7 +77,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="real_models.run")
     parser.add_argument("names", nargs="*", metavar="CASE")
     parser.add_argument("--page", type=Path, help="put the lines of modules into the table of this page")
-    parser.add_argument("--jobs", type=int, default=1, help="how many cases run at a time; with more than 1, no times")
+    cores = sorted(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(cores),
+        help="how many cases run at a time, each on a core of its own (default: as many as cores); with more, no times",
+    )
     parser.add_argument("--seconds", type=int, default=SECONDS, help="how long a case may take")
     options = parser.parse_args(arguments)
     from real_models import model_cases
@@ -93,13 +101,17 @@ def main(arguments: list[str]) -> int:
         result = step_result(name, steps[name], limit) if name in steps else file_result(name, limit)
         return result, time.perf_counter() - begin
 
+    free: SimpleQueue[set[int]] = SimpleQueue()
+    for number in range(options.jobs):
+        free.put({cores[number]} if options.jobs <= len(cores) else set(cores))
     failed = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
+    # Processes run on the core of the thread that starts them.
+    with ThreadPoolExecutor(options.jobs, initializer=lambda: os.sched_setaffinity(0, free.get())) as pool:
         running = {pool.submit(timed, name): name for name in options.names or known}
         for future in as_completed(running):
             name, (result, seconds) = running[future], future.result()
             if name in steps and options.page:
-                row = result.row if options.jobs == 1 else (*result.row[:-TIMES], *[""] * TIMES)
+                row = result.row if options.jobs <= len(cores) else (*result.row[:-TIMES], *[""] * TIMES)
                 put_row(options.page, name, row, list(steps))
             failed += not result.good
             print(f"{name:36} {'ok' if result.good else 'FAILED':7} {seconds:5.0f} s  {result.text}", flush=True)
