@@ -77,6 +77,11 @@ def computes_complex_numbers(h: Tensor) -> Tensor:
     return transformed
 
 
+def scales_by_frequency(h: Tensor) -> Tensor:
+    weight = h.t() @ h
+    return h + F.embedding_bag(torch.ones(len(h), 2, dtype=torch.int64), weight, mode="sum", scale_grad_by_freq=True)
+
+
 def loops_over_blocks(h: Tensor) -> Tensor:
     for begin in range((h.shape[0] + 1) // 2):
         h = h + h[2 * begin : 2 * begin + 2].sum()
@@ -107,6 +112,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (counts_classes, ["one_hot", "expected its argument num_classes"]),
         (has_no_translation, ["aten._linalg_svd.default", "no ONNX translation", "expected other operators"]),
         (computes_complex_numbers, ["aten.sqrt.default", "complex numbers", "expected real ones"]),
+        (scales_by_frequency, ["embedding_bag by frequency", "expected F.embedding with scale_grad_by_freq"]),
         (loops_over_blocks, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
