@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import numpy_helper
 from torch import Tensor, nn
 from training_models import autograd, run
 
@@ -189,6 +190,21 @@ def test_extremes_of_all_elements(keepdim: bool) -> None:
 
     torch.manual_seed(0)
     _compared(Layer(function), _batch(3), [_batch(7)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_factors_in_sums_of_16_bits_are_not_rounded_first(dtype: torch.dtype) -> None:
+    def function(x: Tensor) -> Tensor:
+        narrow = x.to(dtype)
+        return torch.add(x, narrow, alpha=0.1) + torch.sub(narrow, narrow.square(), alpha=0.3).to(x.dtype)
+
+    torch.manual_seed(0)
+    step = export_training_step(Layer(function), F.cross_entropy, _batch(3), dynamic_shapes=BATCH, fuse=False)
+    numbers = [numpy_helper.to_array(one.attribute[0].t) for one in step.model.graph.node if one.op_type == "Constant"]
+    numbers += [numpy_helper.to_array(one) for one in step.model.graph.initializer]
+    factors = [one for one in numbers if one.size == 1 and one.dtype.kind == "f" and 0.05 < abs(one.item()) < 0.4]
+    assert factors
+    assert all(one in (np.float32(0.1), np.float32(0.3)) for one in factors), factors
 
 
 def test_running_extremes() -> None:
