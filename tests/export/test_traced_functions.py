@@ -64,9 +64,7 @@ def test_covariances(correction: int, frequent: bool, weighted: bool, shape: tup
         "fweights": torch.tensor([1, 2, 3, 1, 1, 0, 4]) if frequent else None,
         "aweights": torch.linspace(0.5, 1.5, 7, dtype=torch.float64) if weighted else None,
     }
-    assert_same(
-        lambda x: traced_functions.cov(x, **settings), lambda x: torch.cov(x, **settings), torch.randn(shape)
-    )
+    assert_same(lambda x: traced_functions.cov(x, **settings), lambda x: torch.cov(x, **settings), torch.randn(shape))
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (7,)])

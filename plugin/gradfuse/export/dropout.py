@@ -264,7 +264,13 @@ def _randperm(draw: _Draw, n: int, *, dtype: Any = None, device: Any = None, **_
 
 
 def _rrelu(
-    draw: _Draw, self: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: Any
+    draw: _Draw,
+    self: Tensor,
+    noise: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return what a leaky rectifier gives, and its slopes: drawn ones, or in evaluation mode `noise` as it was."""
     if not training:

@@ -44,8 +44,8 @@ def cast_operands(program: ExportedProgram) -> None:
 def compute_with_numbers(program: ExportedProgram) -> None:
     """Let products and quotients of a tensor of 16 bits and a number be in float32, and round them, as PyTorch does.
 
-    torch.onnx.export rounds the number to 16 bits first: 0.1 becomes 0.09998. In sums, PyTorch does so too, but not with
-    the factor `alpha` of a tensor in them.
+    torch.onnx.export rounds the number to 16 bits first: 0.1 becomes 0.09998. In sums, PyTorch does so too, but not
+    with the factor `alpha` of a tensor in them.
     """
     graph = program.graph
     for node in list(graph.nodes):

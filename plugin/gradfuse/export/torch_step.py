@@ -298,7 +298,6 @@ class TorchStep:
             functions=functions,
         )
 
-
     def _where_changed(self, name: str) -> str:
         """Return where code changes a parameter, for messages."""
         state = {key: tensor.detach().clone() for key, tensor in self.state.items()}
