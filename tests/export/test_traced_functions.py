@@ -59,7 +59,7 @@ def test_bags_of_weighted_embeddings(padding_idx: int | None) -> None:
 @pytest.mark.parametrize("shape", [(3, 7), (1, 7), (7,)])
 def test_covariances(correction: int, frequent: bool, weighted: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    settings = {
+    settings: dict[str, Any] = {
         "correction": correction,
         "fweights": torch.tensor([1, 2, 3, 1, 1, 0, 4]) if frequent else None,
         "aweights": torch.linspace(0.5, 1.5, 7, dtype=torch.float64) if weighted else None,

@@ -116,7 +116,7 @@ def _pass_through(block: torch.fx.Node) -> dict[Any, torch.fx.Node | None]:
         source.meta, changed.meta, passed[node].meta = (dict(node.meta) for _ in range(3))
         for user in later:
             user.replace_input_with(node, passed[node])
-    (results,) = code.output_node().args
+    results: Any = code.output_node().args[0]
     return {index: passed.get(given.get(_written_into(one))) for index, one in enumerate(results)}
 
 

@@ -307,7 +307,8 @@ class TorchStep:
         with WrittenData() as written:
             with explaining.Since(lambda: private.version(tensor) != version or tensor in written) as since:
                 self.apply(state, self.inputs, self.targets)
-        return since.place
+        place: str = since.place
+        return place
 
 
 @contextlib.contextmanager
