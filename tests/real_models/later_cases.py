@@ -68,6 +68,7 @@ add(
             "linear_value_head_dim": 8,
             "layer_types": ["linear_attention", "full_attention"],
         },
+        "BertGenerationDecoder": {**TINY, "is_decoder": True},
         "Lfm3ForCausalLM": {**SLIDING, **SPECIAL, "layer_types": ["conv", "sliding_attention"], "conv_L_cache": 3},
         "HrmTextForCausalLM": {**GROUPED, "num_layers_per_stack": 1, "num_hidden_layers": 12},
     },
@@ -104,6 +105,20 @@ add(
             "mlp_layer_types": ["dense", "sparse"],
         },
         "Cohere2MoeForCausalLM": {**SLIDING, **SPECIAL, "num_experts": 4, "num_experts_per_tok": 2},
+        "NemotronHForCausalLM": {
+            **GROUPED,
+            **SPECIAL,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "ssm_state_size": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "moe_shared_expert_intermediate_size": 8,
+        },
         "ZayaForCausalLM": {
             **GROUPED,
             **SPECIAL,
@@ -117,6 +132,39 @@ add(
         "FlintForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 8, "mlp_only_layers": [0]},
         "MellumForCausalLM": {**EXPERTS, "num_local_experts": 4},
     },
+)
+INDEXED = {
+    **ROUTED,
+    **LATENT,
+    "mlp_layer_types": ["dense", "sparse"],
+    "index_topk": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+}
+add(
+    "mixture of experts",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {"DeepseekV32ForCausalLM": INDEXED, "GlmMoeDsaForCausalLM": {**INDEXED, "n_group": 1}},
+    refused="topk chooses between equal numbers",
+)
+add(
+    "mixture of experts",
+    language,
+    {**TEXT, "labels": TOKENS},
+    {
+        "LongcatFlashForCausalLM": {
+            **LATENT,
+            "num_layers": 1,
+            "ffn_hidden_size": 24,
+            "moe_topk": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 8,
+            "head_dim": 4,
+        }
+    },
+    refused="LongcatFlashExperts.forward",
 )
 add(
     "encoders",
@@ -189,6 +237,38 @@ squared(
     lambda items, length: {"pixel_values": images(items)},
     {"pixel_values": BATCH},
     {"MLCDVisionModel": IMAGE, "PixioModel": IMAGE},
+)
+squared(
+    "vision",
+    "masks_queries_logits",
+    lambda items, length: {"pixel_values": images(items)},
+    {"pixel_values": BATCH},
+    {
+        "EomtForUniversalSegmentation": {
+            **IMAGE,
+            "num_blocks": 1,
+            "num_queries": 4,
+            "num_labels": CLASSES,
+            "mlp_ratio": 2,
+        }
+    },
+)
+squared(
+    "speech",
+    "pooler_output",
+    lambda items, length: {"input_features": torch.randn(items, 1, 32, 16)},
+    {"input_features": BATCH},
+    {
+        "ClapAudioModel": {
+            "spec_size": 64,
+            "num_mel_bins": 16,
+            "patch_embeds_hidden_size": 8,
+            "hidden_size": 16,
+            "depths": [1, 1],
+            "num_attention_heads": [2, 2],
+            "window_size": 4,
+        }
+    },
 )
 
 
