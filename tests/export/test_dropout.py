@@ -154,7 +154,38 @@ class Drawing(nn.Module):
             + y * torch.bernoulli(y.detach().sigmoid()) * torch.bernoulli(y.detach(), 0.5)
         )
         y = y * torch.randint(1, 4, (len(x), 1)) + y[torch.randperm(len(x))]
+        y = F.rrelu_(F.rrelu(y, 0.2, 0.6, self.training) - 0.5, training=False)
         return F.dropout(y, 0.3, self.training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_leaky_rectifiers_have_the_mean_slope_or_a_drawn_one(training: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.RReLU(0.2, 0.6).train(training))
+    dynamic = ({0: "batch"},), ({0: "batch"},)
+    batches = [((torch.randn(n, 6),), (torch.arange(n) % 5,)) for n in (4, 6)]
+    step = export_training_step(module, F.cross_entropy, batches[0], dynamic_shapes=dynamic)
+    assert ("dropout_seed" in step.buffers) is training
+    results = run(step, batches[1], kernels=False)
+    native, exact = (
+        autograd(module, F.cross_entropy, batches[1], dtype, step) for dtype in (torch.float32, torch.float64)
+    )
+    for name, result in results.items():
+        if name != "dropout_seed.updated":
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=64)
+
+
+def test_drawn_slopes_are_of_their_range() -> None:
+    x = torch.linspace(-2.0, 2.0, ITEMS)
+    with dropout.SeededDropout(torch.tensor(3)) as drawn:
+        slopes = F.rrelu(x, 0.2, 0.6, training=True) / x
+        changed = F.rrelu_(x.clone(), 0.2, 0.6, training=True) / x
+    assert drawn.count == 2
+    for one in (slopes, changed):
+        assert torch.equal(one[x > 0], torch.ones_like(one[x > 0]))
+        below = one[x <= 0]
+        assert 0.2 - 1e-6 <= below.min() and below.max() <= 0.6 + 1e-6
+        assert abs(below.mean() - 0.4) <= 5 * 0.4 * (12 * len(below)) ** -0.5
 
 
 @pytest.mark.long
@@ -204,5 +235,5 @@ def test_draws_without_a_seed_are_refused() -> None:
             y = self.layer(x)
             return y * torch.multinomial(y.detach().softmax(-1), 1)  # type: ignore[no-any-return]
 
-    with pytest.raises(ExportError, match=r"draws random numbers by aten.multinomial.default"):
+    with pytest.raises(ExportError, match=r"by aten.multinomial.default, in .*Choice.forward \(test_dropout.py:"):
         export_training_step(Choice(), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)))

@@ -77,6 +77,11 @@ def computes_complex_numbers(h: Tensor) -> Tensor:
     return transformed
 
 
+def scales_by_frequency(h: Tensor) -> Tensor:
+    weight = h.t() @ h
+    return h + F.embedding_bag(torch.ones(len(h), 2, dtype=torch.int64), weight, mode="sum", scale_grad_by_freq=True)
+
+
 def loops_over_blocks(h: Tensor) -> Tensor:
     for begin in range((h.shape[0] + 1) // 2):
         h = h + h[2 * begin : 2 * begin + 2].sum()
@@ -107,6 +112,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (counts_classes, ["one_hot", "expected its argument num_classes"]),
         (has_no_translation, ["aten._linalg_svd.default", "no ONNX translation", "expected other operators"]),
         (computes_complex_numbers, ["aten.sqrt.default", "complex numbers", "expected real ones"]),
+        (scales_by_frequency, ["embedding_bag by frequency", "expected F.embedding with scale_grad_by_freq"]),
         (loops_over_blocks, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
@@ -147,6 +153,19 @@ class Penalised(nn.Module):
 def test_gradients_within_a_step_are_refused_with_their_place() -> None:
     with pytest.raises(ExportError, match=r"torch.autograd.grad.*Penalised.forward \(test_explaining.py:\d+\)"):
         export_training_step(Penalised(), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), dynamic_shapes=DYNAMIC)
+
+
+def keeps_some_of_equal_scores(h: Tensor) -> Tensor:
+    # PyTorch's order of equal numbers is not that of their places.
+    chosen = torch.topk(h.sum(1).detach() * 0.0, 40)[1]
+    return h * torch.zeros(len(h)).index_fill(0, chosen, 1.0).unsqueeze(1)
+
+
+def test_a_choice_between_equal_numbers_is_named() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(80, 6), torch.arange(80) % 5
+    with pytest.raises(ExportError, match=r"differs from PyTorch by .*; topk chooses between equal numbers, in keeps_"):
+        export_training_step(Head(keeps_some_of_equal_scores), F.cross_entropy, batch)
 
 
 @pytest.mark.parametrize("fuse", (True, False))

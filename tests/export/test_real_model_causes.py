@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import numpy_helper
 from torch import Tensor, nn
 from training_models import autograd, run
 
@@ -180,6 +181,32 @@ def test_numbers_beside_16_bits_are_not_rounded_first(dtype: torch.dtype) -> Non
     export_training_step(Layer(function), F.cross_entropy, _batch(3), dynamic_shapes=BATCH, fuse=False)
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_extremes_of_all_elements(keepdim: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        # relu gives equal elements, which share the gradient.
+        least = x.relu().flatten().amin(0) if keepdim else x.amin()
+        return x / x.abs().amax(dim=(), keepdim=keepdim) + least * x[0, 0].amax()
+
+    torch.manual_seed(0)
+    _compared(Layer(function), _batch(3), [_batch(7)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_factors_in_sums_of_16_bits_are_not_rounded_first(dtype: torch.dtype) -> None:
+    def function(x: Tensor) -> Tensor:
+        narrow = x.to(dtype)
+        return torch.add(x, narrow, alpha=0.1) + torch.sub(narrow, narrow.square(), alpha=0.3).to(x.dtype)
+
+    torch.manual_seed(0)
+    step = export_training_step(Layer(function), F.cross_entropy, _batch(3), dynamic_shapes=BATCH, fuse=False)
+    numbers = [numpy_helper.to_array(one.attribute[0].t) for one in step.model.graph.node if one.op_type == "Constant"]
+    numbers += [numpy_helper.to_array(one) for one in step.model.graph.initializer]
+    factors = [one for one in numbers if one.size == 1 and one.dtype.kind == "f" and 0.05 < abs(one.item()) < 0.4]
+    assert factors
+    assert all(one in (np.float32(0.1), np.float32(0.3)) for one in factors), factors
+
+
 def test_running_extremes() -> None:
     def function(x: Tensor) -> Tensor:
         # relu gives equal elements; of these the last one gets the gradient.
@@ -238,3 +265,45 @@ class Shared(nn.Module):
 def test_gradients_that_are_the_same_sums_keep_their_shapes() -> None:
     torch.manual_seed(0)
     _compared(Shared(), _batch(3), [_batch(7)])
+
+
+def _scaled_unseen(x: Tensor) -> Tensor:
+    hidden = x.sigmoid() + 1.0
+    with torch.no_grad():
+        hidden.mul_(0.5)
+    return hidden.square()
+
+
+def _masked_unseen(x: Tensor) -> Tensor:
+    hidden = x * 2.0
+    with torch.no_grad():
+        hidden[:, 0] = 0.25
+        hidden.masked_fill_(hidden > 0.5, torch.inf)
+        hidden[hidden.isinf()] = 0.125
+        scale = hidden.mean()
+    return hidden.square() * scale
+
+
+def _row_unseen(x: Tensor) -> Tensor:
+    hidden = x * 2.0
+    first = hidden[0]
+    with torch.no_grad():
+        first.add_(1.0)
+    return hidden.square() + first.tanh()
+
+
+def _chained_unseen(x: Tensor) -> Tensor:
+    hidden = x * 2.0
+    with torch.no_grad():
+        hidden = hidden.clamp_(-0.5, 0.5).add_(0.25)
+    hidden.mul_(3.0)
+    with torch.no_grad():
+        hidden /= hidden.abs().amax()
+        other = x.tanh().mul_(2.0)
+    return hidden.square() + other
+
+
+@pytest.mark.parametrize("function", [_scaled_unseen, _masked_unseen, _row_unseen, _chained_unseen])
+def test_what_is_written_without_gradients_keeps_those_it_had(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    _compared(Layer(function), _batch(3), [_batch(7)])

@@ -53,6 +53,26 @@ def test_bags_of_weighted_embeddings(padding_idx: int | None) -> None:
     )
 
 
+@pytest.mark.parametrize("correction", [0, 1, 2])
+@pytest.mark.parametrize("frequent", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7), (1, 7), (7,)])
+def test_covariances(correction: int, frequent: bool, weighted: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "correction": correction,
+        "fweights": torch.tensor([1, 2, 3, 1, 1, 0, 4]) if frequent else None,
+        "aweights": torch.linspace(0.5, 1.5, 7, dtype=torch.float64) if weighted else None,
+    }
+    assert_same(lambda x: traced_functions.cov(x, **settings), lambda x: torch.cov(x, **settings), torch.randn(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7,)])
+def test_correlations(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    assert_same(traced_functions.corrcoef, torch.corrcoef, torch.randn(shape))
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("shape", [(3, 4), (3, 1), (3,)])

@@ -120,7 +120,15 @@ def main(arguments: list[str]) -> int:
 
 def step_cases() -> dict[str, StepCase]:
     """Return the cases that begin at a module."""
-    from real_models import adapter_cases, further_cases, head_cases, latest_cases, timm_cases, wider_cases  # noqa: F401
+    from real_models import (  # noqa: F401
+        adapter_cases,
+        further_cases,
+        head_cases,
+        later_cases,
+        latest_cases,
+        timm_cases,
+        wider_cases,
+    )
     from real_models.step_cases import CASES
 
     return CASES

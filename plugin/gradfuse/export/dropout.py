@@ -98,6 +98,10 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             drawn = mask(self.seed, self.count, args[0], 1 - args[1]).to(args[0].dtype)
             self.count += 1
             return drawn
+        if func in _LEAKY:
+            result, slopes = _rrelu(self._draw, *args, **kwargs)
+            args[1].copy_(slopes)
+            return args[0].copy_(result) if func is aten.rrelu_with_noise_.default else result
         if func in _IN_PLACE:
             result = _DISTRIBUTIONS[_IN_PLACE[func]](self._draw, *args, **kwargs)
             return args[0].copy_(result)
@@ -163,7 +167,7 @@ def end_side(taken: Tensor) -> None:
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
 
-    def decomposition(distribution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decomposition(distribution: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: distribution(torch.ops.gradfuse.uniform, *args, **kwargs)
 
     return {
@@ -259,7 +263,24 @@ def _randperm(draw: _Draw, n: int, *, dtype: Any = None, device: Any = None, **_
     return torch.sort(draw(like))[1].to(dtype or torch.int64)
 
 
-_DISTRIBUTIONS: dict[Any, Callable[..., Tensor]] = {
+def _rrelu(
+    draw: _Draw,
+    self: Tensor,
+    noise: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return what a leaky rectifier gives, and its slopes: drawn ones, or in evaluation mode `noise` as it was."""
+    if not training:
+        return torch.nn.functional.leaky_relu(self, (lower + upper) / 2), noise
+    slopes = torch.where(self <= 0.0, _uniform(draw, self, lower, upper), 1.0)
+    return self * slopes, slopes
+
+
+_LEAKY = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default)
+_DISTRIBUTIONS: dict[Any, Callable[..., Any]] = {
     aten.rand.default: _rand,
     aten.rand_like.default: _rand_like,
     aten.uniform.default: _uniform,
@@ -272,6 +293,7 @@ _DISTRIBUTIONS: dict[Any, Callable[..., Tensor]] = {
     aten.randint.default: _randint,
     aten.randint.low: _randint,
     aten.randperm.default: _randperm,
+    aten.rrelu_with_noise_functional.default: _rrelu,
 }
 """Operators of traced programs that draw numbers -> the same, given a function that draws uniform ones."""
 

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
@@ -58,6 +59,8 @@ _SLICING = ("_compute_slice_index", "split")
 """Functions of torch whose conditions on sizes are those of the code that calls them."""
 _RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("torch_step.py", "evaluation.py"))
 """The modules that call the user's code."""
+_COMPARED = os.path.join(os.path.dirname(__file__), "host_draws.py"), "spans"
+"""The function that calls one of the user, to compare it with what stands in its place."""
 
 
 def reason(error: BaseException) -> str:
@@ -277,7 +280,7 @@ def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[st
             place = f"{function} ({os.path.basename(filename)}:{line})"
             found[axis, line] = (
                 f"axis {axis[1]} of {axis[0]!r} is taken to be a multiple of {number}, as in this batch, since {place} "
-                "asks for it; pad other batches to one"
+                "asks for it; pad other batches to one, or export with a batch that is not one"
             )
     return found
 
@@ -337,6 +340,65 @@ class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class _Ties(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note where `topk` first chooses some of several equal numbers.
+
+    Attributes:
+        place: where; None if it does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.place is None and func is torch.ops.aten.topk.default:
+            tensor, count, axis, largest = (*args, -1, True)[:4]
+            ordered = tensor.sort(axis, descending=largest)[0]
+            if 0 < count < tensor.shape[axis]:
+                last, next_one = (ordered.select(axis, place) for place in (count - 1, count))
+                if bool(((last == next_one) & last.isfinite()).any()):
+                    self.place = _current_place() or "the loss"
+        return result
+
+
+def tied(step: TorchStep) -> str | None:
+    """Return what to say of a step that differs where `topk` chooses between equal numbers; None if it does not."""
+    ties = _Ties()
+    # The run itself has been judged before.
+    with contextlib.suppress(ExportError), ties:
+        step.run()
+    if ties.place is None:
+        return None
+    return (
+        f"topk chooses between equal numbers, in {ties.place}, for which PyTorch defines no order; expected numbers "
+        "that differ, if only on this batch"
+    )
+
+
+class Since(TorchFunctionMode):
+    """Notes after which call something is so first.
+
+    Args:
+        happened: tells whether it is.
+
+    Attributes:
+        place: where that call is, as the end of a clause of a message; nothing if it is not known.
+    """
+
+    def __init__(self, happened: Callable[[], bool]) -> None:
+        super().__init__()
+        self.place = ""
+        self._happened = happened
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.place and self._happened():
+            self.place = _in(_current_place())
+        return result
+
+
 class _Calls(TorchFunctionMode):
     """Note where code first does what no traced program can hold.
 
@@ -371,6 +433,11 @@ def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         )
     if name in ("numpy", "__array__"):
         return "takes a tensor to numpy, which would be a constant", "torch's functions"
+    if func is F.embedding_bag and inspect.signature(func).bind(*args, **kwargs).arguments.get("scale_grad_by_freq"):
+        return (
+            "scales gradients of embedding_bag by frequency, for which PyTorch on the CPU counts other rows",
+            "F.embedding with scale_grad_by_freq, and a sum or mean of what it gives",
+        )
     if name == "one_hot" and (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
         return "counts the classes of one_hot by their values", "its argument num_classes"
     if isinstance(result, torch.Tensor) and result.layout != torch.strided:
@@ -392,10 +459,10 @@ def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> st
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(_is_complex(node) for node in nodes if str(node.target) == operator):
         return (
-            f"{operator}{_called(step, operator)} has no ONNX translation for complex numbers; expected real ones, or "
+            f"{operator}{called(step, operator)} has no ONNX translation for complex numbers; expected real ones, or "
             "products, quotients and sums"
         )
-    return f"{operator}{_called(step, operator)} has no ONNX translation; expected other operators that compute it"
+    return f"{operator}{called(step, operator)} has no ONNX translation; expected other operators that compute it"
 
 
 def _is_complex(node: Node) -> bool:
@@ -405,7 +472,7 @@ def _is_complex(node: Node) -> bool:
     )
 
 
-def _called(step: TorchStep, operator: str) -> str:
+def called(step: TorchStep, operator: str) -> str:
     """Return where the user's code calls an operator, for messages; nothing if the backward pass alone does."""
     watching = _Watching(operator)
     # The run itself has been judged before.
@@ -415,7 +482,7 @@ def _called(step: TorchStep, operator: str) -> str:
 
 
 def _current_place() -> str | None:
-    """Return where the user's code is that is run by a step; None if it is the exporter that runs."""
+    """Return where the user's code is that is run by a step; None if it is the exporter that runs, or runs it."""
     where: str | None = None
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
@@ -424,6 +491,8 @@ def _current_place() -> str | None:
             where = text_of(frame.f_code, frame.f_lineno)
         if filename in _RUNNERS:
             return where
+        if (filename, frame.f_code.co_name) == _COMPARED:
+            return None
         frame = frame.f_back
     return None
 

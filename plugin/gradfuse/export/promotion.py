@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
@@ -44,11 +44,14 @@ def cast_operands(program: ExportedProgram) -> None:
 def compute_with_numbers(program: ExportedProgram) -> None:
     """Let products and quotients of a tensor of 16 bits and a number be in float32, and round them, as PyTorch does.
 
-    torch.onnx.export rounds the number to 16 bits first: 0.1 becomes 0.09998. In sums, PyTorch does so too.
+    torch.onnx.export rounds the number to 16 bits first: 0.1 becomes 0.09998. In sums, PyTorch does so too, but not
+    with the factor `alpha` of a tensor in them.
     """
     graph = program.graph
     for node in list(graph.nodes):
         value = node.meta.get("val")
+        if node.target in _WITH_FACTORS and node.kwargs.get("alpha", 1) != 1 and isinstance(value, torch.Tensor):
+            _compute_wide(graph, node)
         if node.target not in _WITH_NUMBERS or not isinstance(value, torch.Tensor) or value.dtype not in _NARROW:
             continue
         numbers = [one for one in node.args if isinstance(one, float)]
@@ -56,23 +59,34 @@ def compute_with_numbers(program: ExportedProgram) -> None:
         exact = all(torch.tensor(one, dtype=value.dtype).double().item() == one for one in numbers)
         if exact or len(tensors) != 1 or tensors[0].meta["val"].dtype != value.dtype:
             continue
-        with graph.inserting_before(node):
-            wide = graph.call_function(aten._to_copy.default, (tensors[0],), {"dtype": torch.float32})
-        wide.meta = {"val": value.new_empty(tensors[0].meta["val"].shape, dtype=torch.float32)}
-        node.replace_input_with(tensors[0], wide)
+        _compute_wide(graph, node)
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _compute_wide(graph: Graph, node: Node) -> None:
+    """Let a node take its tensors of 16 bits in float32, and round a result of 16 bits afterwards."""
+    for tensor in node.all_input_nodes:
+        given = tensor.meta["val"]
+        if isinstance(given, torch.Tensor) and given.dtype in _NARROW:
+            with graph.inserting_before(node):
+                wide = graph.call_function(aten._to_copy.default, (tensor,), {"dtype": torch.float32})
+            wide.meta = {"val": given.to(torch.float32)}
+            node.replace_input_with(tensor, wide)
+    value = node.meta["val"]
+    if value.dtype in _NARROW:
         with graph.inserting_after(node):
             narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
         narrow.meta = {"val": value}
         node.meta["val"] = value.to(torch.float32)
-        node.replace_all_uses_with(narrow, delete_user_cb=lambda user, narrow=narrow: user is not narrow)
-    graph.lint()
-    program.graph_module.recompile()
+        node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
 
 
 _NARROW = (torch.float16, torch.bfloat16)
 _WITH_NUMBERS = frozenset(
     getattr(getattr(aten, name), overload) for name in ("mul", "div") for overload in ("Tensor", "Scalar")
 )
+_WITH_FACTORS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def _takes_tensor_first(node: Node) -> bool:

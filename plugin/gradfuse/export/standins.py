@@ -1,7 +1,8 @@
 """Operators that stand in a translated forward program until its gradients are written.
 
-Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, `padding_idx` of
-an embedding has none, and a masked softmax gives 0 instead of NaN. Each has a gradient rule, and a function that takes
+Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, what `torch.no_grad`
+writes into a tensor leaves it its gradient, `padding_idx` of an embedding has none, and a masked softmax gives 0
+instead of NaN. Each has a gradient rule, and a function that takes
 its place afterwards. This module imports torch.
 """
 
@@ -18,6 +19,7 @@ from torch.export import ExportedProgram
 from gradfuse.custom_ops.embedding_dense_backward import MAX_RANK
 from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
 from gradfuse.export import _torch_private as private
+from gradfuse.export.decomposing import written
 from gradfuse.export.grouped_products import INNER, ROWS
 from gradfuse.export.translation import LOCAL_DOMAIN, OPSET_OF_FUNCTIONS
 
@@ -25,6 +27,7 @@ aten = torch.ops.aten
 
 BODIES = {
     "StopGradient": "StopGradient (x) => (y) { y = Identity(x) }",
+    "PassGradient": "PassGradient (x, source) => (y) { y = Identity(x) }",
     "Embedding": """
         Embedding <padding_idx: int, scale_grad_by_freq: int> (weight, indices) => (rows) {
             rows = Gather<axis=0>(weight, indices)
@@ -61,7 +64,12 @@ torch.library.register_fake("gradfuse::stop_gradient", lambda input: torch.empty
 # Decompositions compute what depends on constants of the module alone.
 _library.impl("stop_gradient", lambda input: input.clone(), "CompositeExplicitAutograd")
 
+_library.define("pass_gradient(Tensor input, Tensor source) -> Tensor")
+torch.library.register_fake("gradfuse::pass_gradient", lambda input, source: torch.empty_like(input), lib=_library)
+_library.impl("pass_gradient", lambda input, source: input.clone(), "CompositeExplicitAutograd")
+
 STOP_GRADIENT = torch.ops.gradfuse.stop_gradient.default
+_PASS_GRADIENT = torch.ops.gradfuse.pass_gradient.default
 
 
 def keep_stops(program: ExportedProgram) -> None:
@@ -73,10 +81,64 @@ def keep_stops(program: ExportedProgram) -> None:
             if node.target is aten.detach.default:
                 node.target = STOP_GRADIENT
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+                passed = _pass_through(node)
                 for result in list(node.users):
-                    if isinstance(result.meta.get("val"), torch.Tensor):
+                    if passed.get(result.args[1]) is not None:
+                        result.replace_all_uses_with(passed[result.args[1]])
+                    elif isinstance(result.meta.get("val"), torch.Tensor):
                         _stop_behind(result)
         module.recompile()
+
+
+def _pass_through(block: torch.fx.Node) -> dict[Any, torch.fx.Node | None]:
+    """Leave what code under `no_grad` writes into the gradients that it had: PyTorch does not know that it changed.
+
+    Returns what takes the place of the results that are such a tensor, by index.
+    """
+    graph = block.graph
+    owner: Any = graph.owning_module
+    code: torch.fx.Graph = getattr(owner, str(block.args[1].target)).graph  # type: ignore[union-attr]
+    given = dict(zip((node for node in code.nodes if node.op == "placeholder"), block.args[2:], strict=True))
+    memory = {private.storage(one.meta["val"]) for node in code.nodes for one in written(node)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    passed: dict[Any, torch.fx.Node] = {}
+    for node in list(order)[: order[block]]:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or private.storage(value) not in memory or not _has_gradient(node):
+            continue
+        later = [user for user in node.users if order[user] > order[block]]
+        with graph.inserting_before(block):
+            source = graph.call_function(aten.clone.default, (node,))
+        with graph.inserting_after(block):
+            changed = graph.call_function(STOP_GRADIENT, (node,))
+        with graph.inserting_after(changed):
+            passed[node] = graph.call_function(_PASS_GRADIENT, (changed, source))
+        source.meta, changed.meta, passed[node].meta = (dict(node.meta) for _ in range(3))
+        for user in later:
+            user.replace_input_with(node, passed[node])
+    results: Any = code.output_node().args[0]
+    return {index: passed.get(given.get(_written_into(one))) for index, one in enumerate(results)}
+
+
+def _written_into(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the tensor that a result of code is, if it was written into in place."""
+    while private.is_operator(node.target) and private.is_mutable(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _has_gradient(node: torch.fx.Node) -> bool:
+    """Whether a node of a traced program depends on what requires a gradient."""
+    pending, seen = [node], {node}
+    while pending:
+        one = pending.pop()
+        value = one.meta.get("val")
+        if one.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+        if one.target is not STOP_GRADIENT:
+            pending.extend(source for source in one.all_input_nodes if source not in seen)
+            seen.update(one.all_input_nodes)
+    return False
 
 
 def _stop_behind(node: torch.fx.Node) -> None:
@@ -97,6 +159,9 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def stop_gradient(input: Any) -> Any:
         return _node("StopGradient", input)
 
+    def pass_gradient(input: Any, source: Any) -> Any:
+        return _node("PassGradient", input, source)
+
     def embedding(
         weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
     ) -> Any:
@@ -109,6 +174,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
     table: dict[Any, Callable[..., Any]] = {
         STOP_GRADIENT: stop_gradient,
+        _PASS_GRADIENT: pass_gradient,
         aten.embedding.default: embedding,
         aten._safe_softmax.default: safe_softmax,
     }
@@ -142,6 +208,12 @@ def put_bodies_in(model: ir.Model) -> None:
 
 
 no_gradient("StopGradient", domain=LOCAL_DOMAIN)
+
+
+@gradient("PassGradient", domain=LOCAL_DOMAIN)
+def pass_gradient(call: Call) -> Iterator[Gradient]:
+    yield None
+    yield call.dy[0]
 
 
 @gradient("SafeSoftmax", domain=LOCAL_DOMAIN)

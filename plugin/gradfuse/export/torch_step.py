@@ -277,7 +277,10 @@ class TorchStep:
         refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
         for name, tensor in state.items():
             if name not in self.buffers and (private.version(tensor) != versions[name] or tensor in written):
-                raise refusal(f"the step changes parameter {name!r} in place; expected changes of buffers only")
+                raise refusal(
+                    f"the step changes parameter {name!r} in place{self._where_changed(name)}; expected changes of "
+                    "buffers only: compute with a changed copy, or change it between steps"
+                )
         # Kernels that write running statistics do not count versions.
         changed = (
             name
@@ -294,6 +297,18 @@ class TorchStep:
             dropouts=drawn.count,
             functions=functions,
         )
+
+    def _where_changed(self, name: str) -> str:
+        """Return where code changes a parameter, for messages."""
+        state = {key: tensor.detach().clone() for key, tensor in self.state.items()}
+        for key in self.trainable:
+            state[key].requires_grad_()
+        tensor, version = state[name], private.version(state[name])
+        with WrittenData() as written:
+            with explaining.Since(lambda: private.version(tensor) != version or tensor in written) as since:
+                self.apply(state, self.inputs, self.targets)
+        place: str = since.place
+        return place
 
 
 @contextlib.contextmanager

@@ -65,7 +65,10 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """Look up rows, and reduce those of each bag: a row of a matrix of indices, or a piece of a vector of them."""
-    if max_norm is not None or scale_grad_by_freq or sparse or input.is_floating_point():
+    if scale_grad_by_freq:
+        # Of what PyTorch's kernel for CPUs gives there, `untraceable` tells the user.
+        raise NotImplementedError("embedding_bag with scale_grad_by_freq")
+    if max_norm is not None or sparse or input.is_floating_point():
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
@@ -176,6 +179,33 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
     return (a * b).reshape(shape)
 
 
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """Return the covariances of rows without PyTorch's check whether there are enough observations."""
+    if not input.is_floating_point():
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    weights = torch.ones_like(rows[0])
+    for given in (fweights, aweights):
+        weights = weights if given is None else weights * given
+    total = weights.sum()
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    centred = rows - (rows * weights).sum(1, keepdim=True) / total
+    covariances: Tensor = (centred * weights) @ centred.t() / (total - lost).clamp(min=0.0)
+    return covariances.squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    if not input.is_floating_point():
+        return torch.corrcoef(input)
+    covariances = cov(input)
+    if covariances.dim() == 0:
+        return covariances / covariances
+    deviations = covariances.diagonal().sqrt()
+    return (covariances / deviations.unsqueeze(1) / deviations).clamp(-1.0, 1.0)
+
+
 def fill_diagonal_(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
     if self.dim() != 2 or wrap:
         return self.fill_diagonal_(fill_value, wrap)
@@ -209,6 +239,10 @@ INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.take_along_dim: take_along_dim,
     torch.kron: kron,
     Tensor.kron: kron,
+    torch.cov: cov,
+    Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    Tensor.corrcoef: corrcoef,
     Tensor.fill_diagonal_: fill_diagonal_,
     torch.linalg.inv: inverse,
     torch.inverse: inverse,

@@ -126,7 +126,7 @@ def forward_program(
     program = decomposed(
         program, fuse=fuse, batch_norm=True, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
     )
-    _refuse_random_operators(program)
+    _refuse_random_operators(step, program)
     return program, returned
 
 
@@ -260,10 +260,10 @@ class _Traced(nn.Module):
         return (*losses, *(after[name] for name in native.changed), *outputs)
 
 
-def _refuse_random_operators(program: ExportedProgram) -> None:
+def _refuse_random_operators(step: TorchStep, program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise refusal(
-                f"the step draws random numbers by {node.target}, so that it cannot be compared with PyTorch; expected "
-                "dropout, torch.rand, torch.randn and their kin alone"
+                f"the step draws random numbers by {node.target}{explaining.called(step, str(node.target))} which no "
+                "seed determines; expected dropout, torch.rand, torch.randn and their kin alone"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         **special.table(),
         **dropout.table(),
         aten.linear.default: linear,
+        aten.amax.default: functools.partial(of_all_axes, aten.amax.default),
+        aten.amin.default: functools.partial(of_all_axes, aten.amin.default),
         aten.empty_permuted.default: backward.empty_permuted,
         aten.copy.default: backward.copy,
         aten.split_with_sizes.default: split_with_sizes,
@@ -37,6 +40,13 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._is_all_true.default: lambda self: self.all(),
         aten._is_any_true.default: lambda self: self.any(),
     }
+
+
+def of_all_axes(overload: Any, self: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    """aten::amax or aten::amin of all elements, over axes that are given: torch.onnx translates no other."""
+    if dim:
+        return NotImplemented
+    return overload(self, range(self.dim()), keepdim) if self.dim() else self.clone()
 
 
 def split_with_sizes(self: Tensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
