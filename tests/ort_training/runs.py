@@ -42,10 +42,13 @@ class Run:
     def worst_native(self, name: str) -> Array:
         """A parameter as the original model leaves it, each element from the run that is farthest from float64.
 
+        Committed artifacts have one run; those that are produced have more, whose first parameters are nudged.
         Adam divides a gradient by its own size: where its sum cancels, one rounding of a parameter at the start moves
         the parameter at the end by several.
         """
-        runs = np.stack([self.parameter(which, name) for which in ("native", *(f"nudged{k}" for k in range(NUDGES)))])
+        nudged = (f"nudged{count}.parameter.{name}" for count in range(NUDGES))
+        found = [self.arrays[key] for key in nudged if key in self.arrays]
+        runs = np.stack([self.parameter("native", name), *found])
         worst = np.abs(runs - self.parameter("exact", name)).argmax(0)
         return np.asarray(np.take_along_axis(runs, worst[None], 0)[0])
 

@@ -5,6 +5,7 @@ To add one, add a line to the table of its family.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,8 +29,8 @@ from real_models.step_cases import (
     ids,
     images,
     language,
+    load_torchvision,
     padding,
-    timm_model,
 )
 from torch import nn
 
@@ -276,9 +277,7 @@ def torchvision_model(module: str, name: str, **settings: Any) -> Callable[..., 
     """Return the function that makes a model of a module of torchvision, which lies beside timm."""
 
     def make(**changed: Any) -> nn.Module:
-        timm_model("resnet18")()
-        import importlib
-
+        load_torchvision()
         owner = importlib.import_module(f"torchvision.models.{module}")
         given = {
             key: [getattr(owner, one[0])(*one[1:]) if isinstance(one, tuple) else one for one in value]

@@ -113,16 +113,22 @@ def transformer(name: str, **settings: Any) -> Callable[..., nn.Module]:
     return make
 
 
+def load_torchvision() -> None:
+    """Make torchvision and timm importable."""
+    # The wheel of torchvision on PyPI is for CUDA. None of its operators is needed, but their schemas are.
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        library.define(schema)  # type: ignore[no-untyped-call]
+    sys.path.append(str(Path(sys.prefix) / "timm"))
+    import torchvision  # noqa: F401
+
+
 def timm_model(name: str, **settings: Any) -> Callable[..., nn.Module]:
     """Return the function that makes a model of timm."""
 
     def make(**changed: Any) -> nn.Module:
-        # The wheel of torchvision on PyPI is for CUDA. None of its operators is needed, but their schemas are.
-        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for operator in ("nms", "qnms"):
-            schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            library.define(schema)  # type: ignore[no-untyped-call]
-        sys.path.append(str(Path(sys.prefix) / "timm"))
+        load_torchvision()
         import timm
 
         model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings, **changed)

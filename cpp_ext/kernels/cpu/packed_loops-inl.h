@@ -404,32 +404,6 @@ void CopyPanel(const Panel<T>& panel) {
   }
 }
 
-#if GRADFUSE_HAS_VECTORS
-// As many lanes as a block of items and places has each way.
-template <class T>
-using BlockTag = hn::FixedTag<T, 16 / sizeof(T)>;
-
-// Swaps rows and columns of a block.
-template <class D>
-GRADFUSE_INLINE void Transpose(D d, hn::Vec<D> (&block)[16 / sizeof(hn::TFromD<D>)]) {
-  if constexpr (sizeof(hn::TFromD<D>) == 4) {
-    const hn::RepartitionToWide<D> pairs;
-    const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, block[0], block[1]));
-    const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, block[0], block[1]));
-    const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, block[2], block[3]));
-    const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, block[2], block[3]));
-    block[0] = hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23));
-    block[1] = hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23));
-    block[2] = hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23));
-    block[3] = hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23));
-  } else {
-    const auto low = hn::InterleaveLower(d, block[0], block[1]);
-    block[1] = hn::InterleaveUpper(d, block[0], block[1]);
-    block[0] = low;
-  }
-}
-#endif
-
 // Packs rows of items side by side. Returns 0, or NaN if an element is not finite.
 template <class T>
 T PackItems(const ItemRows<const T, T>& rows) {

@@ -92,13 +92,36 @@ GRADFUSE_INLINE void MultiplyRows(int64_t count, const float* rows, int64_t pitc
 // p lanes, ... of each gate for unit k of the state; 0 where there are no units any more.
 template <class T, int kGates>
 void PackByUnits(const T* weight, int64_t units, int64_t p, float* panels) {
-  float* panel = panels + p * units * kGates * kRowLanes;
+  constexpr int64_t kPitch = kGates * kRowLanes;
+  float* panel = panels + p * units * kPitch;
   const int64_t there = std::min<int64_t>(kRowLanes, units - p * kRowLanes);
   for (int gate = 0; gate < kGates; ++gate) {
-    for (int64_t lane = 0; lane < kRowLanes; ++lane) {
-      float* to = panel + gate * kRowLanes + lane;
-      const T* from = weight + (gate * units + p * kRowLanes + lane) * units;
-      for (int64_t k = 0; k < units; ++k) to[k * kGates * kRowLanes] = lane < there ? ToCompute(from[k]) : 0.0f;
+    float* const to = panel + gate * kRowLanes;
+    const T* const from = weight + (gate * units + p * kRowLanes) * units;
+    const auto pack_one = [&](int64_t lane, int64_t k) {
+      to[k * kPitch + lane] = lane < there ? ToCompute(from[lane * units + k]) : 0.0f;
+    };
+    int64_t lane = 0;
+#if GRADFUSE_HAS_VECTORS
+    if constexpr (std::is_same_v<T, float>) {
+      const BlockTag<float> d;
+      constexpr int kBlock = 4;
+      for (; lane + kBlock <= there; lane += kBlock) {
+        int64_t k = 0;
+        for (; k + kBlock <= units; k += kBlock) {
+          hn::Vec<BlockTag<float>> block[kBlock];
+          for (int i = 0; i < kBlock; ++i) block[i] = hn::LoadU(d, from + (lane + i) * units + k);
+          Transpose(d, block);
+          for (int i = 0; i < kBlock; ++i) hn::StoreU(block[i], d, to + (k + i) * kPitch + lane);
+        }
+        for (; k < units; ++k) {
+          for (int i = 0; i < kBlock; ++i) pack_one(lane + i, k);
+        }
+      }
+    }
+#endif
+    for (; lane < kRowLanes; ++lane) {
+      for (int64_t k = 0; k < units; ++k) pack_one(lane, k);
     }
   }
 }

@@ -197,6 +197,32 @@ GRADFUSE_INLINE void ForEachVector(D d, int64_t count, const Body& body) {
   }
 }
 
+#if GRADFUSE_HAS_VECTORS
+// As many lanes as a block that is transposed has each way.
+template <class T>
+using BlockTag = hn::FixedTag<T, 16 / sizeof(T)>;
+
+// Swaps rows and columns of a block.
+template <class D>
+GRADFUSE_INLINE void Transpose(D d, hn::Vec<D> (&block)[16 / sizeof(hn::TFromD<D>)]) {
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    const hn::RepartitionToWide<D> pairs;
+    const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, block[0], block[1]));
+    const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, block[0], block[1]));
+    const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, block[2], block[3]));
+    const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, block[2], block[3]));
+    block[0] = hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23));
+    block[1] = hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23));
+    block[2] = hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23));
+    block[3] = hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23));
+  } else {
+    const auto low = hn::InterleaveLower(d, block[0], block[1]);
+    block[1] = hn::InterleaveUpper(d, block[0], block[1]);
+    block[0] = low;
+  }
+}
+#endif
+
 // How many vectors a loop with a long chain of operations computes side by side: while one waits for a result, others
 // go on.
 template <class D>
