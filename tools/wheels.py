@@ -141,6 +141,8 @@ def build(name: str) -> Path:
     }
     for old in DIST.glob(f"gradfuse-*-{platform.tag}.whl"):
         old.unlink()
+    # All files of a source archive have one old date, by which what was built of others would be up to date.
+    shutil.rmtree(folder / "cmake", ignore_errors=True)
     _backend("build_wheel", SOURCE, DIST, settings)
     (wheel,) = DIST.glob(f"gradfuse-*-{platform.tag}.whl")
     _audit(wheel, platform)
