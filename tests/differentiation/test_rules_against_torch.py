@@ -271,6 +271,44 @@ def test_average_pooling(kernel: int, stride: int, padding: int, ceil_mode: int,
     require_torchs(model, shaped((2, 3, 7, 8)), by_torch, ["a"])
 
 
+@pytest.mark.parametrize(
+    "options, covers, by_torch",
+    [
+        ({"kernel_shape": [7, 8]}, True, lambda a: F.avg_pool2d(a, (7, 8))),
+        (
+            {"kernel_shape": [900, 900], "strides": [900, 900], "ceil_mode": 1},
+            True,
+            lambda a: F.avg_pool2d(a, 900, 900, ceil_mode=True),
+        ),
+        (
+            {"kernel_shape": [9, 10], "strides": [2, 2], "pads": [1] * 4, "count_include_pad": 1},
+            True,
+            lambda a: F.avg_pool2d(a, (9, 10), 2, 1),
+        ),
+        ({"kernel_shape": [9, 10], "strides": [2, 2], "pads": [1] * 4}, True, lambda a: F.avg_pool2d(a, (7, 8))),
+        ({"kernel_shape": [7, 7], "strides": [2, 2]}, False, lambda a: F.avg_pool2d(a[..., :7], 7)),
+        (
+            {"kernel_shape": [7, 8], "strides": [2, 2], "pads": [1, 0, 0, 0]},
+            False,
+            lambda a: F.avg_pool2d(a[:, :, :6], (6, 8)),
+        ),
+        (
+            {"kernel_shape": [4, 4], "strides": [2, 2], "dilations": [2, 2]},
+            False,
+            lambda a: F.avg_pool2d(a[:, :, ::2, ::2], 4),
+        ),
+    ],
+)
+def test_average_pooling_by_one_window(
+    options: Mapping[str, Any], covers: bool, by_torch: Callable[[Tensor], Tensor]
+) -> None:
+    """Where it spans the image, its size does not matter: transformers' EfficientNet has one of 2560 x 2560."""
+    model = model_of("float[n, 3, 7, 8] a", f"y = AveragePool <{_attributes(options)}> (a)", 19)
+    require_torchs(model, shaped((2, 3, 7, 8)), by_torch, ["a"])
+    operators = {node.op_type for node in differentiate(model, ["a"], seeds={"y": "dy"}).graph.node}
+    assert ("ConvTranspose" in operators) is not covers
+
+
 @pytest.mark.parametrize("kernel, stride, padding, dilation", [(3, 2, 1, 1), (2, 2, 0, 1), (2, 1, 0, 2), (3, 3, 1, 2)])
 @pytest.mark.parametrize("ceil_mode", [0, 1])
 def test_max_pooling_with_ties(kernel: int, stride: int, padding: int, dilation: int, ceil_mode: int) -> None:

@@ -88,7 +88,24 @@ def _begin_in_image(call: Call, window: Window) -> bool:
 def average_pool(call: Call) -> Iterator[Gradient]:
     x, dy = _operands(call)
     window = Window(call, x, call.y[0], call.attribute("kernel_shape"), pooling=True)
-    yield _spread_in_channels(window, dy / _count(window))
+    shares = dy / _count(window)
+    yield shares.expand(call.shape(x)) if _covers_image(window) else _spread_in_channels(window, shares)
+
+
+def _covers_image(window: Window) -> bool:
+    """Whether there is one place, and the window has all of the image there, as far as sizes are known.
+
+    A kernel may be far larger than images, as in transformers' EfficientNet: spread over it, gradients fill the memory.
+    """
+    call = window.call
+    sizes = zip(call.dims(window.image)[2:], call.dims(window.places)[2:], strict=True)
+    return all(
+        isinstance(size, int)
+        and places == 1
+        and window.dilations[axis] == 1
+        and 0 <= begin <= window.kernel[axis] - size
+        for axis, ((size, places), begin) in enumerate(zip(sizes, window.begin, strict=True))
+    )
 
 
 def _known_count(window: Window, sizes: list[int]) -> npt.NDArray[np.float64]:
