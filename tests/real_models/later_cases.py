@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from real_models.head_cases import answers
 from real_models.latest_cases import squared
 from real_models.step_cases import (
     BATCH,
@@ -184,18 +185,6 @@ add(
         },
     },
 )
-
-
-def answers(items: int, length: int) -> Tensors:
-    """Return questions with the places where their answers begin and end."""
-    return {
-        "input_ids": ids(items, length),
-        "attention_mask": padding(items, length),
-        "start_positions": torch.randint(0, length - 3, (items,)),
-        "end_positions": torch.randint(0, length - 3, (items,)),
-    }
-
-
 add(
     "encoders",
     answers,

@@ -354,9 +354,11 @@ class _Ties(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.place is None and func is torch.ops.aten.topk.default:
-            tensor, count, axis, largest = (*args, -1, True)[:4]
+            tensor, count = args[:2]
+            axis = args[2] if len(args) > 2 else -1
+            largest = args[3] if len(args) > 3 else True
             ordered = tensor.sort(axis, descending=largest)[0]
-            if 0 < count < tensor.shape[axis]:
+            if tensor.dim() and 0 < count < tensor.shape[axis]:
                 last, next_one = (ordered.select(axis, place) for place in (count - 1, count))
                 if bool(((last == next_one) & last.isfinite()).any()):
                     self.place = _current_place() or "the loss"
