@@ -30,6 +30,8 @@ PINNED = (
     "onnxscript==0.7.2",
     "onnx-ir==1.1.0",
     "ml_dtypes",
+    "click",
+    "rich",
     "hypothesis",
     "pytest",
 )
