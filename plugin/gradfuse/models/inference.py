@@ -32,6 +32,8 @@ SECONDS = 120
 """The most that an inference, and the start of a worker, may take."""
 _POLL_SECONDS = 0.5
 _END_SECONDS = 5
+_LONGEST_SHAPE = 1024
+"""No shape has so many dimensions, and few tensors of sizes have so many elements."""
 # The exit codes of an interpreter that ends by itself. All others are those of a crash, and so is 0 while at work: it
 # is what is known of a process where the system does not keep the exit codes (SIGCHLD is ignored).
 _OWN_CODES = (1, 2, 120)
@@ -46,6 +48,21 @@ def infer(model: onnx.ModelProto) -> onnx.ModelProto | None:
     Raises:
         WorkerError: the worker fails for a reason that is not the model.
     """
+    inferred = _inferred(model, data_prop=False)
+    if inferred is None or _is_known(inferred.graph):
+        return inferred
+    _cut_long_vectors(inferred.graph)
+    # The symbols that onnx has just invented would stay.
+    for infos, given in (
+        (inferred.graph.output, model.graph.output),
+        (inferred.graph.value_info, model.graph.value_info),
+    ):
+        del infos[:]
+        infos.extend(given)
+    return _inferred(inferred, data_prop=True) or inferred
+
+
+def _inferred(model: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto | None:
     imports = [*model.opset_import, *(entry for function in model.functions for entry in function.opset_import)]
     with_schemas = any(entry.domain == DOMAIN for entry in imports)
     try:
@@ -54,13 +71,62 @@ def infer(model: onnx.ModelProto) -> onnx.ModelProto | None:
         return None
     # The executable of a frozen application is the application: it would start itself again and again.
     in_process = getattr(sys, "frozen", False)
-    answer = inference_worker.infer(content, with_schemas) if in_process else ask(content, with_schemas)
+    answer = (inference_worker.infer if in_process else ask)(content, with_schemas, data_prop)
     if answer is None:
         return None
     try:
         return onnx.load_model_from_string(answer)
     except Exception as error:
         raise WorkerError("shape inference: what the worker process answered is no model") from error
+
+
+def _is_known(graph: onnx.GraphProto) -> bool:
+    """Tell whether all values of a graph, which has no other graph in it, have a type and a static shape."""
+    known = {info.name for info in _declared(graph) if _static_shape(info) is not None}
+    return not _has_graphs(graph) and all(name in known for node in graph.node for name in node.output if name)
+
+
+def _cut_long_vectors(graph: onnx.GraphProto) -> None:
+    """Make long vectors that are computed inputs of a graph.
+
+    onnx follows values element by element, with an object for each: those of a vector as long as an image take it
+    gigabytes, and are no sizes.
+    """
+    if _has_graphs(graph):
+        return
+    known = {info.name: info for info in _declared(graph)}
+    shapes = {name: shape for name, info in known.items() if (shape := _static_shape(info)) is not None}
+    long = {name for name, shape in shapes.items() if len(shape) == 1 and shape[0] > _LONGEST_SHAPE}
+    kept: list[onnx.NodeProto] = []
+    outputs: list[onnx.ValueInfoProto] = []
+    for node in graph.node:
+        if long.isdisjoint(node.output) or any(name not in shapes for name in node.output if name):
+            kept.append(node)
+        else:
+            outputs.extend(known[name] for name in node.output if name)
+    if outputs:
+        del graph.node[:]
+        graph.node.extend(kept)
+        graph.input.extend(outputs)
+
+
+def _has_graphs(graph: onnx.GraphProto) -> bool:
+    kinds = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+    return any(attribute.type in kinds for node in graph.node for attribute in node.attribute)
+
+
+def _declared(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    for infos in (graph.input, graph.output, graph.value_info):
+        yield from infos
+
+
+def _static_shape(info: onnx.ValueInfoProto) -> tuple[int, ...] | None:
+    """Return the sizes of a tensor whose type and sizes are known."""
+    tensor = info.type.tensor_type
+    if not tensor.elem_type or not tensor.HasField("shape"):
+        return None
+    sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim)
+    return None if min(sizes, default=0) < 0 else sizes
 
 
 class _Died(Exception):
@@ -110,7 +176,7 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, model: bytes, with_schemas: bool) -> bytes | None:
+    def ask(self, model: bytes, with_schemas: bool, data_prop: bool) -> bytes | None:
         """Return the model with inferred shapes; None where onnx raised an error or took too long.
 
         Raises:
@@ -118,7 +184,7 @@ class _Worker:
             WorkerError: the answer makes no sense.
         """
         with self._stopped_on_error():
-            answer = self._in_time(lambda: self._exchange(model, with_schemas))
+            answer = self._in_time(lambda: self._exchange(model, with_schemas, data_prop))
             if answer is None:
                 code = self._process.poll()
                 if code is None:
@@ -204,9 +270,9 @@ class _Worker:
                 line = b""
         return None
 
-    def _exchange(self, model: bytes, with_schemas: bool) -> tuple[bool, bytes] | None:
+    def _exchange(self, model: bytes, with_schemas: bool, data_prop: bool) -> tuple[bool, bytes] | None:
         stdin = self._files[0]
-        for part in (REQUEST.pack(with_schemas, len(model)), model):
+        for part in (REQUEST.pack(with_schemas, data_prop, len(model)), model):
             left = memoryview(part)
             while left:
                 left = left[stdin.write(left) :]
@@ -250,19 +316,19 @@ class _Workers:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
-    def ask(self, model: bytes, with_schemas: bool) -> bytes | None:
+    def ask(self, model: bytes, with_schemas: bool, data_prop: bool) -> bytes | None:
         """As `_Worker.ask`, but None where the model makes the worker crash."""
         with self._lock:
             if self._worker is not None and self._worker.is_alive:
                 try:
-                    return self._worker.ask(model, with_schemas)
+                    return self._worker.ask(model, with_schemas, data_prop)
                 except _Died:
                     pass  # Of this model, of what one before did to it, or killed by someone: a new one will tell.
             if self._worker is not None:
                 self._worker.stop()
             self._worker = _Worker()
             try:
-                return self._worker.ask(model, with_schemas)
+                return self._worker.ask(model, with_schemas, data_prop)
             except _Died as death:
                 if death.code in _OWN_CODES:
                     raise _failure(f"ends with exit code {death.code}") from None
@@ -283,5 +349,5 @@ class _Workers:
 
 
 _workers = _Workers()
-ask: Callable[[bytes, bool], bytes | None] = _workers.ask
+ask: Callable[[bytes, bool, bool], bytes | None] = _workers.ask
 """What :func:`infer` asks; :func:`inference_worker.infer` in its place works in this process."""

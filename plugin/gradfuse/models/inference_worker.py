@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 READY = b"gradfuse.models.inference_worker: ready\n"
-REQUEST = struct.Struct("<?Q")
-"""Whether the model needs the schemas of gradfuse's operators, and the size of the model that follows."""
+REQUEST = struct.Struct("<??Q")
+"""Whether the model needs the schemas of gradfuse's operators, whether onnx follows the values of sizes, and the size
+of the model that follows."""
 ANSWER = struct.Struct("<6s?Q")
 """`MAGIC`, whether onnx could infer anything, and the size of the model that follows."""
 MAGIC = b"shapes"
@@ -29,7 +30,7 @@ _MOST_SECONDS = 600
 _LIBRARY = "onnx.onnx_cpp2py_export"
 
 
-def infer(model: bytes, with_schemas: bool) -> bytes | None:
+def infer(model: bytes, with_schemas: bool, data_prop: bool) -> bytes | None:
     """Return the model with the types and shapes that onnx infers; None where onnx raises an error.
 
     onnx may also end the process, or never return.
@@ -37,7 +38,6 @@ def infer(model: bytes, with_schemas: bool) -> bytes | None:
     if with_schemas:
         importlib.import_module("gradfuse.custom_ops")
     check_type = strict_mode = False
-    data_prop = True
     try:
         library = _library()
         if library is None:
@@ -80,12 +80,12 @@ def main(path: Sequence[str]) -> None:
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
     while len(head := requests.read(REQUEST.size)) == REQUEST.size:
-        with_schemas, size = REQUEST.unpack(head)
+        with_schemas, data_prop, size = REQUEST.unpack(head)
         model = requests.read(size)
         if len(model) < size:
             break
         faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True, file=nothing)
-        inferred = infer(model, with_schemas)
+        inferred = infer(model, with_schemas, data_prop)
         faulthandler.cancel_dump_traceback_later()
         answers.write(ANSWER.pack(MAGIC, inferred is not None, len(inferred or b"")))
         answers.write(inferred or b"")
