@@ -51,30 +51,32 @@ class Session:
         self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         options = onnxruntime.SessionOptions()
         options.log_severity_level = SILENT
+        # A model is run once or twice: an arena would keep what its largest results took.
+        options.enable_cpu_mem_arena = False
         if scatters.reduces_by_scatter_nd(model):
             options.intra_op_num_threads = 1
         if kernels and library.find_library() is not None:
             library.register(options)
         self._session = inference_session(_with_float32_borders(model), source, options, ["CPUExecutionProvider"])
 
-    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return every output for the given inputs, by name and in order.
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
+        """Return every output, or those of some names, for the given inputs, by name and in order.
 
         Raises:
             ModelError: onnxruntime cannot run the model on them.
         """
-        names = [output.name for output in self._session.get_outputs()]
+        names = [output.name for output in self._session.get_outputs()] if outputs is None else list(outputs)
         wide = {
             name: array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
             for name, array in feeds.items()
         }
         try:
-            outputs = self._session.run(names, wide)
+            results = self._session.run(names, wide)
         except Exception as error:
             raise ModelError(f"{self._source}: onnxruntime cannot run the model: {reason(error)}") from error
         return {
-            name: np.asarray(output).astype(self._dtypes[name] or np.asarray(output).dtype, copy=False)
-            for name, output in zip(names, outputs, strict=True)
+            name: np.asarray(result).astype(self._dtypes[name] or np.asarray(result).dtype, copy=False)
+            for name, result in zip(names, results, strict=True)
         }
 
 

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from gradfuse.checking.condensing import condensed
 from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, dropout, explaining, onnx_model, pools, recurrences, tracing
 from gradfuse.export.dynamic_shapes import DynamicShapes
@@ -19,7 +21,7 @@ from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Truth
-from gradfuse.models.arrays import Arrays
+from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.scatters import replace_scatter_nd
 
 
@@ -126,4 +128,7 @@ def _run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
         leaves = _outputs(step, state, [cast(tensor.detach()) for tensor in step.inputs])
     results = [f"output_{index}" for index in range(len(leaves))] if len(leaves) > 1 else ["output"]
     results = [f"{name}_" if name in {*step.state, *step.batch} else name for name in results]
-    return {name: leaf.cpu().double().numpy() for name, leaf in zip(results, leaves, strict=True)}
+    return {
+        name: condensed(to_numpy(leaf, copy=False)).astype(np.float64, copy=False)
+        for name, leaf in zip(results, leaves, strict=True)
+    }

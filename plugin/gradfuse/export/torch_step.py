@@ -62,6 +62,10 @@ class Outcome:
     dropouts: int
     functions: tuple[str, ...]
 
+    def without_values(self) -> Outcome:
+        """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
+        return dataclasses.replace(self, gradients={name: one.to("meta") for name, one in self.gradients.items()})
+
 
 @dataclasses.dataclass(frozen=True)
 class TorchStep:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradfuse.checking import bounds
+from gradfuse.checking.condensing import condensed
 from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
@@ -27,11 +28,15 @@ from gradfuse.export import explaining
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
-from gradfuse.models.arrays import Arrays, to_numpy
+from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
+from gradfuse.models.memory import give_back
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
+
+_PART = 2**22
+"""So many elements of a parameter are updated at once."""
 
 Run = Callable[[TorchStep, Callable[[Tensor], Tensor]], Arrays]
 """Returns the outputs of a step to whose tensors a function is applied first."""
@@ -51,7 +56,9 @@ def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED) -> Truth:
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
         with undisturbed(step):
-            return _named(step.run(cast), native.changed)
+            outputs = _named(step.run(cast), native.changed)
+        give_back()
+        return outputs
 
     seeded = step.with_seed(seed)
     distinct = seeded.with_distinct_counters(native)
@@ -229,10 +236,10 @@ class Truth:
 
     def _compare(self, model: ir.Model, opened: Opened, feeds: Arrays, which: str) -> None:
         """Compare the outputs of a model, which may have been opened with more, with PyTorch."""
-        every = opened.run(feeds)
-        if every is None:
+        results = opened.run(feeds, [str(output.name) for output in model.graph.outputs])
+        if results is None:
             return
-        results = {str(output.name): every[str(output.name)] for output in model.graph.outputs}
+        results = self._condensed(results, which)
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
         # Counters and the seed of dropout are no measure of what rounding does.
@@ -271,6 +278,7 @@ class Truth:
             results = session.run(self.feeds(model))
         except GradfuseError:
             return
+        results = self._condensed(results, which)
         try:
             self._judge_in_float64(results, which)
         except ExportError as error:
@@ -284,7 +292,7 @@ class Truth:
             for seed in range(bounds.OTHER_NUMBERS):
                 try:
                     other = self.elsewhere(seed)
-                    other._judge_in_float64(session.run(other.feeds(model)), which)
+                    other._judge_in_float64(other._condensed(session.run(other.feeds(model)), which), which)
                     return
                 except Exception:
                     # Refused again, or numbers that the module does not take.
@@ -303,7 +311,7 @@ class Truth:
             results = ReferenceSession(model, f"{WHO}: the {which} model").run(self.feeds(model))
             if wide.exact is None:
                 return False
-            wide._judge_in_float64(results, which)
+            wide._judge_in_float64(self._condensed(results, which), which)
         except Exception:
             # A user's module may raise anything.
             return False
@@ -320,11 +328,11 @@ class Truth:
         decided = with_own_decisions(model, feeds, {*wide, optimizers.LOSS_SCALE}, source)
         if decided is None:
             raise refusal(f"the {which} model decides nothing by whole numbers; expected something")
-        return ReferenceSession(decided, source).run(feeds)
+        return self._condensed(ReferenceSession(decided, source).run(feeds), which)
 
     def feeds(self, model: ir.Model) -> Arrays:
         """Return the inputs of a model at the values of the step."""
-        feeds = {name: to_numpy(tensor) for name, tensor in (self.step.state | self.step.batch).items()}
+        feeds = {name: to_numpy(tensor, copy=False) for name, tensor in (self.step.state | self.step.batch).items()}
         if self.step.optimizer is not None:
             # At this scale the gradients are those of the loss itself.
             feeds[optimizers.LOSS_SCALE] = np.array(self.step.optimizer.accumulate, dtype=np.float32)
@@ -345,11 +353,26 @@ class Truth:
                 bound += bounds.ROUNDINGS_OF_CONSTANTS / bounds.SMALL_ROUNDING * self.constants.usual(name)
             _require(error <= bound, name, f"{which} (float64)", error, bound)
 
+    def _condensed(self, outputs: Arrays, which: str) -> Arrays:
+        """Return what a model gives, condensed: outputs of a tensor of the step must have its shape."""
+        results: Arrays = {}
+        for name in list(outputs):
+            array, like = outputs.pop(name), self.step.state.get(name.rpartition(".")[0])
+            if like is not None and array.shape != like.shape:
+                raise _another_shape(name, which, array.shape, tuple(like.shape))
+            results[name] = condensed(array)
+        give_back()
+        return results
+
     def _wanted(self, reference: Arrays, name: str, array: npt.NDArray[Any], which: str) -> npt.NDArray[Any]:
         wanted = reference.get(name, np.zeros(array.shape))
         if array.shape != wanted.shape:
-            raise refusal(f"output {name!r} of the {which} model has shape {array.shape}; expected {wanted.shape}")
+            raise _another_shape(name, which, array.shape, wanted.shape)
         return wanted
+
+
+def _another_shape(name: str, which: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> ExportError:
+    return refusal(f"output {name!r} of the {which} model has shape {got}; expected {wanted}")
 
 
 class _Spread:
@@ -416,67 +439,92 @@ def compare_update(
     Raises:
         ExportError: a parameter differs, or onnxruntime cannot run the model.
     """
-    feeds = {name: to_numpy(tensor) for name, tensor in (step.state | step.batch).items()} | state
+    feeds = {name: to_numpy(tensor, copy=False) for name, tensor in (step.state | step.batch).items()} | state
     if optimizers.MICRO_STEP in feeds:
         # The call that makes the update.
         feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
-    results = opened.run(feeds)
+    wanted = [name + suffix for name in described.parameters for suffix in (GRADIENT_SUFFIX, UPDATED_SUFFIX)]
+    results = opened.run(feeds, wanted)
     if results is None:
         return
     # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
-    gradients = {
-        name: torch.tensor(results[name + GRADIENT_SUFFIX].astype(np.float64)) / scale for name in described.parameters
-    }
-    reference = _updated(step, described, optimizer, gradients, torch.float64)
-    own: Arrays = {}
-    for name, wanted in reference.items():
-        before = to_numpy(step.state[name]).astype(np.float64)
-        output = name + UPDATED_SUFFIX
-        eps = torch.finfo(step.state[name].dtype).eps
-        error = difference(results[output].astype(np.float64), wanted)
-        size = bounds.magnitude(wanted) + bounds.magnitude(wanted - before)
-        bound = 16 * eps * size
+    gradients = {name: to_tensor(results.pop(name + GRADIENT_SUFFIX)) for name in described.parameters}
+    exact = _Updates(step, described, optimizer, gradients, scale, torch.float64)
+    for name in described.parameters:
+        output, parameter = name + UPDATED_SUFFIX, step.state[name]
+        got, before = results.pop(output).reshape(-1), to_numpy(parameter, copy=False).reshape(-1)
+        error, largest, change = 0.0, 0.0, 0.0
+        for part, updated in exact.of(name):
+            error = max(error, difference(got[part].astype(np.float64), updated))
+            largest = max(largest, bounds.magnitude(updated))
+            change = max(change, bounds.magnitude(updated - before[part].astype(np.float64)))
+        bound = 16 * torch.finfo(parameter.dtype).eps * (largest + change)
         if error > bound:
             # Only where it is needed: it takes as long as the reference.
-            own = own or _updated(step, described, optimizer, gradients, None)
-            bound += 16 * difference(own[name], wanted)
+            own = _Updates(step, described, optimizer, gradients, scale, None)
+            both = zip(own.of(name), exact.of(name), strict=True)
+            bound += 16 * max(difference(one, other) for (_, one), (_, other) in both)
         _require(error <= bound, output, "updating", error, bound)
 
 
-def _updated(
-    step: TorchStep,
-    described: optimizers.Optimizer,
-    optimizer: torch.optim.Optimizer,
-    gradients: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-) -> Arrays:
-    """Return what an optimizer makes of copies of the parameters, computed in a type; None: in their own."""
-    names = {id(tensor): name for name, tensor in step.state.items()}
-    groups = []
-    copies = {}
-    for group in optimizer.param_groups:
-        members = []
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            copy = parameter.detach().to(dtype or parameter.dtype, copy=True).cpu()
-            if name in gradients:
-                copy.grad = gradients[name].to(copy.dtype)
-            copies[name] = copy
-            members.append(copy)
+class _Updates:
+    """What an optimizer makes of copies of the parameters, computed in a type; None: in their own.
+
+    Its arithmetic is of one element each, but for the clipping of all gradients by their norm: so it takes parts of
+    parameters, one after another.
+    """
+
+    def __init__(
+        self,
+        step: TorchStep,
+        described: optimizers.Optimizer,
+        optimizer: torch.optim.Optimizer,
+        gradients: Mapping[str, Tensor],
+        scale: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._optimizer, self._gradients, self._scale, self._dtype = optimizer, gradients, scale, dtype
+        names = {id(tensor): name for name, tensor in step.state.items()}
+        self._groups = {
+            names[id(parameter)]: (parameter, group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if names[id(parameter)] in gradients
+        }
+        self._max_norm = described.max_grad_norm
+        norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]
+        self._norm = torch.stack([norm.double() for norm in norms]).norm() if norms else torch.zeros(())
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        self._skipped = described.loss_scaling is not None and not finite
+
+    def of(self, name: str) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """Yield the parts of a parameter, which is flat, as float64."""
+        parameter, group = self._groups[name]
+        flat = parameter.detach().reshape(-1)
         # The rate as the model has it, and an implementation that runs anywhere.
-        rate = float(np.float32(group["lr"]))
-        groups.append({**group, "lr": rate, "foreach": None, "fused": None, "capturable": False, "params": members})
-    create: Any = type(optimizer)
-    twin = create(groups)
-    state_dict = deepcopy(optimizer.state_dict())
-    twin.load_state_dict({**state_dict, "param_groups": twin.state_dict()["param_groups"]})
-    if described.max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(list(copies.values()), described.max_grad_norm)
-    skipped = described.loss_scaling is not None and not all(one.isfinite().all() for one in gradients.values())
-    if not skipped:
-        twin.step()
-    return {name: copies[name].double().numpy() for name in gradients}
+        options = {**group, "lr": float(np.float32(group["lr"])), "foreach": None, "fused": None, "capturable": False}
+        create: Any = type(self._optimizer)
+        for begin in range(0, max(flat.numel(), 1), _PART):
+            part = slice(begin, begin + _PART)
+            copy = flat[part].to(self._dtype or flat.dtype, copy=True).cpu()
+            copy.grad = self._gradient(name, part)
+            twin = create([{**options, "params": [copy]}])
+            state = {
+                key: value.reshape(-1)[part] if isinstance(value, Tensor) and value.shape == parameter.shape else value
+                for key, value in self._optimizer.state.get(parameter, {}).items()
+            }
+            if state:
+                twin.load_state_dict({"state": {0: deepcopy(state)}, "param_groups": twin.state_dict()["param_groups"]})
+            if self._max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(copy, self._max_norm, self._norm.to(copy.dtype))
+            if not self._skipped:
+                twin.step()
+            yield part, copy.double().numpy()
+
+    def _gradient(self, name: str, part: slice) -> Tensor:
+        exact = self._gradients[name].reshape(-1)[part].double() / self._scale
+        return exact.to(self._dtype or self._groups[name][0].dtype)
 
 
 def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
@@ -493,11 +541,13 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _named(outcome: Outcome, changed: Sequence[str]) -> Arrays:
-    """Return the outputs of a step by their names in the model, as float64."""
+    """Return the outputs of a step by their names in the model, as float64 and condensed."""
     tensors = {LOSS: outcome.loss}
     tensors |= {name + GRADIENT_SUFFIX: tensor for name, tensor in outcome.gradients.items()}
     tensors |= {name + UPDATED_SUFFIX: outcome.buffers[name] for name in changed}
-    return {name: tensor.detach().cpu().double().numpy() for name, tensor in tensors.items()}
+    return {
+        name: condensed(to_numpy(tensor, copy=False)).astype(np.float64, copy=False) for name, tensor in tensors.items()
+    }
 
 
 def _require(within: bool, name: str, which: str, error: float, bound: float) -> None:
@@ -521,8 +571,8 @@ class Opened:
         self._session: Session | None = None
         self._wide = False
 
-    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays | None:
-        """Return the outputs for the inputs among some arrays; None without onnxruntime.
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays | None:
+        """Return the outputs, or those of some names, for the inputs among some arrays; None without onnxruntime.
 
         Raises:
             ExportError: onnxruntime cannot run the model.
@@ -532,7 +582,7 @@ class Opened:
         needed = {str(value.name): feeds[str(value.name)] for value in self._model.graph.inputs}
         if not self._wide:
             try:
-                return self._run(self._model, needed)
+                return self._run(self._model, needed, outputs)
             except ModelError as error:
                 if not float_types(self._model) & _NARROW:
                     raise ExportError(str(error)) from error
@@ -542,10 +592,10 @@ class Opened:
             for name, array in needed.items()
         }
         try:
-            return self._run(widened(self._model, ir.DataType.FLOAT), wide)
+            return self._run(widened(self._model, ir.DataType.FLOAT), wide, outputs)
         except ModelError as error:
             raise ExportError(str(error)) from error
 
-    def _run(self, model: ir.Model, feeds: Arrays) -> Arrays:
+    def _run(self, model: ir.Model, feeds: Arrays, outputs: Sequence[str] | None) -> Arrays:
         self._session = self._session or Session(model, self._source)
-        return self._session.run(feeds)
+        return self._session.run(feeds, outputs)
