@@ -1,8 +1,8 @@
 """Operators that stand in a translated forward program until its gradients are written.
 
 Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, what `torch.no_grad`
-writes into a tensor leaves it its gradient, `padding_idx` of an embedding has none, and a masked softmax gives 0
-instead of NaN. Each has a gradient rule, and a function that takes
+writes into a tensor leaves it its gradient, `padding_idx` of an embedding has none, a masked softmax gives 0 instead of
+NaN, and ONNX has no logarithm of 1 + x with the digits of a small x. Each has a gradient rule, and a function that takes
 its place afterwards. This module imports torch.
 """
 
@@ -48,12 +48,50 @@ BODIES = {
             y = Where(masked, zero, share)
         }
     """,
+    # The rounding of 1 + x to u is undone by x / (u - 1), whose error is small wherever its factor is not.
+    "Log1p": """
+        Log1p (x) => (y) {
+            number = Constant<value_float=1.0>()
+            one = CastLike(number, x)
+            u = Add(x, one)
+            kept = Sub(u, one)
+            whole = Equal(kept, x)
+            lost = Equal(u, one)
+            plain = Or(whole, lost)
+            divisor = Where(plain, one, kept)
+            quotient = Div(x, divisor)
+            ratio = Where(plain, one, quotient)
+            logarithm = Log(u)
+            product = Mul(logarithm, ratio)
+            y = Where(lost, x, product)
+        }
+    """,
+    "Expm1": """
+        Expm1 (x) => (y) {
+            number = Constant<value_float=1.0>()
+            one = CastLike(number, x)
+            u = Exp(x)
+            less = Sub(u, one)
+            logarithm = Log(u)
+            whole = Equal(logarithm, x)
+            lost = Equal(u, one)
+            minus_one = Neg(one)
+            gone = Equal(less, minus_one)
+            exact = Or(whole, gone)
+            plain = Or(exact, lost)
+            divisor = Where(plain, one, logarithm)
+            quotient = Div(x, divisor)
+            ratio = Where(plain, one, quotient)
+            product = Mul(less, ratio)
+            y = Where(lost, x, product)
+        }
+    """,
     "GroupedRows": ROWS,
     "GroupedInner": INNER,
 }
 """The function that takes the place of each."""
 
-KEPT = (aten._safe_softmax.default,)
+KEPT = (aten._safe_softmax.default, aten.log1p.default, aten.expm1.default)
 """What decompositions must leave."""
 
 _SUMMED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -172,8 +210,16 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def safe_softmax(self: Any, dim: int, dtype: int | None = None) -> Any:
         return _node("SafeSoftmax", self if dtype is None else op.Cast(self, to=dtype), axis=dim)
 
+    def log1p(self: Any) -> Any:
+        return _node("Log1p", self)
+
+    def expm1(self: Any) -> Any:
+        return _node("Expm1", self)
+
     table: dict[Any, Callable[..., Any]] = {
         STOP_GRADIENT: stop_gradient,
+        aten.log1p.default: log1p,
+        aten.expm1.default: expm1,
         _PASS_GRADIENT: pass_gradient,
         aten.embedding.default: embedding,
         aten._safe_softmax.default: safe_softmax,
@@ -221,6 +267,20 @@ def safe_softmax(call: Call) -> Iterator[Gradient]:
     dy, y = call.dy[0], call.y[0]
     assert dy is not None
     yield y * (dy - (dy * y).sum([call.attribute("axis", -1) % call.rank(y)]))
+
+
+@gradient("Log1p", domain=LOCAL_DOMAIN)
+def log1p(call: Call) -> Iterator[Gradient]:
+    x, dy = call.x[0], call.dy[0]
+    assert x is not None and dy is not None
+    yield dy / (x + 1)
+
+
+@gradient("Expm1", domain=LOCAL_DOMAIN)
+def expm1(call: Call) -> Iterator[Gradient]:
+    x, dy = call.x[0], call.dy[0]
+    assert x is not None and dy is not None
+    yield dy * x.exp()
 
 
 @gradient("Embedding", domain=LOCAL_DOMAIN)

@@ -97,3 +97,104 @@ def test_systems_with_a_factor(upper: bool) -> None:
 @pytest.mark.parametrize("function", [linear_algebra.inverse, linear_algebra.determinant, linear_algebra.cholesky])
 def test_large_matrices_are_left_alone(function: Callable[..., Any]) -> None:
     assert function(torch.eye(33)) is NotImplemented
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_inverses_from_factors(upper: bool) -> None:
+    factor = _matrices(4) + 3.0 * torch.eye(4)
+    assert_same(
+        lambda a: linear_algebra.cholesky_inverse(a, upper),
+        lambda a: torch.cholesky_inverse(a.triu() if upper else a.tril(), upper),
+        factor,
+    )
+
+
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("unit", [False, True])
+def test_triangular_systems_of_the_old_name(upper: bool, transpose: bool, unit: bool) -> None:
+    assert_same(
+        lambda b, a: linear_algebra.triangular_solve(b, a, upper, transpose, unit)[0],
+        lambda b, a: torch.triangular_solve(b, a, upper, transpose, unit)[0],
+        torch.randn(3, 4, 2),
+        _matrices(4) + 3.0 * torch.eye(4),
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (5, 3), (3, 5)])
+@pytest.mark.parametrize("pivot", [True, False])
+def test_factors_by_elimination(shape: tuple[int, int], pivot: bool) -> None:
+    matrices = _matrices(5)[:, : shape[0], : shape[1]].clone()
+    matrices[0, -1, 0] = 1.0
+    if not pivot:
+        # PyTorch eliminates without exchanges on GPUs alone.
+        permutation, lower, upper = linear_algebra.lu(matrices, pivot=False)
+        assert permutation.numel() == 0
+        matrices = matrices[1:]
+        torch.testing.assert_close(lower[1:] @ upper[1:], matrices, rtol=1e-4, atol=1e-4)
+        return
+    for native, ours in zip(torch.linalg.lu_factor(matrices), linear_algebra.lu_factor(matrices), strict=False):
+        torch.testing.assert_close(ours, native)
+    assert_same(lambda a: linear_algebra.lu_factor(a)[0], lambda a: torch.linalg.lu_factor(a)[0], matrices)
+    for part in range(3):
+        if part:
+            assert_same(lambda a, k=part: linear_algebra.lu(a)[k], lambda a, k=part: torch.linalg.lu(a)[k], matrices)
+        else:
+            assert torch.equal(linear_algebra.lu(matrices)[0], torch.linalg.lu(matrices)[0])
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("adjoint", [True, False])
+def test_systems_with_factors(left: bool, adjoint: bool) -> None:
+    factors, pivots = torch.linalg.lu_factor(_matrices(4))
+    assert_same(
+        lambda f, b: linear_algebra.lu_solve(f, pivots, b, left=left, adjoint=adjoint),
+        lambda f, b: torch.linalg.lu_solve(f, pivots, b, left=left, adjoint=adjoint),
+        factors,
+        torch.randn(3, 4, 2) if left else torch.randn(3, 2, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode"),
+    [((4, 4), "reduced"), ((5, 3), "reduced"), ((3, 5), "reduced"), ((4, 4), "complete"), ((1, 1), "reduced")],
+)
+def test_factors_by_reflections(shape: tuple[int, int], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
+    matrices = _matrices(5)[:, : shape[0], : shape[1]].clone()
+    matrices[1] = matrices[1].triu()
+    matrices[0, 0, 0] = float(shape == (1, 1))
+    for part in range(2):
+        assert_same(
+            lambda a, k=part: linear_algebra.qr(a, mode)[k], lambda a, k=part: torch.linalg.qr(a, mode)[k], matrices
+        )
+
+
+def test_factors_by_reflections_that_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
+    matrices = _matrices(5)[:, :, :3]
+    for mode in ("r", "complete"):
+        for ours, native in zip(linear_algebra.qr(matrices, mode), torch.linalg.qr(matrices, mode), strict=True):
+            torch.testing.assert_close(ours, native)
+
+
+def test_products_of_reflections() -> None:
+    assert_same(
+        linear_algebra.householder_product, torch.linalg.householder_product, _matrices(5)[:, :, :3], torch.rand(3, 2)
+    )
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1.0, 30.0])
+def test_exponentials_of_matrices(size: float) -> None:
+    matrix = _matrices(4) * size
+    ours, native = (
+        torch.autograd.functional.jacobian(function, matrix[:1].double() / max(size, 1.0))
+        for function in (linear_algebra.matrix_exponential, torch.linalg.matrix_exp)
+    )
+    torch.testing.assert_close(ours, native, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        linear_algebra.matrix_exponential(matrix.double()),
+        torch.linalg.matrix_exp(matrix.double()),
+        rtol=1e-8,
+        atol=1e-12,
+    )

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export import dropout
-from gradfuse.export.decompositions import backward, index, linear_algebra, pooling, products, special
+from gradfuse.export.decompositions import (
+    backward,
+    elementwise,
+    index,
+    linear_algebra,
+    logarithms,
+    pooling,
+    products,
+    special,
+)
 
 aten = torch.ops.aten
 
@@ -28,6 +37,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         **pooling.forward_table(),
         **products.table(),
         **linear_algebra.table(),
+        **elementwise.table(),
+        **logarithms.table(),
         **special.table(),
         **dropout.table(),
         aten.linear.default: linear,

@@ -1,0 +1,65 @@
+"""Functions of single elements that ONNX has no operators for. This module imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by overload, as `run_decompositions` takes them."""
+    return {
+        aten.fmax.default: fmax,
+        aten.fmin.default: fmin,
+        aten.signbit.default: signbit,
+        aten.copysign.Tensor: copysign,
+        aten.copysign.Scalar: copysign,
+        aten.frexp.Tensor: frexp,
+    }
+
+
+def fmax(self: Tensor, other: Tensor) -> Tensor:
+    """aten::fmax: the larger number, or the one beside a NaN. Of equal ones the first gets the gradient."""
+    return torch.where((self >= other) | other.isnan(), self, other)
+
+
+def fmin(self: Tensor, other: Tensor) -> Tensor:
+    """aten::fmin, likewise."""
+    return torch.where((self <= other) | other.isnan(), self, other)
+
+
+def signbit(self: Tensor) -> Tensor:
+    """aten::signbit: whether a number is negative, or -0. A NaN is taken to have no sign."""
+    if not self.is_floating_point():
+        return self < 0
+    return torch.where(self == 0, self.reciprocal(), self) < 0
+
+
+def copysign(self: Tensor, other: Tensor | float) -> Tensor:
+    """aten::copysign: the size of one number with the sign of the other. At 0 it has no gradient."""
+    size = self.abs()
+    if not isinstance(other, Tensor):
+        other = torch.full((), other, dtype=torch.float64, device=self.device)
+    if not size.is_floating_point():
+        size = size.to(torch.get_default_dtype())
+    return torch.where(signbit(other), -size, size)
+
+
+def frexp(self: Tensor) -> tuple[Tensor, Tensor]:
+    """aten::frexp: m and e of x = m 2^e with 1/2 <= |m| < 1; an infinity or a NaN is its own m."""
+    x = self.double()
+    plain = (x != 0) & x.isfinite()
+    # The logarithm may be rounded over a whole number.
+    exponent = torch.where(plain, x, 0.5).abs().log2().floor() + 1.0
+    size = (torch.where(plain, x, 0.5) * (-exponent).exp2()).abs()
+    exponent = exponent + (size >= 1.0).to(x.dtype) - (size < 0.5).to(x.dtype)
+    exponent = torch.where(plain, exponent, 0.0)
+    # Half of the power twice: that of the smallest numbers is no number of their type.
+    half = (exponent * -0.5).floor()
+    mantissa = self * half.exp2().to(self.dtype) * (-exponent - half).exp2().to(self.dtype)
+    return mantissa, exponent.to(torch.int32)

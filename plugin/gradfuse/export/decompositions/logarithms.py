@@ -1,0 +1,87 @@
+"""Logarithms of sums of exponentials and what is made of them, with the digits of results near 0.
+
+The loss of a batch that is classified with confidence is such a result: log(1 + exp(-x)) for a large x. This module
+imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_MEAN, _SUM = 1, 2
+"""ATen's numbers of reductions."""
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by overload, as `run_decompositions` takes them."""
+    return {
+        aten.softplus.default: softplus,
+        aten.log_sigmoid_forward.default: log_sigmoid,
+        aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
+        aten.logaddexp.default: logaddexp,
+        aten.logaddexp2.default: logaddexp2,
+    }
+
+
+def softplus(self: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """aten::softplus: log(1 + exp(beta x)) / beta, and x itself beyond the threshold."""
+    scaled = self * beta
+    beyond = scaled > threshold
+    return torch.where(beyond, self, torch.where(beyond, 0.0, scaled).exp().log1p() / beta)
+
+
+def log_sigmoid(self: Tensor) -> tuple[Tensor, Tensor]:
+    """aten::log_sigmoid_forward: the logarithm, and a buffer that gradients alone read."""
+    right, left = _sides(self)
+    return torch.where(self >= 0, -(-right).exp().log1p(), left - left.exp().log1p()), self.new_zeros((0,))
+
+
+def binary_cross_entropy_with_logits(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Tensor:
+    """aten::binary_cross_entropy_with_logits, in which no two large numbers cancel on either side of 0."""
+    right, left = _sides(self)
+    positive = target if pos_weight is None else target * pos_weight
+    both = 1.0 if pos_weight is None else 1.0 - target + positive
+    losses = torch.where(
+        self >= 0,
+        (1.0 - target) * right + both * (-right).exp().log1p(),
+        both * left.exp().log1p() - positive * left,
+    )
+    if weight is not None:
+        losses = losses * weight
+    return losses.mean() if reduction == _MEAN else losses.sum() if reduction == _SUM else losses
+
+
+def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x where it is at least 0, and x where it is less, each with 0 elsewhere: no exponential is large."""
+    return torch.where(x >= 0, x, 0.0), torch.where(x >= 0, 0.0, x)
+
+
+def logaddexp(self: Tensor, other: Tensor) -> Tensor:
+    """aten::logaddexp: log(exp(a) + exp(b)) from the larger one, and how far the other is below it."""
+    return _added(self, other, torch.Tensor.exp, torch.Tensor.log1p)
+
+
+def logaddexp2(self: Tensor, other: Tensor) -> Tensor:
+    """aten::logaddexp2: the same to the base 2."""
+    return _added(self, other, torch.Tensor.exp2, lambda x: x.log1p() / math.log(2.0))
+
+
+def _added(a: Tensor, b: Tensor, power: Callable[[Tensor], Tensor], logarithm: Callable[[Tensor], Tensor]) -> Tensor:
+    difference = a - b
+    # Of two equal infinities, either is the result.
+    apart = torch.where(a == b, torch.where(a.isinf(), 0.0, difference), difference)
+    right, left = _sides(apart)
+    return torch.where(apart >= 0, a + logarithm(power(-right)), b + logarithm(power(left)))

@@ -1,0 +1,82 @@
+"""Losses of confident batches keep the digits of what is nearly 0, in PyTorch's operators and in exported steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from export.decompositions.test_products import assert_same
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import export_training_step
+from gradfuse.export.decompositions import logarithms
+from gradfuse.testing import assert_gradients_close
+
+POINTS = torch.tensor([-300.0, -50.0, -20.0, -3.0, -1e-3, 0.0, 1e-9, 0.7, 5.0, 19.9, 20.1, 80.0, 300.0])
+
+
+def test_of_one_number() -> None:
+    assert_same(logarithms.softplus, F.softplus, POINTS)
+    assert_same(lambda x: logarithms.softplus(x, 0.5, 3.0), lambda x: F.softplus(x, 0.5, 3.0), POINTS)
+    assert_same(lambda x: logarithms.log_sigmoid(x)[0], F.logsigmoid, POINTS)
+
+
+@pytest.mark.parametrize("name", ["logaddexp", "logaddexp2"])
+def test_of_two_numbers(name: str) -> None:
+    a, b = POINTS.unsqueeze(0), POINTS.unsqueeze(1)
+    assert_same(getattr(logarithms, name), getattr(torch, name), a, b)
+    infinite = torch.tensor([torch.inf, -torch.inf, 1.0])
+    ours, native = (f(infinite, infinite.unsqueeze(1)) for f in (getattr(logarithms, name), getattr(torch, name)))
+    assert torch.equal(ours, native)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_of_logits_and_targets(reduction: int, weighted: bool) -> None:
+    targets = torch.tensor([[0.0], [1.0], [0.3]])
+    weights = (torch.rand(len(POINTS)), torch.rand(3, len(POINTS))) if weighted else (None, None)
+    logits = POINTS.expand(3, -1)
+    word = ("none", "mean", "sum")[reduction]
+
+    def native(x: Tensor, y: Tensor) -> Tensor:
+        weight, positive = (one if one is None else one.to(x) for one in weights)
+        return F.binary_cross_entropy_with_logits(x, y, weight, pos_weight=positive, reduction=word)
+
+    def ours(x: Tensor, y: Tensor) -> Tensor:
+        weight, positive = (one if one is None else one.to(x) for one in weights)
+        return logarithms.binary_cross_entropy_with_logits(x, y, weight, positive, reduction)
+
+    assert_same(ours, native, logits, targets.expand(3, len(POINTS)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, (y > 0).to(x)),
+        F.soft_margin_loss,
+        lambda x, y: F.softplus(-x * y).mean(),
+        lambda x, y: -F.logsigmoid(x * y).mean(),
+        lambda x, y: (-x * y).exp().log1p().mean(),
+        lambda x, y: torch.logaddexp(-x * y, torch.zeros_like(x)).mean(),
+        lambda x, y: -(-(-x * y).exp()).expm1().mean(),
+    ),
+    ids=("bce_with_logits", "soft_margin", "softplus", "logsigmoid", "log1p", "logaddexp", "expm1"),
+)
+@pytest.mark.parametrize("labels", ("of both signs", "all negative"))
+def test_confident_batches_export(loss: Callable[[Tensor, Tensor], Tensor], labels: str) -> None:
+    torch.manual_seed(0)
+    y = torch.sign(torch.randn(16, 1)) if labels == "of both signs" else -torch.ones(16, 1)
+    module = nn.Linear(4, 1, bias=False)
+    module.weight.data = torch.tensor([[18.0, 0.0, 0.0, 0.0]])
+    batch = (torch.cat([y * (1.0 + 0.1 * torch.rand(16, 1)), 0.1 * torch.randn(16, 3)], 1),), (y,)
+    step = export_training_step(module, loss, batch)
+    results = run(step, batch, kernels=True)
+    native, exact = (autograd(module, loss, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    # The exponent of a small number is known to the rounding of the logit, which is 20.
+    for name, result in results.items():
+        terms = 64 * np.abs(exact[name]).max()
+        assert_gradients_close(result, native[name], exact[name], np.float32, terms=terms)
