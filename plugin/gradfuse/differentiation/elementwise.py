@@ -284,10 +284,11 @@ def _tanh_gelu_slope(x: Tensor) -> Tensor:
 
 @gradient("Mish")
 def mish(call: Call) -> Iterator[Gradient]:
-    """x tanh(softplus(x))."""
+    """x tanh(softplus(x)), whose tangent is s / (s + 2) for s = e (e + 2) and e = exp(x): 1 from x = 20 on."""
     x, dy = _x(call), _dy(call)
-    t = x.op("Softplus").tanh()
-    yield dy * (t + x * (1 - t * t) * x.sigmoid())
+    e = x.op("Min", 20.0).exp()
+    s = e * (e + 2)
+    yield dy * (s / (s + 2) + x * e * (e + 1) * 4 / ((s + 2) * (s + 2)))
 
 
 @gradient("Swish")

@@ -27,7 +27,7 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.export.torch_step import Outcome, TorchStep
-from gradfuse.export.translation import always_chosen, onnx_translation_table
+from gradfuse.export.translation import always_chosen, grid_sampler_3d, onnx_translation_table
 from gradfuse.models.arrays import to_numpy
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.models.tensors import copy_model
@@ -48,6 +48,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
             **dropout.translations(),
             **standins.translations(),
             **watching.translations(),
+            torch.ops.aten.grid_sampler_3d.default: grid_sampler_3d,
         }
     )
 

@@ -211,6 +211,20 @@ def view_of(a: Any) -> Any:
     return op.Identity(a)
 
 
+def grid_sampler_3d(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
+    """aten::grid_sampler_3d: as in two dimensions, for (N, C, D, H, W) and (N, outD, outH, outW, 3)."""
+    from onnxscript import opset20
+
+    op: Any = opset20
+    return op.GridSample(
+        input,
+        grid,
+        mode=("linear", "nearest")[interpolation_mode],
+        padding_mode=("zeros", "border", "reflection")[padding_mode],
+        align_corners=int(align_corners),
+    )
+
+
 def function_caller(text: str) -> Callable[..., Any]:
     """Return a translation that calls an ONNX function, given as text, which becomes a function of the model.
 

@@ -6,7 +6,7 @@ and shows `gradfuse.fuse` that the index of the rows never decreases. This modul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,12 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.nanmedian.dim: nanmedian_of_axis,
         aten.median.default: median,
         aten.nanmedian.default: nanmedian,
+        aten.mode.default: mode,
         aten.scatter_reduce.two: scatter_reduce,
+        aten.index_reduce.default: index_reduce,
+        aten.put.default: put,
+        aten.diagonal_scatter.default: diagonal_scatter,
+        aten.as_strided_scatter.default: as_strided_scatter,
     }
 
 
@@ -122,6 +127,79 @@ def _of_equal(flat: Tensor, value: Tensor) -> Tensor:
         return value
     equal = (flat == value) | (flat.isnan() & value.isnan())
     return torch.where(equal, flat, 0.0).sum() / equal.sum()
+
+
+def mode(self: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """aten::mode: the most frequent element, of several the least, and where it is for the last time."""
+    if self.dim() == 0:
+        return kthvalue(self, 1)
+    x = self.movedim(dim, -1)
+    equal = x.unsqueeze(-1) == x.unsqueeze(-2)
+    # How often, and how many are less.
+    count = equal.sum(-1)
+    less = (x.unsqueeze(-1) > x.unsqueeze(-2)).sum(-1)
+    most = count == count.amax(-1, keepdim=True)
+    first = torch.where(most, less, x.shape[-1])
+    places = torch.arange(x.shape[-1], device=self.device)
+    place = torch.where(first == first.amin(-1, keepdim=True), places, 0).amax(-1, keepdim=True).movedim(-1, dim)
+    value = self.gather(dim, place)
+    return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
+
+
+def index_reduce(
+    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """aten::index_reduce: `scatter_reduce` of whole rows; `index` is (K) or a number, `source` has K rows."""
+    if self.dim() == 0:
+        rows = index_reduce(
+            self.unsqueeze(0), 0, index.reshape(1), source.reshape(1), reduce, include_self=include_self
+        )
+        return rows.squeeze(0)
+    column = [1] * self.dim()
+    column[dim] = -1
+    places = index.reshape(column).expand(source.shape)
+    name = {"mean": "mean", "prod": "prod", "amin": "amin", "amax": "amax"}[reduce]
+    found = scatter_reduce(self, dim, places, source, name, include_self=include_self)
+    if found is NotImplemented:
+        return self.scatter_reduce(dim, places, source, name, include_self=include_self)
+    return found
+
+
+def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """aten::put: elements of `source` at places among all elements of `self`, or added to what is there."""
+    flat, places = self.flatten(), index.flatten()
+    places = torch.where(places < 0, places + self.numel(), places)
+    values = source.flatten()
+    changed = flat.scatter_add(0, places, values) if accumulate else flat.scatter(0, places, values)
+    return changed.view(self.shape)
+
+
+def diagonal_scatter(self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """aten::diagonal_scatter: the tensor with a diagonal of its dimensions `dim1` and `dim2` replaced."""
+    matrices = self.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(size, device=self.device) for size in matrices.shape[-2:])
+    length = src.shape[-1]
+    if isinstance(length, int) and length == 0:
+        return self.clone()
+    # Element k of a diagonal is in row k, or in column k where it begins below the first row.
+    places = (rows if offset >= 0 else columns).clamp(max=length - 1)
+    along = src.index_select(-1, places).unsqueeze(-1 if offset >= 0 else -2)
+    on_diagonal = columns - rows.unsqueeze(-1) == offset
+    return torch.where(on_diagonal, along, matrices).movedim((-2, -1), (dim1, dim2))
+
+
+def as_strided_scatter(
+    self: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    """aten::as_strided_scatter, of a tensor whose elements lie in their order."""
+    if not self.is_contiguous():
+        return NotImplemented  # type: ignore[no-any-return]
+    places = torch.full([1] * len(size), self.storage_offset() if storage_offset is None else storage_offset)
+    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
+        column = [1] * len(size)
+        column[axis] = -1
+        places = places + (torch.arange(length) * step).view(column)
+    return self.flatten().scatter(0, places.flatten(), src.flatten()).view(self.shape)
 
 
 def scatter_reduce(

@@ -35,6 +35,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.lu_unpack.default: lu_unpack,
         aten.linalg_qr.default: qr,
         aten.linalg_householder_product.default: householder_product,
+        aten.ormqr.default: reflections_applied,
         aten.linalg_matrix_exp.default: matrix_exponential,
         aten.linalg_inv_ex.default: inverse,
         aten._linalg_solve_ex.default: solve,
@@ -243,12 +244,30 @@ def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     """aten::linalg_householder_product: the first columns of the product of reflections, (*, M, N) and (*, K)."""
     if not all(isinstance(size, int) and 0 < size <= _LARGEST for size in input.shape[-2:]) or input.is_complex():
         return NotImplemented  # type: ignore[no-any-return]
+    return _reflected(input, _reflections(input, tau), input.shape[-1])
+
+
+def reflections_applied(
+    self: Tensor, input2: Tensor, input3: Tensor, left: bool = True, transpose: bool = False
+) -> Tensor:
+    """aten::ormqr: Q C, C Q or those with the transposed Q, for the product Q of reflections and the C of `input3`."""
+    if not all(isinstance(size, int) and 0 < size <= _LARGEST for size in self.shape[-2:]) or self.is_complex():
+        return NotImplemented  # type: ignore[no-any-return]
+    reflections = _reflections(self, input2)
+    result = input3 if left else input3.transpose(-1, -2)
+    # The last reflection is the first that a product with columns applies.
+    for vector, factor in reversed(reflections) if left != transpose else reflections:
+        result = result - factor * vector * (vector.transpose(-1, -2) @ result)
+    return result if left else result.transpose(-1, -2)
+
+
+def _reflections(input: Tensor, tau: Tensor) -> list[tuple[Tensor, Tensor]]:
     reflections = []
     for k in range(tau.shape[-1]):
         head = torch.ones_like(input[..., :1, :1])
         vector = torch.cat([torch.zeros_like(input[..., :k, :1]), head, input[..., k + 1 :, k : k + 1]], -2)
         reflections.append((vector, tau[..., k : k + 1].unsqueeze(-1)))
-    return _reflected(input, reflections, input.shape[-1])
+    return reflections
 
 
 def _reflected(like: Tensor, reflections: list[tuple[Tensor, Tensor]], count: int) -> Tensor:

@@ -7,6 +7,7 @@ after axis. Maximum pooling adds to the positions that the forward pass has foun
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +41,76 @@ def forward_table() -> dict[Any, Callable[..., Any]]:
         aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
         aten.adaptive_max_pool2d.default: adaptive_max_pool,
         aten.adaptive_max_pool3d.default: adaptive_max_pool,
+        aten.avg_pool2d.default: functools.partial(avg_pool, 2),
+        aten.avg_pool3d.default: functools.partial(avg_pool, 3),
+        aten.fractional_max_pool2d.default: fractional_max_pool,
+        aten.fractional_max_pool3d.default: fractional_max_pool,
     }
+
+
+def avg_pool(
+    axes: int,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """aten::avg_pool2d and 3d with a divisor of their own: torch.onnx forgets it."""
+    if divisor_override is None:
+        return NotImplemented  # type: ignore[no-any-return]
+    kernel, pad = per_axis(kernel_size, axes), per_axis(padding, axes)
+    step = per_axis(stride, axes) if stride else kernel
+    matrices = []
+    for axis in range(axes):
+        size = self.shape[axis - axes]
+        out = (size + 2 * pad[axis] - kernel[axis] + (step[axis] - 1 if ceil_mode else 0)) // step[axis] + 1
+        if ceil_mode:
+            if not isinstance(out, int):
+                return NotImplemented  # type: ignore[no-any-return]
+            # The last window begins within the input or the padding before it.
+            out -= (out - 1) * step[axis] >= size + pad[axis]
+        start = torch.arange(out, device=self.device).unsqueeze(1) * step[axis] - pad[axis]
+        matrices.append(_averages(start, start + kernel[axis], torch.ones_like(start), size, self).transpose(0, 1))
+    return _along_axes(self, matrices) / divisor_override
+
+
+def fractional_max_pool(
+    self: Tensor, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Tensor
+) -> tuple[Tensor, Tensor]:
+    """aten::fractional_max_pool2d and 3d: maxima of windows at random distances, and their positions.
+
+    Args:
+        self: (N, C, sizes) or (C, sizes).
+        kernel_size: the windows.
+        output_size: how many there are along each axis.
+        random_samples: (N, C, axes), numbers from 0 to 1 that shift the windows, the last axis first.
+    """
+    axes = len(output_size)
+    x = self if self.dim() == axes + 2 else self.unsqueeze(0)
+    sizes = x.shape[2:]
+    places = torch.zeros([1] * (2 + 2 * axes), dtype=torch.int64, device=self.device)
+    for axis in range(axes):
+        size, out, width = sizes[axis], output_size[axis], kernel_size[axis]
+        # In the reverse order in two dimensions, in theirs in three.
+        shift = random_samples[..., axes - 1 - axis if axes == 2 else axis].unsqueeze(-1)
+        index = torch.arange(out, device=self.device)
+        last = index == out - 1
+        step = (size - width) / (out - 1) if out > 1 else 0.0
+        begin = ((index + shift) * step).to(torch.int64) - (shift * step).to(torch.int64)
+        begin = torch.where(last, size - width, begin)
+        within = begin.unsqueeze(-1) + torch.arange(width, device=self.device)
+        shape = [*within.shape[:2], *([1] * (2 * axes))]
+        shape[2 + axis], shape[2 + axes + axis] = out, width
+        places = places * size + within.view(shape)
+    windows = places.expand([*x.shape[:2], *places.shape[2:]])
+    taken = x.flatten(2).gather(2, windows.flatten(2)).view(windows.shape).flatten(2 + axes)
+    values, first = taken.max(-1, keepdim=True)
+    indices = windows.flatten(2 + axes).gather(-1, first).squeeze(-1)
+    values = values.squeeze(-1)
+    return (values, indices) if self.dim() == axes + 2 else (values.squeeze(0), indices.squeeze(0))
 
 
 def avg_pool2d_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:

@@ -5,11 +5,16 @@ This module imports torch.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from gradfuse.export import standins
 
 aten = torch.ops.aten
 
@@ -19,10 +24,24 @@ _BY_PRODUCTS = 25
 
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
+    chunked: Any = torch.ops.torch_nn
+    of_chunks = {
+        getattr(chunked, name).default: function
+        for name, function in (
+            ("_linear_cross_entropy_batch_chunked", linear_cross_entropy),
+            ("_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy_of_each),
+        )
+        if hasattr(chunked, name)
+    }
     return {
+        **of_chunks,
         aten.cumprod.default: cumprod,
         aten._cdist_forward.default: cdist,
+        aten._pdist_forward.default: pdist,
         aten.bilinear.default: bilinear,
+        aten.mm.default: functools.partial(of_nothing, aten.mm.default),
+        aten.bmm.default: functools.partial(of_nothing, aten.bmm.default),
+        aten.addmm.default: added_product,
         aten.hypot.default: hypot,
         aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
     }
@@ -51,22 +70,52 @@ def cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tens
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) -> Tensor:
-    """aten::_cdist_forward: the distances of all rows of (*, P, M) from all rows of (*, R, M), in the norms 1 and 2.
+    """aten::_cdist_forward: the distances of all rows of (*, P, M) from all rows of (*, R, M), in the norm p.
 
     Where a distance is 0, so is its gradient. As in PyTorch, many rows have their Euclidean distances computed from a
     product of matrices, which loses the digits of those that are much smaller than the rows.
     """
-    if p not in (1.0, 2.0):
-        return NotImplemented  # type: ignore[no-any-return]
     many = any(isinstance(rows, int) and rows > _BY_PRODUCTS for rows in (x1.shape[-2], x2.shape[-2]))
     if p == 2.0 and (compute_mode == 1 or (compute_mode in (None, 0) and many)):
         squares = x1.square().sum(-1, keepdim=True) + x2.square().sum(-1).unsqueeze(-2)
-        squares = squares - 2.0 * (x1 @ x2.transpose(-1, -2))
-    else:
-        difference = x1.unsqueeze(-2) - x2.unsqueeze(-3)
-        if p == 1.0:
-            return difference.abs().sum(-1)
-        squares = difference.square().sum(-1)
+        return _root(squares - 2.0 * (x1 @ x2.transpose(-1, -2)))
+    return _length(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
+
+
+def pdist(self: Tensor, p: float = 2.0) -> Tensor:
+    """aten::_pdist_forward: the distances of all pairs of rows of (N, M), in the norm p."""
+    rows = self.shape[0]
+    if not isinstance(rows, int):
+        return NotImplemented  # type: ignore[no-any-return]
+    if rows < 2:
+        return self.new_zeros((0,))
+    return _length(torch.cat([self[k] - self[k + 1 :] for k in range(rows - 1)]), p)
+
+
+def _length(difference: Tensor, p: float) -> Tensor:
+    """Return norms along the last axis, whose gradients are 0 where they are 0, as PyTorch's distances have them."""
+    size = difference.abs()
+    if isinstance(size.shape[-1], int) and size.shape[-1] == 0:
+        return size.sum(-1)
+    if p == 0.0:
+        return (difference != 0.0).to(difference.dtype).sum(-1)
+    if p == 1.0:
+        return size.sum(-1)
+    if p == 2.0:
+        return _root(difference.square().sum(-1))
+    largest = size.amax(-1, keepdim=True)
+    if math.isinf(p):
+        # Elements that are equal do not share the gradient: each has all of it.
+        held = standins.STOP_GRADIENT(size)
+        reaches = (held == standins.STOP_GRADIENT(largest)).to(size.dtype)
+        return (standins.STOP_GRADIENT(largest) + ((size - held) * reaches).sum(-1, keepdim=True)).squeeze(-1)
+    # The slope at 0 would be infinite below 1, and is 0 above.
+    powers = torch.where(size > 0.0, torch.where(size > 0.0, size, 1.0) ** p, torch.where(size.isnan(), size, 0.0))
+    total = powers.sum(-1)
+    return torch.where(total == 0.0, 0.0, torch.where(total == 0.0, 1.0, total) ** (1.0 / p))
+
+
+def _root(squares: Tensor) -> Tensor:
     apart = squares > 0.0
     # The root of 0 has no gradient, also where it is not taken. A NaN stays one.
     return torch.where(squares <= 0.0, 0.0, torch.where(apart | squares.isnan(), squares, 1.0).sqrt())
@@ -76,10 +125,65 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     """aten::bilinear: sums of (*, I) x weight (O, I, J) x (*, J), for each of O."""
     outputs, columns = weight.shape[0], weight.shape[2]
     rows = input1.flatten(0, -2) if input1.dim() > 1 else input1.unsqueeze(0)
+    count = rows.shape[0]
     product = rows @ weight.permute(1, 0, 2).flatten(1)
-    products = product.view(-1, outputs, columns) * input2.reshape(-1, 1, columns)
+    products = product.view(count, outputs, columns) * input2.reshape(count, 1, columns)
     result = products.sum(-1).view([*input1.shape[:-1], outputs])
     return result if bias is None else result + bias
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """torch_nn::_linear_cross_entropy_batch_chunked: the loss of all rows at once.
+
+    The gradients that it gives besides, for its own backward pass, are not computed.
+    """
+    logits = F.linear(input, linear_weight, linear_bias)
+    loss = F.cross_entropy(
+        logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+    bias = linear_weight[:, 0] if linear_bias is None else linear_bias
+    return loss, torch.zeros_like(input), torch.zeros_like(linear_weight), torch.zeros_like(bias)
+
+
+def linear_cross_entropy_of_each(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    *settings: Any,
+) -> Tensor:
+    """torch_nn::_linear_cross_entropy_batch_chunked_no_reduction: the loss of each row."""
+    return linear_cross_entropy(input, linear_weight, target, linear_bias, weight, "none", ignore_index, 0.0)[0]
+
+
+def of_nothing(overload: Any, self: Tensor, mat2: Tensor) -> Tensor:
+    """aten::mm or aten::bmm of matrices without columns and rows, which is 0: onnxruntime leaves it unwritten."""
+    if not _is_nothing(self):
+        return NotImplemented  # type: ignore[no-any-return]
+    return self.new_zeros([*self.shape[:-1], mat2.shape[-1]])
+
+
+def added_product(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """aten::addmm with such matrices."""
+    if not _is_nothing(mat1):
+        return NotImplemented  # type: ignore[no-any-return]
+    return self * beta + of_nothing(aten.mm.default, mat1, mat2)
+
+
+def _is_nothing(matrix: Tensor) -> bool:
+    return isinstance(matrix.shape[-1], int) and matrix.shape[-1] == 0 and not matrix.is_complex()
 
 
 def hypot(self: Tensor, other: Tensor) -> Tensor:
@@ -97,6 +201,8 @@ def multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tupl
         target: likewise, in int64.
         reduction: 0 for the loss of each item, 1 for their mean, 2 for their sum.
     """
+    if self.dim() == 0:
+        self, target = self.unsqueeze(0), target.reshape(1)
     listed = (target < 0).to(torch.int64).cumsum(-1) == 0
     classes = torch.where(listed, target, 0)
     found = torch.zeros_like(self).scatter_add(-1, classes, listed.to(self.dtype)) > 0.0
