@@ -369,4 +369,4 @@ def autograd(
     results |= {f"{name}.updated": buffer for name, buffer in module.named_buffers()}
     if seed is not None:
         results[f"{DROPOUT_SEED}.updated"] = torch.from_numpy(seed) + 1
-    return {name: result.numpy() for name, result in results.items()}
+    return {name: result.numpy(force=True) for name, result in results.items()}

@@ -2,8 +2,8 @@
 
 Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, what `torch.no_grad`
 writes into a tensor leaves it its gradient, `padding_idx` of an embedding has none, a masked softmax gives 0 instead of
-NaN, and ONNX has no logarithm of 1 + x with the digits of a small x. Each has a gradient rule, and a function that takes
-its place afterwards. This module imports torch.
+NaN, and ONNX has no logarithm of 1 + x with the digits of a small x. Each has a gradient rule, and a function that
+takes its place afterwards. This module imports torch.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from gradfuse.export.decompositions import (
     pooling,
     products,
     special,
+    spectral,
 )
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         **elementwise.table(),
         **logarithms.table(),
         **special.table(),
+        **spectral.table(),
         **dropout.table(),
         aten.linear.default: linear,
         aten.amax.default: functools.partial(of_all_axes, aten.amax.default),

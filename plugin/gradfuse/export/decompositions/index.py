@@ -6,7 +6,7 @@ and shows `gradfuse.fuse` that the index of the rows never decreases. This modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.index_reduce.default: index_reduce,
         aten.put.default: put,
         aten.diagonal_scatter.default: diagonal_scatter,
-        aten.as_strided_scatter.default: as_strided_scatter,
     }
 
 
@@ -186,20 +185,6 @@ def diagonal_scatter(self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, 
     along = src.index_select(-1, places).unsqueeze(-1 if offset >= 0 else -2)
     on_diagonal = columns - rows.unsqueeze(-1) == offset
     return torch.where(on_diagonal, along, matrices).movedim((-2, -1), (dim1, dim2))
-
-
-def as_strided_scatter(
-    self: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Tensor:
-    """aten::as_strided_scatter, of a tensor whose elements lie in their order."""
-    if not self.is_contiguous():
-        return NotImplemented  # type: ignore[no-any-return]
-    places = torch.full([1] * len(size), self.storage_offset() if storage_offset is None else storage_offset)
-    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
-        column = [1] * len(size)
-        column[axis] = -1
-        places = places + (torch.arange(length) * step).view(column)
-    return self.flatten().scatter(0, places.flatten(), src.flatten()).view(self.shape)
 
 
 def scatter_reduce(

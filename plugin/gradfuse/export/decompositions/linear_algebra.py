@@ -204,7 +204,7 @@ def qr(A: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     least = min(rows, columns)
     fixed = standins.STOP_GRADIENT(A)
     count = rows if mode == "complete" else least
-    q, r = _by_reflections(fixed, count)
+    q, r = by_reflections(fixed, count)
     if mode == "r":
         return A.new_zeros((0,)), r
     if count > columns:
@@ -222,7 +222,7 @@ def qr(A: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     return q + of_q, r + of_r
 
 
-def _by_reflections(A: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def by_reflections(A: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the first columns of Q, and as many rows of R."""
     table, reflections = A, []
     for k in range(min(A.shape[-1], A.shape[-2] - 1)):

@@ -1,0 +1,86 @@
+"""Singular values, eigenvalues and pseudoinverses are PyTorch's, as are their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from export.decompositions.test_products import assert_same
+from torch import Tensor
+
+from gradfuse.export import standins
+from gradfuse.export.decompositions import spectral
+
+SHAPES = [(1, 1), (4, 4), (5, 3), (3, 6), (12, 12), (30, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _gradients_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program, a rule of its own ends gradients."""
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
+
+
+def _matrices(*shape: int) -> Tensor:
+    torch.manual_seed(shape[0])
+    return torch.randn(2, *shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("full", [False, True])
+def test_singular_values_and_vectors(shape: tuple[int, int], full: bool) -> None:
+    matrix = _matrices(*shape)
+    assert_same(lambda a: spectral.svd(a, full)[1], lambda a: torch.linalg.svd(a, full_matrices=full)[1], matrix)
+    u, s, vh = spectral.svd(matrix, full)
+    least = min(shape)
+    torch.testing.assert_close(u[..., :least] * s.unsqueeze(-2) @ vh[..., :least, :], matrix)
+    torch.testing.assert_close(u.mT @ u, torch.eye(u.shape[-1], dtype=u.dtype).expand(2, -1, -1))
+    # Vectors have either sign.
+    assert_same(lambda a: spectral.svd(a)[0] ** 2, lambda a: torch.linalg.svd(a, full_matrices=False)[0] ** 2, matrix)
+    assert_same(lambda a: spectral.svd(a)[2] ** 2, lambda a: torch.linalg.svd(a, full_matrices=False)[2] ** 2, matrix)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
+@pytest.mark.parametrize("triangle", ["L", "U"])
+def test_eigenvalues_and_eigenvectors(size: int, triangle: str) -> None:
+    matrix = _matrices(size, size)
+    matrix = (matrix + matrix.mT) / 2.0
+    # The other triangle is not read.
+    uneven = matrix + (matrix.triu(1) if triangle == "L" else matrix.tril(-1))
+    assert_same(lambda a: spectral.eigh(a, triangle)[0], lambda a: torch.linalg.eigh(a, UPLO=triangle)[0], uneven)
+    assert_same(
+        lambda a: spectral.eigh(a, triangle)[1] ** 2, lambda a: torch.linalg.eigh(a, UPLO=triangle)[1] ** 2, uneven
+    )
+
+
+def test_eigenvalues_of_either_sign_and_of_zeros() -> None:
+    matrix = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(spectral.eigh(matrix)[0], torch.tensor([-1.0, 1.0], dtype=torch.float64))
+    assert torch.equal(spectral.eigh(torch.zeros(3, 3))[0], torch.zeros(3))
+    assert torch.equal(spectral.svd(torch.zeros(4, 3))[1], torch.zeros(3))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (5, 3), (3, 6)])
+@pytest.mark.parametrize("rank", [1, None])
+def test_pseudoinverses(shape: tuple[int, int], rank: int | None) -> None:
+    matrix = _matrices(*shape)
+    if rank is None:
+        assert_same(spectral.pseudoinverse, torch.linalg.pinv, matrix)
+        return
+    column, row = matrix[..., :1], matrix[..., :1, :]
+    assert_same(lambda c, r: spectral.pseudoinverse(c @ r), lambda c, r: torch.linalg.pinv(c @ r), column, row)
+
+
+@pytest.mark.parametrize("tolerances", [{"atol": 1.5}, {"rtol": 0.5}, {"atol": 0.1, "rtol": 0.5}])
+def test_tolerances_of_pseudoinverses(tolerances: dict[str, float]) -> None:
+    given = {name: torch.tensor(one, dtype=torch.float64) for name, one in tolerances.items()}
+    matrix = _matrices(4, 4)
+    torch.testing.assert_close(spectral.pseudoinverse(matrix, **given), torch.linalg.pinv(matrix, **given))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 6)])
+def test_least_squares(shape: tuple[int, int]) -> None:
+    assert_same(
+        lambda a, b: spectral.least_squares(a, b)[0],
+        lambda a, b: torch.linalg.lstsq(a, b)[0],
+        _matrices(*shape),
+        _matrices(shape[0], 2),
+    )
