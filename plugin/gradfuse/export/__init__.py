@@ -264,7 +264,7 @@ def _collection_paused_for(module: Any) -> contextlib.AbstractContextManager[Non
     from gradfuse.fusion import collection_paused
 
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
-    small = sum(tensor.nbytes for tensor in tensors) <= _SMALL
+    small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL
     return collection_paused() if small else contextlib.nullcontext()
 
 

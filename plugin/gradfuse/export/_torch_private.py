@@ -86,6 +86,11 @@ def idle_conversions() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
+def batch_norm_class() -> Any:
+    """Return the class that all of PyTorch's batch normalisations are of."""
+    return nn.modules.batchnorm._BatchNorm
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether a hook of the user runs before or after each step of an optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
@@ -216,6 +221,46 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 # Traced programs.
+
+
+def exported(module: nn.Module, arguments: tuple[Any, ...], dims: Any) -> torch.export.ExportedProgram:
+    """Trace a module.
+
+    Functions of torch that insist on Python's booleans take no condition on symbolic sizes, such as `is_causal=n > 1`:
+    where the module calls one, it is traced with such conditions taken as they are for these arguments.
+    """
+    try:
+        return torch.export.export(module, arguments, dynamic_shapes=dims)
+    except Exception as error:
+        # torch.export has no common base class for what it refuses.
+        if "must be bool, not SymBool" not in str(error):
+            raise
+    with _decided_comparisons():
+        return torch.export.export(module, arguments, dynamic_shapes=dims)
+
+
+@contextlib.contextmanager
+def _decided_comparisons() -> Iterator[None]:
+    """Let comparisons of symbolic sizes that are no code of torch give Python's booleans."""
+    names = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+    originals = {name: vars(torch.SymInt)[name] for name in names}
+
+    def decided(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def compare(self: Any, other: Any) -> Any:
+            result = original(self, other)
+            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            known = isinstance(result, torch.SymBool) and result.node.has_hint()
+            return bool(result) if known and caller not in ("torch", "sympy") else result
+
+        return compare
+
+    for name, original in originals.items():
+        setattr(torch.SymInt, name, decided(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.SymInt, name, original)
 
 
 @contextlib.contextmanager
@@ -405,6 +450,13 @@ def untraced() -> Iterator[None]:
 def is_lazy(tensor: Any) -> bool:
     """Whether a parameter or a buffer of a lazy module has no shape yet."""
     return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Whether a tensor holds no numbers itself but other tensors, as those of quantised weights and several devices."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -674,6 +726,16 @@ def unchecked_size(fake: Any) -> Any:
 
 
 # torch.onnx.export.
+
+
+def results_of_translation(count: int) -> list[ir.Value]:
+    """Return values for the outputs of a node, with which other translations can do arithmetic."""
+    from onnxscript import evaluator
+    from torch.onnx._internal.exporter import _tensors
+
+    # In a translation, the evaluator is the one of torch.onnx.
+    recorder: Any = evaluator.default()
+    return [_tensors.SymbolicTensor(recorder.opset) for _ in range(count)]
 
 
 def record_call(function: ir.Function, call: ir.Node) -> None:

@@ -1,17 +1,25 @@
 """Puts `aclnn::batch_norm` into traced programs, with a ReLU that follows in it.
 
+`momentum=None` averages over all batches. PyTorch computes with the count of them as a Python number, which a program
+would keep; under `cumulative()` it stays a tensor.
+
 This module imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from gradfuse.export import _torch_private as private
+from gradfuse.export.standins import STOP_GRADIENT
 from gradfuse.torch.ops import register_ops
 
 aten = torch.ops.aten
@@ -23,9 +31,38 @@ _NO_STATISTICS = aten._native_batch_norm_legit.no_stats
 KEPT = (aten._native_batch_norm_legit_functional.default, _NO_STATISTICS)
 """The operators that a program must still have."""
 
+_RUNNING = (3, 4)
+"""Which of their results are the running statistics."""
+
 _MAX_RANK = 8
 _NARROW = (torch.float16, torch.bfloat16)
 _FORWARD_TYPES = (torch.float32, *_NARROW)
+
+
+@contextlib.contextmanager
+def cumulative() -> Iterator[None]:
+    """Let batch normalisations with `momentum=None` be traced."""
+    owner = private.batch_norm_class()
+    original = owner.forward
+
+    def forward(self: Any, input: Tensor) -> Any:
+        averages = self.momentum is None and self.running_mean is not None and self.num_batches_tracked is not None
+        if not (averages and self.training and self.track_running_stats):
+            return original(self, input)
+        self._check_input_dim(input)
+        rows = input.detach().to(self.running_mean.dtype)
+        axes = [axis for axis in range(rows.dim()) if axis != 1]
+        self.num_batches_tracked.add_(1)
+        share = (1.0 / self.num_batches_tracked.double()).to(rows.dtype)
+        self.running_mean.lerp_(rows.mean(axes), share)
+        self.running_var.lerp_(rows.var(axes), share)
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    owner.forward = forward
+    try:
+        yield
+    finally:
+        owner.forward = original
 
 
 def fuse_batch_norms(program: ExportedProgram, *, relu: bool) -> None:
@@ -38,9 +75,19 @@ def fuse_batch_norms(program: ExportedProgram, *, relu: bool) -> None:
     graph = program.graph
     for node in list(graph.nodes):
         if node.target in KEPT:
+            _stop_behind_statistics(node)
             _fuse_forward(node, fold=relu)
     graph.lint()
     program.graph_module.recompile()
+
+
+def _stop_behind_statistics(node: Node) -> None:
+    """End gradients in running statistics, which PyTorch writes without any: a later call may read them."""
+    for result in [user for user in node.users if user.args[1] in _RUNNING]:
+        with node.graph.inserting_after(result):
+            stopped = node.graph.call_function(STOP_GRADIENT, (result,))
+        stopped.meta = dict(result.meta)
+        result.replace_all_uses_with(stopped, delete_user_cb=lambda user, stopped=stopped: user is not stopped)
 
 
 def _fuse_forward(node: Node, *, fold: bool) -> None:

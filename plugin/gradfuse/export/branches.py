@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, explaining, host_draws
+from gradfuse.export import batch_norms, dropout, explaining, host_draws
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.reporting import WHO, refusal
@@ -307,8 +307,8 @@ def answered(
     fixed = [
         (state[name], step.state[name]) for name in step.buffers if name not in changed and is_fixed(step.state[name])
     ]
-    with _symbolic_len(step), private.idle_conversions(), both_sides(step, branches) as decisions:
-        with _Decided(branches, fixed, decisions):
+    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative():
+        with both_sides(step, branches) as decisions, _Decided(branches, fixed, decisions):
             yield
 
 

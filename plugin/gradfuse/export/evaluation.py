@@ -77,7 +77,7 @@ def _traced(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], size
     dims = ((None,) * len(step.state), shapes.inputs)
     taken = branches.branches_of(step)
     with sizes.noted():
-        return torch.export.export(_Traced(step, taken, changed), arguments, dynamic_shapes=dims)
+        return private.exported(_Traced(step, taken, changed), arguments, dims)
 
 
 def _translated(step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram) -> ir.Model:

@@ -1,4 +1,4 @@
-"""The trainable tensors that a loss depends on. This module imports torch."""
+"""Which tensors a loss depends on, and what a graph can hold of them. This module imports torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,49 @@ from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export.reporting import refusal
+from gradfuse.models.arrays import to_numpy
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether a graph can hold a tensor of a module: it is dense, and of a type that numpy has, or bfloat16."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
+    if private.is_lazy(tensor):
+        # What is to be done about it is said elsewhere.
+        return True
+    try:
+        return dense and not private.is_made_of_others(tensor) and to_numpy(tensor.flatten()[:0]).size == 0
+    except (TypeError, RuntimeError):
+        return False
+
+
+def form(tensor: Tensor) -> str:
+    """Return what a graph cannot hold about a tensor."""
+    if tensor.is_meta:
+        return "on the device meta, without values"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    return "nested" if tensor.is_nested else f"{type(tensor).__name__} of {tensor.dtype}"
+
+
+class Reads(TorchFunctionMode):
+    """Refuses a step that reads one of some tensors: more than what they are made like."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._names and getattr(func, "__name__", "") not in _ABOUT:
+            for one in private.tensors_in((args, kwargs)):
+                name = self._names.get(id(one))
+                if name is not None and (func.__name__ != "__get__" or isinstance(result, Tensor)):
+                    raise refusal(f"the step reads {name!r}, which is {form(one)}; expected a dense tensor")
+        return result
+
+
+_ABOUT = frozenset("size dim numel nelement stride element_size is_floating_point is_complex sparse_dim".split())
+"""What tells nothing of the numbers in a tensor."""
 
 
 class MadeTensors(TorchFunctionMode):

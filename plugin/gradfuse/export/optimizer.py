@@ -29,7 +29,7 @@ def described(
     """Describe a `torch.optim.SGD`, `Adam` or `AdamW`, with the state that it has.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer. Parameters of it that require no gradient are left alone, as PyTorch does.
         names: `id` of each trainable parameter -> its name.
         max_grad_norm: see `Optimizer`.
         accumulate: see `Optimizer`.
@@ -55,13 +55,14 @@ def described(
         options = {key: _plain(value) for key, value in group.items() if key != "params"}
         if options.get("differentiable"):
             raise refusal(f"differentiable is True in parameter group {index}; expected False")
-        for parameter in group["params"]:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        for parameter in trained:
             if id(parameter) not in names:
                 raise refusal(
                     f"parameter group {index} of the optimizer has a tensor of shape {tuple(parameter.shape)} "
-                    "that is no trainable parameter of the module or the loss"
+                    "that is no trainable parameter of the module or the loss; expected theirs alone"
                 )
-        groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
+        groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in trained), options))
     description = Optimizer(
         algorithm=algorithm,
         groups=tuple(groups),
@@ -99,6 +100,8 @@ def _state(
     state: dict[str, Any] = {}
     steps: dict[str, int] = {}
     for parameter, entries in optimizer.state.items():
+        if not parameter.requires_grad:
+            continue
         name = names[id(parameter)]
         state |= {f"{name}.{key}": to_numpy(entries[key]) for key in known[name] if entries.get(key) is not None}
         if entries.get("step") is not None:

@@ -135,20 +135,33 @@ for _name, _gradients in (("LstmRecurrence", lstm_recurrence.gradients), ("GruRe
 def scanned() -> Iterator[None]:
     """Let GRU and LSTM layers that are called under it be traced as `gru_steps` and `lstm_steps`.
 
-    Packed sequences and projections of the state (`proj_size`) stay as they are.
+    Packed sequences, `nn.RNN` and projections of the state (`proj_size`) stay as they are. With dropout between their
+    layers, which PyTorch would trace as none, the last two are traced step by step here.
     """
     with _Scanned():
         yield
 
 
+@contextmanager
+def left_unflattened() -> Iterator[None]:
+    """Let `flatten_parameters()` of recurrent layers do nothing: it moves memory for kernels of GPUs alone."""
+    original = torch.nn.RNNBase.flatten_parameters
+    torch.nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.RNNBase.flatten_parameters = original  # type: ignore[method-assign]
+
+
 class _Scanned(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        layers: dict[str, Callable[..., _Tensors]] = {"gru": _gru, "lstm": _lstm}
-        layer = layers.get(getattr(func, "__name__", ""))
+        layer = _LAYERS.get(getattr(func, "__name__", ""))
         # A packed sequence comes with its batch sizes in the place of the first state.
         if layer is not None and not kwargs and len(args) == 9 and isinstance(args[3], bool):
-            first = args[1]
-            if layer is _gru or first[0].shape[-1] == first[1].shape[-1]:
+            first, drops = args[1], args[4] > 1 and args[5] > 0.0 and args[6]
+            if layer is _lstm and first[0].shape[-1] != first[1].shape[-1]:
+                layer = _projected_lstm
+            if layer in (_gru, _lstm) or drops:
                 return layer(*args)
         return func(*args, **(kwargs or {}))
 
@@ -174,6 +187,50 @@ def _lstm(x: Tensor, first: Sequence[Tensor], *settings: Any) -> _Tensors:
     return states, *last
 
 
+def _projected_lstm(x: Tensor, first: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any) -> _Tensors:
+    def steps(projected: Tensor, at: int, weight: Tensor, bias: Tensor | None, reverse: bool) -> _Tensors:
+        # The last of the weights of each layer and direction.
+        of_result = weights[len(weights) // len(first[0]) * (at + 1) - 1].to(projected.dtype)
+
+        def cell(step: Tensor, h: Tensor, c: Tensor) -> _Tensors:
+            i, f, g, o = (step + torch.nn.functional.linear(h, weight, bias)).chunk(4, -1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            return torch.nn.functional.linear(torch.sigmoid(o) * torch.tanh(c), of_result), c
+
+        return _unrolled(cell, projected, [one[at].to(projected.dtype) for one in first], reverse)
+
+    states, last = _stacked(x, steps, weights, *settings)
+    return states, *last
+
+
+def _rnn(nonlinearity: Callable[[Tensor], Tensor], x: Tensor, first: Tensor, *settings: Any) -> _Tensors:
+    def steps(projected: Tensor, at: int, weight: Tensor, bias: Tensor | None, reverse: bool) -> _Tensors:
+        def cell(step: Tensor, h: Tensor) -> _Tensors:
+            return (nonlinearity(step + torch.nn.functional.linear(h, weight, bias)),)
+
+        return _unrolled(cell, projected, [first[at].to(projected.dtype)], reverse)
+
+    states, (last,) = _stacked(x, steps, *settings)
+    return states, last
+
+
+def _unrolled(cell: Callable[..., _Tensors], projected: Tensor, states: Sequence[Tensor], reverse: bool) -> _Tensors:
+    """Return the states after each step of a sequence, stacked."""
+    results = []
+    for step in projected.flip(0) if reverse else projected:
+        states = cell(step, *states)
+        results.append(states)
+    return tuple(torch.stack(one[::-1] if reverse else one) for one in zip(*results, strict=True))
+
+
+_LAYERS: dict[str, Callable[..., _Tensors]] = {
+    "gru": _gru,
+    "lstm": _lstm,
+    "rnn_tanh": functools.partial(_rnn, torch.tanh),
+    "rnn_relu": functools.partial(_rnn, torch.relu),
+}
+
+
 def _stacked(
     x: Tensor,
     steps: Callable[[Tensor, int, Tensor, Tensor | None, bool], _Tensors],
@@ -186,8 +243,8 @@ def _stacked(
     batch_first: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run a sequence through all layers; return the result and the last states of each layer and direction, stacked."""
-    each = 4 if has_biases else 2
     directions = 2 if bidirectional else 1
+    each = len(weights) // (layers * directions)
     x = x.transpose(0, 1) if batch_first else x
     last: list[_Tensors] = []
     for layer in range(layers):
@@ -196,8 +253,8 @@ def _stacked(
         outputs = []
         for direction in range(directions):
             at = layer * directions + direction
-            of_input, of_state, *biases = weights[each * at : each * (at + 1)]
-            input_bias, state_bias = biases or (None, None)
+            of_input, of_state, *others = weights[each * at : each * (at + 1)]
+            input_bias, state_bias = others[:2] if has_biases else (None, None)
             projected = torch.nn.functional.linear(x, of_input, input_bias)
             # Under autocast the projection is narrower than the weights.
             weight, bias = (None if one is None else one.to(projected.dtype) for one in (of_state, state_bias))

@@ -237,7 +237,8 @@ def grouped_rows(input: Any, weight: Any, offs: Any) -> Any:
 
 
 def _node(name: str, *inputs: Any, **attributes: int) -> Any:
-    node = ir.node(name, list(inputs), attributes=attributes, domain=LOCAL_DOMAIN)
+    results = private.results_of_translation(1)
+    node = ir.node(name, list(inputs), attributes=attributes, domain=LOCAL_DOMAIN, outputs=results)
     private.record_node(node)
     return node.outputs[0]
 

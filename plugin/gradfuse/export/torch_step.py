@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.dropout import SeededDropout
-from gradfuse.export.leaves import MadeTensors, WrittenData, refuse_foreign_leaves
+from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
+from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.export.watching import Watch
@@ -78,6 +80,7 @@ class TorchStep:
         targets: the batch's targets.
         state: parameters, then buffers, each once, by the first of its names.
         places: where each of them is kept; tied ones in several places.
+        left_out: buffers and frozen parameters that no graph can hold, by name; the step does not read them.
         trainable: the names of the parameters that require gradients.
         buffers: the names of the buffers.
         input_names: the names of the inputs.
@@ -93,6 +96,7 @@ class TorchStep:
     targets: tuple[Tensor, ...]
     state: dict[str, Tensor]
     places: dict[str, list[Place]]
+    left_out: dict[str, Tensor]
     trainable: tuple[str, ...]
     buffers: tuple[str, ...]
     input_names: tuple[str, ...]
@@ -153,6 +157,7 @@ class TorchStep:
             targets=targets,
             state=state,
             places=owners.places,
+            left_out=owners.left_out,
             trainable=trainable,
             buffers=buffers,
             input_names=_argument_names(module.forward, 0, len(inputs), "input", taken),
@@ -245,6 +250,9 @@ class TorchStep:
             if watch is not None:
                 watch.returned(output)
             value = self.loss(output, *targets)
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == 1:
+            # PyTorch takes gradients of it as of a scalar.
+            value = value.reshape(())
         after = {name: self.places[name][0].tensor() for name in self.buffers}
         if DROPOUT_SEED in after:
             after[DROPOUT_SEED] = after[DROPOUT_SEED] + 1
@@ -266,15 +274,17 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
-        made, written = MadeTensors(), WrittenData()
+        made, written, read = MadeTensors(), WrittenData(), Reads(self.left_out)
         try:
-            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made, written:
+            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made, written, read:
                 value, after = self.apply(state, inputs, targets)
+        except ExportError:
+            raise
         except Exception as error:
             # A user's module may raise anything.
             raise refusal(f"the module or the loss fails on the batch: {explaining.reason(error)}") from error
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            raise refusal(f"loss returns {kind(value)}; expected a scalar tensor, of shape ()")
+            raise refusal(f"loss returns {kind(value)}; expected a tensor of one element")
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
         functions = tuple(private.own_functions(value))
@@ -319,7 +329,7 @@ class TorchStep:
 def undisturbed(step: TorchStep) -> Iterator[None]:
     """Let a step be run and traced, and leave module, loss and PyTorch's random state as they were."""
     owners = _restored(step.module), _restored(step.loss)
-    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc():
+    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc(), left_unflattened():
         yield
 
 
@@ -363,13 +373,14 @@ class _Owners:
 
     Attributes:
         owners: (prefix of names, module); the loss is left out if it is a function.
-        state, places, buffers: as in `TorchStep`.
+        state, places, left_out, buffers: as in `TorchStep`.
         names: `id` of a tensor -> its name.
     """
 
     owners: list[tuple[str, nn.Module]]
     state: dict[str, Tensor]
     places: dict[str, list[Place]]
+    left_out: dict[str, Tensor]
     buffers: tuple[str, ...]
     names: dict[int, str]
 
@@ -379,6 +390,7 @@ class _Owners:
         owners = [("", module), *([("loss.", loss)] if isinstance(loss, nn.Module) else [])]
         state: dict[str, Tensor] = {}
         places: dict[str, list[Place]] = {}
+        left_out: dict[str, Tensor] = {}
         names: dict[int, str] = {}
         parameters = 0
         for entries_of in (private.parameter_entries, private.buffer_entries):
@@ -389,14 +401,19 @@ class _Owners:
                     for key, tensor in entries.items():
                         if tensor is None:
                             continue
+                        name = prefix + (f"{path}.{key}" if path else key)
+                        if not holds_numbers(tensor):
+                            if tensor.requires_grad:
+                                raise refusal(f"parameter {name!r} is {form(tensor)}; expected numbers in memory")
+                            left_out[name] = tensor
+                            continue
                         if id(tensor) not in names:
-                            name = prefix + (f"{path}.{key}" if path else key)
                             if name in state:
                                 raise refusal(f"module and loss both have a tensor {name!r}; rename one")
                             names[id(tensor)] = name
                             state[name] = tensor
                         places.setdefault(names[id(tensor)], []).append(Place(entries, key))
-        return cls(owners, state, places, tuple(state)[parameters:], names)
+        return cls(owners, state, places, left_out, tuple(state)[parameters:], names)
 
     def state_dict_names(self) -> dict[str, str]:
         return {

@@ -93,7 +93,7 @@ def forward_program(
         given = (*arguments[:2], inputs, targets, *arguments[4:])
         watch = Watch(step.module) if shared else None
         with quiet(), sizes.noted():
-            program = torch.export.export(_Traced(step, native, taken, watch), given, dynamic_shapes=dims)
+            program = private.exported(_Traced(step, native, taken, watch), given, dims)
         for node in reversed(program.graph.nodes):
             # What raised an error has no value; see `selections`.
             if private.has_result(node) and node.meta.get("val") is None and not node.users:

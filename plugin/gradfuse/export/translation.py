@@ -119,7 +119,7 @@ def _node_of(operator: Operator, kernels: torch.library.Library) -> Callable[...
 
 @contextlib.contextmanager
 def lengths_as_tensors() -> Iterator[None]:
-    """Let CTC losses that are called under it have their lengths in tensors, as they can be traced."""
+    """Let CTC losses that are called under it be of a batch with lengths in tensors, as they can be traced."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -129,9 +129,29 @@ def lengths_as_tensors() -> Iterator[None]:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if getattr(func, "__name__", "") == "ctc_loss":
-                args = [torch.tensor(one) if isinstance(one, (list, tuple)) else one for one in args]
-                kwargs = {k: torch.tensor(one) if isinstance(one, (list, tuple)) else one for k, one in kwargs.items()}
+                args = [taken(one) for one in args]
+                kwargs = {name: taken(one) for name, one in kwargs.items()}
+                log_probs = args[0] if args else kwargs.get("log_probs")
+                if isinstance(log_probs, torch.Tensor) and log_probs.dim() == 2:
+                    return of_one(func, args, kwargs)
             return func(*args, **kwargs)
+
+    def of_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the loss of a sequence by that of a batch of one."""
+        names = ("log_probs", "targets", "input_lengths", "target_lengths")
+        given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+        others = {name: one for name, one in kwargs.items() if name not in names}
+        log_probs, targets, *lengths = (given[name] for name in names)
+        batch = (log_probs.unsqueeze(1), targets.reshape(1, -1), *(one.reshape(1) for one in lengths))
+        loss = func(*batch, *args[len(names) :], **others)
+        return loss.squeeze(0) if loss.dim() else loss
+
+    def taken(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return torch.tensor(argument)
+        # The operator has them in int64 alone.
+        is_integer = isinstance(argument, torch.Tensor) and not argument.is_floating_point()
+        return argument.to(torch.int64) if is_integer else argument
 
     with LengthsAsTensors():
         yield
@@ -247,9 +267,9 @@ def caller(proto: onnx.FunctionProto) -> Callable[..., Any]:
 
     def call(*arguments: Any, **attributes: Any) -> Any:
         function = ir.serde.deserialize_function(proto)
-        outputs = len(function.outputs)
-        node = ir.node(function.name, list(arguments), attributes=attributes, domain=LOCAL_DOMAIN, num_outputs=outputs)
+        outputs = private.results_of_translation(len(function.outputs))
+        node = ir.node(function.name, list(arguments), attributes=attributes, domain=LOCAL_DOMAIN, outputs=outputs)
         private.record_call(function, node)
-        return node.outputs if outputs > 1 else node.outputs[0]
+        return node.outputs if len(outputs) > 1 else node.outputs[0]
 
     return call

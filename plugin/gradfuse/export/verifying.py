@@ -486,11 +486,12 @@ class _Updates:
     ) -> None:
         self._optimizer, self._gradients, self._scale, self._dtype = optimizer, gradients, scale, dtype
         names = {id(tensor): name for name, tensor in step.state.items()}
+        # One that is frozen may be nobody's.
         self._groups = {
             names[id(parameter)]: (parameter, group)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if names[id(parameter)] in gradients
+            if names.get(id(parameter)) in gradients
         }
         self._max_norm = described.max_grad_norm
         norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]

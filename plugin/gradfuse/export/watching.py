@@ -131,7 +131,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
     """Return the function that emits a mark, for `custom_translation_table`."""
 
     def dropped(input: Any, result: Any) -> Any:
-        node = ir.node(_OP_TYPE, [input, result], domain=LOCAL_DOMAIN)
+        results = private.results_of_translation(1)
+        node = ir.node(_OP_TYPE, [input, result], domain=LOCAL_DOMAIN, outputs=results)
         private.record_node(node)
         return node.outputs[0]
 
