@@ -215,15 +215,13 @@ class Noisy(Continued):
 
 
 @pytest.mark.long
-def test_draws_in_eval_mode_are_refused_where_something_reads_them() -> None:
+@pytest.mark.parametrize("reads", [True, False])
+def test_draws_in_eval_mode_are_part_of_the_evaluation_model(reads: bool) -> None:
     module = Noisy()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(
-        ExportError, match="the module draws random numbers in eval mode; expected none, or evaluation=F"
-    ):
-        _exported(module, optimizer=optimizer)
-    module.reads = False
-    assert _exported(module, optimizer=optimizer).evaluation_model is not None
+    module.reads = reads
+    step = _exported(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), evaluation=True)
+    assert step.evaluation_model is not None
+    assert ("dropout_seed" in [value.name for value in step.evaluation_model.graph.input]) is reads
 
 
 class Shaped(Chance):

@@ -88,8 +88,8 @@ def export_training_step(
             keep their types. None: no autocast.
         grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, starting from its state, and an update
             whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
-        evaluation: whether to export `TrainingStep.evaluation_model`, without autocast; None: if there is an
-            optimizer.
+        evaluation: whether to export `TrainingStep.evaluation_model`, without autocast. None: if there is an
+            optimizer, and the module has one; else a warning says why it is left out.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
         progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
@@ -139,8 +139,7 @@ def export_training_step(
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
         sizes = explaining.Sizes(general=verifying.has_onnxruntime())
-        wants_evaluation = optimizer is not None if evaluation is None else evaluation
-        make = functools.partial(_exported, step, shapes, optimizer, fuse=fuse, evaluation=wants_evaluation)
+        make = functools.partial(_exported, step, shapes, optimizer, fuse=fuse, evaluation=evaluation)
         try:
             return make(sizes, parts)
         except ExportError:
@@ -158,7 +157,7 @@ def _exported(
     parts: Parts,
     *,
     fuse: bool,
-    evaluation: bool,
+    evaluation: bool | None,
 ) -> TrainingStep:
     """Export a step whose arguments have been read."""
     import onnx_ir as ir
@@ -171,6 +170,7 @@ def _exported(
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import TrainingStep
 
+    wants_evaluation = optimizer is not None if evaluation is None else evaluation
     with undisturbed(step):
         parts.begin("running the step in PyTorch")
         native = step.run()
@@ -184,9 +184,11 @@ def _exported(
             native = branches.run_both_sides(step, taken)
         with verifying.traced_as_run(step):
             program, returned = tracing.forward_program(
-                step, native, shapes, taken, sizes, fuse=fuse, evaluation=evaluation
+                step, native, shapes, taken, sizes, fuse=fuse, evaluation=wants_evaluation
             )
         tracing.connect_dropout(program, step, native)
+        if returned:
+            watching.count_without_dropouts(program)
         order = (*native.gradients, *tracing.unused(step, native))
         free = {*step.trainable, *native.changed}
         parts.begin("translating")
@@ -201,8 +203,14 @@ def _exported(
         truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
         parts.begin("exporting the evaluation model")
         evaluating = None
-        if evaluation:
-            evaluating = evaluation_model(step, shapes, native.changed, sizes, shared)
+        if wants_evaluation:
+            try:
+                evaluating = evaluation_model(step, shapes, native.changed, sizes, shared)
+            except ExportError as error:
+                if evaluation or sizes.made_general:
+                    raise
+                text = str(error).removeprefix(f"{WHO}: ")
+                warnings.warn(f"{WHO}: the evaluation model is left out: {text}", stacklevel=3)
 
     exported = ir.to_proto(translated)
     unfused = None

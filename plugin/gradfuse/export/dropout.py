@@ -297,6 +297,9 @@ _DISTRIBUTIONS: dict[Any, Callable[..., Any]] = {
 }
 """Operators of traced programs that draw numbers -> the same, given a function that draws uniform ones."""
 
+UNIFORM = frozenset(set(_DISTRIBUTIONS) - {aten.rrelu_with_noise_functional.default})
+"""Those of them that draw in evaluation mode too: all that they need are uniform numbers."""
+
 _IN_PLACE: dict[Any, Any] = {
     aten.uniform_.default: aten.uniform.default,
     aten.normal_.default: aten.normal_functional.default,

@@ -16,13 +16,16 @@ from torch.export import ExportedProgram
 from gradfuse.checking.condensing import condensed
 from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, dropout, explaining, onnx_model, pools, recurrences, tracing
+from gradfuse.errors import ExportError
+from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
-from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.torch_step import TRIED_SEED, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Truth
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.scatters import replace_scatter_nd
+from gradfuse.training.step import DROPOUT_SEED
 
 
 def evaluation_model(
@@ -35,7 +38,8 @@ def evaluation_model(
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
     Its outputs are the tensors that the module returns, also those within tuples and dictionaries. What is of another
-    type is left out, such as a cache of keys and values.
+    type is left out, such as a cache of keys and values. Where the module draws random numbers in eval mode too, the seed
+    of the step decides them: their numbers are counted from 0 on, as if there were no dropout.
 
     Args:
         step: the step; the loss and autocast are left out.
@@ -49,10 +53,18 @@ def evaluation_model(
         ExportError: PyTorch cannot trace the module, or an output differs from PyTorch's.
     """
     step.module.eval()
+    step = step.with_seed(TRIED_SEED)
     try:
         with quiet(), torch.no_grad():
-            native = _run(step, lambda tensor: tensor)
+            native, draws = _run_and_count(step, lambda tensor: tensor)
+            if draws and DROPOUT_SEED not in step.state:
+                raise refusal(
+                    "the module draws random numbers in eval mode, but none in training, so that the step has no seed "
+                    "for them; expected none in eval mode, or in both"
+                )
             program = _traced(step, shapes, changed, sizes) if shared is None else None
+    except ExportError:
+        raise
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
@@ -85,10 +97,8 @@ def _translated(step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes,
     program = tracing.decomposed(
         program, fuse=False, batch_norm=False, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
     )
-    for draw in dropout.masks(program.graph):
-        if draw.users:
-            raise refusal("the module draws random numbers in eval mode; expected none, or evaluation=False")
-        program.graph.erase_node(draw)
+    if DROPOUT_SEED in step.state:
+        dropout.connect(program, list(step.state).index(DROPOUT_SEED))
     return onnx_model.translate(program, step)
 
 
@@ -123,12 +133,18 @@ def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tens
 
 def _run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
     """Return what the module gives, by the names of the model's outputs, as float64."""
-    with torch.no_grad(), lengths_as_tensors():
+    return _run_and_count(step, cast)[0]
+
+
+def _run_and_count(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> tuple[Arrays, int]:
+    """Return the same, and how often the module draws random numbers."""
+    with torch.no_grad(), lengths_as_tensors(), SeededDropout(step.state.get(DROPOUT_SEED)) as drawn:
         state = {name: cast(tensor.detach().clone()) for name, tensor in step.state.items()}
         leaves = _outputs(step, state, [cast(tensor.detach()) for tensor in step.inputs])
     results = [f"output_{index}" for index in range(len(leaves))] if len(leaves) > 1 else ["output"]
     results = [f"{name}_" if name in {*step.state, *step.batch} else name for name in results]
-    return {
+    outputs = {
         name: condensed(to_numpy(leaf, copy=False)).astype(np.float64, copy=False)
         for name, leaf in zip(results, leaves, strict=True)
     }
+    return outputs, drawn.count

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export.decomposing import STATISTICS, written
+from gradfuse.export.dropout import UNIFORM
 from gradfuse.export.translation import LOCAL_DOMAIN
 
 aten = torch.ops.aten
@@ -31,7 +32,9 @@ torch.library.register_fake("gradfuse::dropped", lambda input, result: torch.emp
 _library.impl("dropped", lambda input, result: result.clone(), "CompositeExplicitAutograd")
 
 _DROPPED, _OP_TYPE = torch.ops.gradfuse.dropped.default, "Dropped"
-"""A dropout's result, beside its input: it stands in a program from its trace until it is translated."""
+"""What a step computes, beside what evaluation mode has in its place, such as the input of a dropout.
+
+It stands in a program from its trace until it is translated."""
 
 
 @dataclasses.dataclass
@@ -77,8 +80,8 @@ class Watch:
     def mark_dropouts(self, program: ExportedProgram, state: Collection[str], names: Sequence[str]) -> bool:
         """Mark the dropouts of a traced step, if that holds what the module computes in evaluation mode.
 
-        It might not where the module asks for a mode outside of dropouts, where the step draws other random numbers or
-        writes into tensors, and where the loss knows something of the sizes of inputs that the module does not.
+        It might not where the module asks for a mode outside of dropouts, where the step drops in other ways or writes
+        into tensors, and where the loss knows something of the sizes of inputs that the module does not.
 
         Args:
             program: the traced step, whose last outputs are those of the module.
@@ -97,11 +100,11 @@ class Watch:
             return False
         for node in list(program.graph.nodes):
             if _is_dropout(node):
-                _mark(node)
+                _mark(node, node.args[0])
         return True
 
     def _is_pure(self, program: ExportedProgram) -> bool:
-        """Whether a program is made of operators that write nothing, and draw nothing but in this many dropouts."""
+        """Whether a program is made of operators that write nothing, and drop nothing but in this many dropouts."""
         if any(spec.kind.name != "USER_INPUT" for spec in program.graph_signature.input_specs):
             return False
         nodes = list(program.graph.nodes)
@@ -113,9 +116,9 @@ class Watch:
         if any(node.target in STATISTICS and node.args[5] for node in calls):
             # Of the batch, by an operator that stands in a step alone.
             return False
-        drawing = [node for node in calls if torch.Tag.nondeterministic_seeded in node.target.tags]
+        drawing = {node.target for node in calls if torch.Tag.nondeterministic_seeded in node.target.tags}
         dropouts = [node for node in nodes if _is_dropout(node)]
-        return self.dropouts == len(dropouts) and all(node.target is aten.dropout.default for node in drawing)
+        return self.dropouts == len(dropouts) and drawing <= {aten.dropout.default, *UNIFORM}
 
     def _is_of_any_size(self, inputs: Sequence[Node]) -> bool:
         """Whether sizes of inputs that may vary do so for themselves, and the loss asks for nothing about them."""
@@ -160,11 +163,26 @@ def divided(model: ir.Model, count: int) -> tuple[ir.Model, ir.Model]:
     return step, evaluating
 
 
-def _mark(dropout: Node) -> None:
-    with dropout.graph.inserting_after(dropout):
-        mark = dropout.graph.call_function(_DROPPED, (dropout.args[0], dropout))
-    mark.meta = dict(dropout.meta)
-    dropout.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
+def count_without_dropouts(program: ExportedProgram) -> None:
+    """Let the draws of a program whose dropouts are marked have the numbers that they have without them as well.
+
+    The dropouts have their numbers and the seed already.
+    """
+    drawing = [node for node in program.graph.nodes if node.target is torch.ops.gradfuse.uniform.default]
+    for number, node in enumerate(drawing):
+        like, seed, *_ = node.args
+        with program.graph.inserting_before(node):
+            other = program.graph.call_function(node.target, (like, seed, number))
+        other.meta = dict(node.meta)
+        _mark(node, other)
+
+
+def _mark(node: Node, instead: Node) -> None:
+    """Mark a result of a step, and what takes its place in evaluation mode."""
+    with node.graph.inserting_after(node):
+        mark = node.graph.call_function(_DROPPED, (instead, node))
+    mark.meta = dict(node.meta)
+    node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
 
 
 def _is_dropout(node: Node) -> bool:
