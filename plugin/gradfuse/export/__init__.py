@@ -262,6 +262,7 @@ def _exported(
         constants=_arrays(step.state, constants),
         state_dict_names=step.state_dict_names,
         evaluation_model=evaluating,
+        nesting={"inputs": step.given_inputs.nesting, "targets": step.given_targets.nesting},
     )
 
 

@@ -211,8 +211,41 @@ def schema_arguments(schema: str) -> list[Any]:
 
 
 def tensors_in(tree: Any) -> list[Any]:
-    """Return the leaves of nested tuples, lists and dictionaries in the order that PyTorch flattens them."""
-    return _pytree.tree_leaves(tree)
+    """Return the leaves of nested tuples, lists, dictionaries and data classes in the order that PyTorch flattens them.
+
+    PyTorch flattens the dictionaries and data classes that it was told of alone.
+    """
+    leaves = _pytree.tree_leaves(tree)
+    if not any(map(_has_parts, leaves)):
+        return leaves
+    return [part for leaf in leaves for part in (tensors_in(_parts(leaf)) if _has_parts(leaf) else (leaf,))]
+
+
+def _has_parts(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
+
+
+def _parts(leaf: Any) -> list[Any]:
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+
+
+class Index(int):
+    """Where something is in a tuple or a list; keys of dictionaries may be numbers too."""
+
+
+def flattened_with_keys(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Callable[[list[Any]], Any]]:
+    """Return the leaves of nested tuples, lists, dictionaries and more, with their keys, and what puts others there."""
+    leaves, specification = _pytree.tree_flatten_with_path(tree)
+
+    def key(one: Any) -> Any:
+        if isinstance(one, _pytree.SequenceKey):
+            return Index(one.idx)
+        return one.key if isinstance(one, _pytree.MappingKey) else getattr(one, "name", str(one))
+
+    places = [(tuple(map(key, path)), leaf) for path, leaf in leaves]
+    return places, lambda values: _pytree.tree_unflatten(values, specification)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

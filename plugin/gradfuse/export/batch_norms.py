@@ -84,10 +84,12 @@ def fuse_batch_norms(program: ExportedProgram, *, relu: bool) -> None:
 def _stop_behind_statistics(node: Node) -> None:
     """End gradients in running statistics, which PyTorch writes without any: a later call may read them."""
     for result in [user for user in node.users if user.args[1] in _RUNNING]:
+        readers = list(result.users)
         with node.graph.inserting_after(result):
             stopped = node.graph.call_function(STOP_GRADIENT, (result,))
         stopped.meta = dict(result.meta)
-        result.replace_all_uses_with(stopped, delete_user_cb=lambda user, stopped=stopped: user is not stopped)
+        for reader in readers:
+            reader.replace_input_with(result, stopped)
 
 
 def _fuse_forward(node: Node, *, fold: bool) -> None:

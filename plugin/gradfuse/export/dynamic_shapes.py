@@ -11,8 +11,10 @@ from typing import Any
 
 from torch.export import Dim
 
+from gradfuse.export.arguments import Arguments
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.torch_step import TorchStep
+from gradfuse.training.nesting import names_in
 
 AxisNames = dict[str, dict[int, str]]
 """Tensor of the batch -> axis -> name of the dimension."""
@@ -44,8 +46,6 @@ class DynamicShapes:
             ExportError: it has another form, or names a tensor or an axis that is not there.
         """
         inputs, targets = _parts(given, step)
-        if len(inputs) != len(step.inputs) or len(targets) != len(step.targets):
-            raise refusal(f"dynamic_shapes is for {len(inputs)} inputs and {len(targets)} targets; {_WANTED}")
         names: AxisNames = {}
         automatic: set[tuple[str, int]] = set()
         specifications: list[Any] = []
@@ -77,20 +77,58 @@ def _parts(given: Any, step: TorchStep) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return what is given for each input and for each target."""
     if given is None:
         return (None,) * len(step.inputs), (None,) * len(step.targets)
+    parts = step.given_inputs, step.given_targets
     if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(step.batch))
+        known = [name for part in parts for name in (*part.names, *dict(part.nesting["arguments"]))]
+        unknown = [name for name in given if name not in known]
         if unknown:
             raise refusal(f"dynamic_shapes names {unknown[0]!r}; expected names among {sorted(step.batch)}")
-        return [given.get(name) for name in step.input_names], [given.get(name) for name in step.target_names]
+        return _by_name(parts[0], given), _by_name(parts[1], given)
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        inputs, targets = given
-        return _each(inputs, len(step.inputs)), _each(targets, len(step.targets))
+        return _each(parts[0], given[0]), _each(parts[1], given[1])
     raise refusal(f"dynamic_shapes is {kind(given)}; {_WANTED}")
 
 
-def _each(part: Any, count: int) -> Sequence[Any]:
+def _by_name(part: Arguments, given: Mapping[Any, Any]) -> list[Any]:
+    found: dict[str, Any] = {}
+    for name, nesting in part.nesting["arguments"]:
+        found |= _of_tensors(nesting, given.get(name), name)
+    return [given.get(name, found[name]) for name in part.names]
+
+
+def _each(part: Arguments, given: Any) -> list[Any]:
+    if isinstance(given, Mapping) and not all(isinstance(key, int) for key in given):
+        return _by_name(part, given)
+    arguments = part.nesting["arguments"]
     # What is given for one tensor may stand alone.
-    listed = isinstance(part, (tuple, list)) and any(isinstance(one, (Mapping, tuple, list)) for one in part)
-    if count == 1 and not listed:
-        return (part,)
-    return (None,) * count if part is None else part
+    listed = isinstance(given, (tuple, list)) and any(isinstance(one, (Mapping, tuple, list)) for one in given)
+    if len(arguments) == 1 and not listed:
+        given = (given,)
+    given = (None,) * len(arguments) if given is None else given
+    if len(given) != len(arguments):
+        raise refusal(f"dynamic_shapes is for {len(given)} tensors where the batch has {len(arguments)}; {_WANTED}")
+    found: dict[str, Any] = {}
+    for (name, nesting), one in zip(arguments, given, strict=True):
+        found |= _of_tensors(nesting, one, name)
+    return [found[name] for name in part.names]
+
+
+def _of_tensors(nesting: Any, given: Any, where: str) -> dict[str, Any]:
+    """Return what is given for each tensor within an argument; for None, that none of its axes may vary."""
+    if isinstance(nesting, str):
+        return {nesting: given}
+    if given is None:
+        return dict.fromkeys(names_in(nesting))
+    if "value" in nesting:
+        return {}
+    parts = list(enumerate(nesting)) if isinstance(nesting, list) else nesting["entries"]
+    if isinstance(given, (tuple, list)) and len(given) == len(parts):
+        values = list(given)
+    elif isinstance(given, Mapping) and all(key in dict(parts) for key in given):
+        values = [given.get(key) for key, _ in parts]
+    else:
+        raise refusal(f"dynamic_shapes of {where!r} is {kind(given)}; expected {len(parts)} parts, as the batch has")
+    found: dict[str, Any] = {}
+    for (key, one), value in zip(parts, values, strict=True):
+        found |= _of_tensors(one, value, f"{where}.{key}")
+    return found

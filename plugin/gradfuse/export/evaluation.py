@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from gradfuse.checking.condensing import condensed
+from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, dropout, explaining, onnx_model, pools, recurrences, tracing
-from gradfuse.errors import ExportError
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import kind, quiet, refusal
@@ -38,8 +38,8 @@ def evaluation_model(
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
     Its outputs are the tensors that the module returns, also those within tuples and dictionaries. What is of another
-    type is left out, such as a cache of keys and values. Where the module draws random numbers in eval mode too, the seed
-    of the step decides them: their numbers are counted from 0 on, as if there were no dropout.
+    type is left out, such as a cache of keys and values. Where the module draws random numbers in eval mode too, the
+    seed of the step decides them: draws are counted from 0 on, as if there were no dropout.
 
     Args:
         step: the step; the loss and autocast are left out.
@@ -124,7 +124,7 @@ class _Traced(nn.Module):
 
 def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     step.place(state)
-    leaves = private.tensors_in(step.module(*(one.clone() for one in inputs)))
+    leaves = private.tensors_in(step.call_module([one.clone() for one in inputs]))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     if not tensors:
         raise TypeError(f"it returns {kind(leaves[0]) if leaves else 'nothing'}; expected tensors")

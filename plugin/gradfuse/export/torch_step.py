@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
+from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
 from gradfuse.export.recurrences import left_unflattened
@@ -76,15 +76,15 @@ class TorchStep:
     Attributes:
         module: the module.
         loss: a module or function.
-        inputs: the batch's inputs.
-        targets: the batch's targets.
+        given_inputs: the batch's inputs, as the arguments of the module.
+        given_targets: the batch's targets, as those of the loss after its first.
+        inputs: the tensors of the inputs.
+        targets: the tensors of the targets.
         state: parameters, then buffers, each once, by the first of its names.
         places: where each of them is kept; tied ones in several places.
         left_out: buffers and frozen parameters that no graph can hold, by name; the step does not read them.
         trainable: the names of the parameters that require gradients.
         buffers: the names of the buffers.
-        input_names: the names of the inputs.
-        target_names: the names of the targets.
         state_dict_names: each name of the `state_dict()` of module and loss -> the name in `state`.
         optimizer: the optimizer; None without one.
         autocast: the type that module and loss run in under `torch.autocast`; None: in their own types.
@@ -92,6 +92,8 @@ class TorchStep:
 
     module: nn.Module
     loss: Callable[..., Tensor]
+    given_inputs: Arguments
+    given_targets: Arguments
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     state: dict[str, Tensor]
@@ -99,8 +101,6 @@ class TorchStep:
     left_out: dict[str, Tensor]
     trainable: tuple[str, ...]
     buffers: tuple[str, ...]
-    input_names: tuple[str, ...]
-    target_names: tuple[str, ...]
     state_dict_names: dict[str, str]
     optimizer: Optimizer | None
     autocast: torch.dtype | None
@@ -129,7 +129,6 @@ class TorchStep:
             raise refusal(f"loss is {type(loss).__name__}; expected a module or function")
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise refusal(f"batch is {kind(batch)}; expected (inputs, targets)")
-        inputs, targets = (_tensors(part, which) for part, which in zip(batch, ("inputs", "targets"), strict=True))
 
         for owner in (module, loss):
             _refuse_lazy(owner)
@@ -150,18 +149,20 @@ class TorchStep:
             raise refusal(f"the parameter or buffer {clash!r} has the name of an output; rename it")
         taken = {*state, *reserved}
         loss_function = loss.forward if isinstance(loss, nn.Module) else loss
+        inputs = Arguments.of(batch[0], "inputs", module.forward, 0, "input", taken)
+        targets = Arguments.of(batch[1], "targets", loss_function, 1, "target", taken)
         return cls(
             module=module,
             loss=loss,
-            inputs=inputs,
-            targets=targets,
+            given_inputs=inputs,
+            given_targets=targets,
+            inputs=inputs.tensors,
+            targets=targets.tensors,
             state=state,
             places=owners.places,
             left_out=owners.left_out,
             trainable=trainable,
             buffers=buffers,
-            input_names=_argument_names(module.forward, 0, len(inputs), "input", taken),
-            target_names=_argument_names(loss_function, 1, len(targets), "target", taken),
             state_dict_names=owners.state_dict_names(),
             optimizer=optimizer,
             autocast=autocast,
@@ -198,6 +199,20 @@ class TorchStep:
         ]
         state = {name: self.state[name] + number for number, name in enumerate(counters, 2)}
         return dataclasses.replace(self, state=self.state | state)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the inputs."""
+        return self.given_inputs.names
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The names of the targets."""
+        return self.given_targets.names
+
+    def call_module(self, inputs: Sequence[Tensor]) -> Any:
+        """Call the module with tensors in the place of the inputs."""
+        return self.given_inputs.call(self.module, (), inputs)
 
     @property
     def batch(self) -> dict[str, Tensor]:
@@ -246,10 +261,10 @@ class TorchStep:
         device = next(iter(state.values())).device.type
         with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
             with watch.watching() if watch is not None else contextlib.nullcontext():
-                output = self.module(*inputs)
+                output = self.call_module(inputs)
             if watch is not None:
                 watch.returned(output)
-            value = self.loss(output, *targets)
+            value = self.given_targets.call(self.loss, (output,), targets)
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == 1:
             # PyTorch takes gradients of it as of a scalar.
             value = value.reshape(())
@@ -430,35 +445,6 @@ def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer:
     reserved = [LOSS, *(name + GRADIENT_SUFFIX for name in trainable)]
     reserved += [name + UPDATED_SUFFIX for name in (*(trainable if optimizer else ()), *buffers)]
     return [*reserved, *added, *(name + UPDATED_SUFFIX for name in added)]
-
-
-def _tensors(part: Any, which: str) -> tuple[Tensor, ...]:
-    tensors = tuple(part) if isinstance(part, (tuple, list)) else (part,)
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise refusal(f"{which} of the batch hold {kind(tensor)}; expected tensors")
-    # torch.export guards what a view shares with its base, and cannot check that.
-    return tuple(tensor.detach().clone() for tensor in tensors)
-
-
-def _argument_names(
-    function: Callable[..., Any], skip: int, count: int, default: str, taken: set[str]
-) -> tuple[str, ...]:
-    """Name `count` positional arguments of a function after the first `skip`, unlike any in `taken`, which grows."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [parameter.name for parameter in parameters if parameter.kind in positional][skip:]
-    names = []
-    for index in range(count):
-        name = known[index] if index < len(known) else f"{default}_{index}" if count > 1 else default
-        while name in taken:
-            name = f"{default}_{name}"
-        taken.add(name)
-        names.append(name)
-    return tuple(names)
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from gradfuse.training.arguments import (
     require_shapes,
 )
 from gradfuse.training.in_place import BARRIER, with_updates_last
+from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
 
 _WHO = "TrainingSession"
@@ -138,8 +139,9 @@ class TrainingSession:
         """Run one step and return the loss.
 
         Args:
-            inputs: the batch's inputs: an array or torch tensor, a tuple of them, or a dictionary from the names
-                `training_step.input_names`; in the types and shapes of the model.
+            inputs: the batch's inputs: an array or torch tensor, a tuple of them, nested as the module's arguments are,
+                or a dictionary from the names of these or from `training_step.input_names`; in the types and shapes of
+                the model.
             targets: the batch's targets, likewise by `training_step.target_names`.
 
         Raises:
@@ -481,21 +483,8 @@ class TrainingSession:
     ) -> Arrays:
         """Return a part of the batch by names."""
         where = f"{_WHO}.{method}"
-        if isinstance(given, Mapping):
-            missing = [name for name in names if name not in given]
-            unknown = [name for name in given if name not in names]
-            if missing or unknown:
-                fault = f"lack {missing[0]!r}" if missing else f"have {in_short(unknown[0])}"
-                raise ArgumentError(f"{where}: {what} {fault}; expected {', '.join(names)}")
-            values: Iterable[Any] = [given[name] for name in names]
-        else:
-            values = given if isinstance(given, (tuple, list)) else (given,)
-            if len(values) != len(names):
-                raise ArgumentError(f"{where}: {what} are {len(values)}; expected {len(names)}: {', '.join(names)}")
-        return {
-            name: contiguous(as_array(value, f"{where}: {name!r}", str(known[name])))
-            for name, value in zip(names, values, strict=True)
-        }
+        values = leaves_of_call(self._step.nesting.get(what) or flat(names), given, f"{where}: {what}")
+        return {name: contiguous(as_array(values[name], f"{where}: {name!r}", str(known[name]))) for name in names}
 
     def _learning_rates(self) -> list[str]:
         names = [n for n in self._step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]

@@ -75,6 +75,8 @@ class TrainingStep:
         evaluation_model: the module alone, in eval mode. Its inputs are those of the parameters and buffers that it
             uses, and the batch's inputs; its outputs are the module's, in the order of `torch.utils._pytree`. None if
             it was not asked for.
+        nesting: how the tensors of "inputs" and "targets" are nested, as `gradfuse.training.nesting` has it; where
+            nothing is said, each tensor is an argument itself.
     """
 
     model: onnx.ModelProto
@@ -88,6 +90,7 @@ class TrainingStep:
     constants: Arrays = dataclasses.field(default_factory=dict)
     state_dict_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     evaluation_model: onnx.ModelProto | None = None
+    nesting: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def save(
         self,
@@ -144,6 +147,7 @@ class TrainingStep:
                 "inputs": self.input_names,
                 "targets": self.target_names,
                 "state_dict": dict(self.state_dict_names),
+                "nesting": dict(self.nesting),
                 _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
                 _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
@@ -229,6 +233,8 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
             for field, own in names.items()
         }
         input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
+        # Steps of older versions have none.
+        nesting = dict(stored.get("nesting", {}))
         state_dict_names, evaluation_file = dict(stored["state_dict"]), _file_beside(stored, _EVALUATION_FILE)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         reason = one_line(ValueError(repr(error)))
@@ -259,6 +265,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         constants=arrays["constants"],
         state_dict_names=state_dict_names,
         evaluation_model=evaluation_model,
+        nesting=nesting,
     )
     step.require_consistent(os.fspath(path))
     read_from = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), writing.data_path(of))]
