@@ -755,3 +755,31 @@ def test_joined_sequences() -> None:
     feeds = {"x": numbers(2, 3), "z": numbers(4, 3, seed=1)}
     model = model_of("float[2, 3] x, float[4, 3] z", body, output="float[8, 3] y")
     require_torchs(model, feeds, lambda x, z: torch.cat([x, z, x]), ["x", "z"])
+
+
+@pytest.mark.parametrize("op", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [True, False])
+@pytest.mark.parametrize("more", [(), (2,)])
+def test_weights_of_classes_have_gradients(op: str, reduction: str, ignored: bool, more: tuple[int, ...]) -> None:
+    """torch refuses to differentiate by them, so that the loss is written out; class 2 has no label."""
+    labels = np.resize(np.array([1, 0, 3, 1, 3, 0]), (5, *more))
+
+    def by_torch(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        log_prob = x.log_softmax(1) if op.startswith("Softmax") else x
+        counted = (t != 3) if ignored else torch.ones_like(t, dtype=torch.bool)
+        rows = torch.where(counted, w[t], 0.0)
+        loss = -log_prob.gather(1, t.unsqueeze(1)).squeeze(1) * rows
+        total = loss.sum()
+        return loss if reduction == "none" else total / rows.sum() if reduction == "mean" else total
+
+    attributes = f'reduction = "{reduction}"' + (", ignore_index = 3" if ignored else "")
+    sizes = "".join(f", {size}" for size in more)
+    model = model_of(
+        f"float[5, 4{sizes}] x, float[4] w, int64[5{sizes}] t",
+        f"y = {op}<{attributes}>(x, t, w)",
+        output="float y" if reduction != "none" else f"float[5{sizes}] y",
+    )
+    feeds = {"x": numbers(5, 4, *more), "w": np.abs(numbers(4, seed=1)) + 0.5, "t": labels}
+    require_torchs(model, feeds, by_torch, ["x", "w"])
+    require_torchs(model, feeds, by_torch, ["w"])
