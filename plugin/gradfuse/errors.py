@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class GradfuseError(Exception):
     """Base of every error that gradfuse raises on purpose."""
@@ -42,6 +44,13 @@ def one_line(error: BaseException) -> str:
     """Return the text of another library's exception in one line, cut to what a terminal can show."""
     reason = getattr(error, "strerror", None) or str(error)
     return cut(reason) or type(error).__name__
+
+
+def listed(names: Iterable[str], *, quoted: bool = True, most: int = 5) -> str:
+    """Return names as a part of a sentence: the first of them, and how many more there are."""
+    names = [repr(name) if quoted else name for name in names]
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def cut(text: str) -> str:

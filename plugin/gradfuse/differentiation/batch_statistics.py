@@ -8,20 +8,12 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.batch_norm_backward import MAX_RANK
 from gradfuse.differentiation.normalization import BY_BATCH, mean
+from gradfuse.differentiation.parameters import statistic_name
 from gradfuse.differentiation.rules import error_of
+from gradfuse.differentiation.stored import Reader, Store, array_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 
 _MEAN, _VARIANCE = 3, 4
-
-
-def running_statistics(graph: ir.Graph) -> set[str]:
-    """Return the names of the initializers that are nothing but running means and variances."""
-    found: set[str] = set()
-    for name, value in graph.initializers.items():
-        uses = list(value.uses())
-        if uses and all(node.op_type == "BatchNormalization" and index in (_MEAN, _VARIANCE) for node, index in uses):
-            found.add(name)
-    return found
 
 
 def leave_training_mode(graph: ir.Graph) -> list[ir.Node]:
@@ -54,28 +46,27 @@ def nodes_in_inference_mode(graph: ir.Graph) -> list[ir.Node]:
     return list(_nodes(graph))
 
 
-def separate_statistics(graph: ir.Graph, nodes: Iterable[ir.Node]) -> None:
-    """Give each of some nodes in inference mode running statistics of its own.
+def separate_statistics(store: Store, nodes: Iterable[ir.Node]) -> None:
+    """Give each layer of some nodes in inference mode running statistics of its own.
 
-    Exporters merge initializers that are equal, as those of layers that were not trained yet are.
+    Exporters merge initializers that are equal, as those of layers that were not trained yet are. A layer that is
+    called several times has one.
 
     Raises:
         ModelError: statistics are no initializers.
     """
-    taken = set(graph.initializers)
-    seen: set[ir.Value] = set()
+    readers: dict[ir.Value, list[Reader]] = {}
     for node in nodes:
         for index in (_MEAN, _VARIANCE):
             value = node.inputs[index]
-            if value is None or value.const_value is None or value.name not in graph.initializers:
+            if value is None or value.const_value is None or value.name not in store.graph.initializers:
                 raise error_of(node, f"its input {index} is no initializer; expected one with train_batch_norm=True")
-            if value in seen or len({user for user, _ in value.uses()}) < len(list(value.uses())):
-                name = _fresh(f"{node.outputs[0].name}.running_{'mean' if index == _MEAN else 'var'}", taken)
-                copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
-                graph.register_initializer(copy)
+            readers.setdefault(value, []).append((node, index))
+    for value, found in readers.items():
+        for layer in store.layers(value, found)[1:]:
+            copy = store.put(array_of(value), store.fresh(statistic_name(store, *layer[0])))
+            for node, index in layer:
                 node.replace_input_with(index, copy)
-                value = copy
-            seen.add(value)
 
 
 def use_batch_statistics(graph: ir.Graph, nodes: Iterable[ir.Node], tape: Tape, *, fuse: bool) -> dict[str, Tensor]:
@@ -114,7 +105,8 @@ def use_batch_statistics(graph: ir.Graph, nodes: Iterable[ir.Node], tape: Tape, 
         found = node.attributes.get("momentum")
         momentum = 0.9 if found is None else found.as_float()
         for statistic, batch in zip(old, (middle, unbiased), strict=True):
-            kept = tape.of(statistic)
+            # A layer that is called again goes on from what it has.
+            kept = updated.get(str(statistic.name), tape.of(statistic))
             updated[str(statistic.name)] = kept * momentum + batch.cast(kept.dtype) * (1 - momentum)
         for index, batch in zip((_MEAN, _VARIANCE), (middle, spread), strict=True):
             node.replace_input_with(index, batch.cast(tape.of(_given(node, index)).dtype).value)
@@ -140,12 +132,3 @@ def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
         if node.graph is not graph:
             raise error_of(node, "is in a subgraph; expected none with train_batch_norm=True")
         yield node
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    candidate, number = name, 1
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    taken.add(candidate)
-    return candidate

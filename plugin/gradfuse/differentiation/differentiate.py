@@ -92,12 +92,26 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
     Raises:
         ModelError: a Scan is of opset 8, whose inputs have a batch axis that newer ones do not have.
     """
+    return completed(inlined(loaded))
+
+
+def inlined(loaded: reading.LoadedModel) -> ir.Model:
+    """Return the model with its functions inlined and its tensors in memory.
+
+    Raises:
+        ModelError: as `prepared`.
+    """
     if loaded.older is not None and loaded.older.opset_imports[""] < 9:
         for node in loaded.older.graph.all_nodes():
             if node.op_type == "Scan" and not node.domain:
                 raise error_of(node, f"it is of opset {loaded.older.opset_imports['']}; expected 9 or newer")
     model = with_tensors_in_memory(loaded.ir)
     inline(model, lambda function: True)
+    return model
+
+
+def completed(model: ir.Model) -> ir.Model:
+    """Bring a model without functions to an opset that rules are written for, and give it shapes; return it."""
     _raise_opset(model)
     _expand_functions(model)
     # Constants among the initializers have shapes; what lacks one is asked for.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import sys
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +17,26 @@ from gradfuse.differentiation import loss_models
 from gradfuse.differentiation.batch_statistics import (
     leave_training_mode,
     nodes_in_inference_mode,
-    running_statistics,
     separate_statistics,
     use_batch_statistics,
 )
 from gradfuse.differentiation.differentiate import (
     append_gradients,
+    completed,
     expand_on_the_way,
     free_prefix,
     infer,
+    inlined,
     named_output,
-    prepared,
     values_of,
 )
 from gradfuse.differentiation.indexing import mark_embeddings
+from gradfuse.differentiation.parameters import choose, separate, warn
+from gradfuse.differentiation.parameters import tie as tie_tensors
 from gradfuse.differentiation.rules import FLOATS, FUSES
 from gradfuse.differentiation.seeded_draws import in_new_opset, seed_draws, turn_off_dropout
 from gradfuse.differentiation.self_check import check_gradients
+from gradfuse.differentiation.stored import Store
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.models import reading
@@ -57,6 +58,7 @@ def build_training_step(
     *,
     trainable: Iterable[str] | None = None,
     frozen: Iterable[str] | None = None,
+    tie: Mapping[str, str] | None = None,
     optimizer: OptimizerOptions | None = None,
     train_batch_norm: bool = False,
     max_grad_norm: float | None = None,
@@ -122,8 +124,8 @@ def build_training_step(
         )
     options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler), float64)
     with fusion.collection_paused():
-        work = in_new_opset(prepared(reading.load(model)))
-        return _built(work, criterion, trainable, frozen, options, train_batch_norm, fuse, check)
+        work = inlined(reading.load(model))
+        return _built(work, criterion, trainable, frozen, tie, options, train_batch_norm, fuse, check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,23 +156,27 @@ def _built(
     criterion: Any,
     trainable: Iterable[str] | None,
     frozen: Iterable[str] | None,
+    tie: Mapping[str, str] | None,
     options: _Options,
     train_batch_norm: bool,
     fuse: bool,
     check: bool | Mapping[str, Any],
 ) -> TrainingStep:
+    # Of IR version 3 they are inputs as well.
+    work.graph.inputs[:] = [value for value in work.graph.inputs if value.name not in work.graph.initializers]
+    work.ir_version = max(work.ir_version, 4)
+    store = Store(work)
+    separate(store)
+    if tie:
+        tie_tensors(store, tie)
+    choice = choose(store, trainable, frozen)
+    work = in_new_opset(completed(work))
     graph = work.graph
     by_batch = leave_training_mode(graph)
     if train_batch_norm:
         by_batch = nodes_in_inference_mode(graph)
-    separate_statistics(graph, by_batch)
-    statistics = running_statistics(graph)
-    initializers = {
-        name: value for name, value in graph.initializers.items() if value.dtype in FLOATS and name not in statistics
-    }
-    asked = _asked(graph, initializers, trainable, frozen)
-    shared = _shared(initializers)
-    graph.inputs[:] = [value for value in graph.inputs if value.name not in graph.initializers]
+    separate_statistics(Store(work), by_batch)
+    initializers, asked = dict(graph.initializers), choice.names
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
     turn_off_dropout(evaluation.graph)
@@ -199,8 +205,8 @@ def _built(
         fuse=fuse,
         scale=None if scale is None else (scale, 1 / options.accumulate),
     )
-    parameters = _with_gradients(asked, initializers, found, trainable is not None)
-    _warn_of_shared([name for name in parameters if name in shared])
+    parameters = _with_gradients(asked, initializers, found, choice.named)
+    warn(store, choice, parameters)
     description = options.described(parameters)
     _require_free_names(graph, result, parameters, updated, description)
 
@@ -276,64 +282,6 @@ def _loss_scaling(grad_scaler: Any) -> optimizers.LossScaling | None:
     from gradfuse.export.optimizer import loss_scaling
 
     return loss_scaling(grad_scaler)
-
-
-def _asked(
-    graph: ir.Graph,
-    initializers: Mapping[str, ir.Value],
-    trainable: Iterable[str] | None,
-    frozen: Iterable[str] | None,
-) -> list[str]:
-    """Return the names of the initializers that are to be trained."""
-    if trainable is None:
-        names = [name for name, value in initializers.items() if value.shape]
-    else:
-        names = _matching("trainable", trainable, graph, initializers)
-    kept = set() if frozen is None else set(_matching("frozen", frozen, graph, initializers))
-    names = [name for name in names if name not in kept]
-    if not names:
-        raise ArgumentError(f"{_WHO}: no float initializer is left to train; expected at least one")
-    return names
-
-
-def _matching(
-    argument: str, patterns: Iterable[str], graph: ir.Graph, initializers: Mapping[str, ir.Value]
-) -> list[str]:
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}; expected names or patterns")
-        matched = [name for name in initializers if name == pattern or fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
-            other = [value for name, value in graph.initializers.items() if fnmatch.fnmatchcase(name, pattern)]
-            what = "matches nothing"
-            if other:
-                number = other[0].dtype not in FLOATS
-                what = f"is {other[0].dtype}" if number else "is a running statistic of BatchNormalization"
-            raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}, which {what}; expected float initializers")
-        found |= dict.fromkeys(matched)
-    return list(found)
-
-
-def _shared(initializers: Mapping[str, ir.Value]) -> set[str]:
-    """Return the vectors that several nodes read: biases and scales of layers are seldom shared, weights often."""
-    return {
-        name
-        for name, value in initializers.items()
-        if value.shape is not None and len(value.shape) == 1 and len({node for node, _ in value.uses()}) > 1
-    }
-
-
-def _warn_of_shared(names: Sequence[str]) -> None:
-    if names:
-        listed = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        warnings.warn(
-            f"{_WHO}: several nodes read {listed}; each trains as one tensor. Exporters merge initializers of equal "
-            "value: torch.onnx.export does not with optimize=False",
-            stacklevel=4,
-        )
 
 
 def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import fnmatch
@@ -13,11 +12,10 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.errors import ArgumentError
+from gradfuse.models.scopes import module_of
 
 _OPERATORS = "MatMul, Gemm or MatMulNBits"
 _MICROSOFT = "com.microsoft"
-_SCOPES = "pkg.torch.onnx.name_scopes"
-"""Where torch.onnx notes the modules that a node comes from."""
 _QUANTISED = re.compile(r"(_DQ)?_Q[248]$")
 """What onnxruntime's quantiser appends to the name of a weight."""
 _WEIGHT = re.compile(r"(\.MatMul)?\.(weight|qweight|kernel)$")
@@ -191,20 +189,7 @@ def _module(node: ir.Node, weight: ir.Value) -> str:
     name = _QUANTISED.sub("", str(weight.name))
     if _WEIGHT.search(name):
         return _WEIGHT.sub("", name)
-    scopes = _scopes(node)
-    if len(scopes) > 1 and scopes[-2]:
-        return scopes[-2]
-    # torch's older exporter: /layers.0/attention/query/MatMul
-    path = (node.name or "").split("/")
-    return ".".join(path[1:-1]) if len(path) > 2 and not path[0] else name
-
-
-def _scopes(node: ir.Node) -> Sequence[str]:
-    try:
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-    except (ValueError, SyntaxError):
-        return ()
-    return scopes if isinstance(scopes, list) and all(isinstance(scope, str) for scope in scopes) else ()
+    return module_of(node) or name
 
 
 def _with_own_modules(uses: Sequence[Use], modules: Mapping[str, str], who: str) -> list[Use]:

@@ -1,0 +1,35 @@
+"""What torch's exporters note of the modules that a node comes from."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+"""The metadata of a node with the names of the modules around it, and its own last."""
+_CALL = re.compile(r"@\d+")
+"""What torch.export appends to the name of a module that is called again."""
+
+
+def noted_scopes(node: ir.Node) -> Sequence[str]:
+    """Return the names of the modules around a node, the outermost first, and its own; none where nothing is noted."""
+    try:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    except (ValueError, SyntaxError):
+        return ()
+    return scopes if isinstance(scopes, list) and all(isinstance(scope, str) for scope in scopes) else ()
+
+
+def module_of(node: ir.Node) -> str:
+    """Return the name of the module that a node comes from; empty where the file does not tell, or it is the outermost.
+
+    torch's older exporter names nodes after it: /layers.0/attention/query/MatMul.
+    """
+    scopes = noted_scopes(node)
+    if len(scopes) > 1:
+        return _CALL.sub("", scopes[-2])
+    path = (node.name or "").split("/")
+    return ".".join(path[1:-1]) if len(path) > 2 and not path[0] else ""
