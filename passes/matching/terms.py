@@ -18,6 +18,8 @@ from gradfuse.passes.matching.site import Site
 from gradfuse.passes.reading import is_float
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_COUNTS = (*_WIDE, ir.DataType.INT32, ir.DataType.INT64)
+"""The types that hold every number of steps; narrower ones wrap around, or stay where 1 more rounds to the same."""
 _VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten"}
 _NODES = 96  # that are read for one value
 _PRODUCTS = 16  # of terms
@@ -87,9 +89,9 @@ def constant(site: Site, value: ir.Value) -> float | None:
 
 
 def count_of(site: Site, value: ir.Value) -> Count | None:
-    """A single number that constants were added to."""
+    """A single number that constants were added to, in types that hold every count; None if there is none."""
     more = 0
-    while True:
+    while value.dtype in _COUNTS:
         node = value.producer()
         if node is None or node.domain or node.graph is not site.graph:
             break
@@ -104,7 +106,7 @@ def count_of(site: Site, value: ir.Value) -> Count | None:
         if len(known) != 1 or not known[0][1].is_integer():
             break
         value, more = known[0][0], more + int(known[0][1])
-    return Count(value, more) if is_single(site, value) else None
+    return Count(value, more) if value.dtype in _COUNTS and is_single(site, value) else None
 
 
 def terms_of(site: Site, value: ir.Value, stops: Collection[ir.Value]) -> Terms:
@@ -144,7 +146,8 @@ class _Reading:
         number = constant(self._site, value)
         if number is not None:
             return {_ONE: number} if number else {}
-        if node is None or node.domain or node.graph is not self._site.graph or not is_float(value):
+        if node is None or node.domain or node.graph is not self._site.graph or value.dtype not in _WIDE:
+            # Narrower types round so much that another order of the arithmetic gives other numbers.
             return own
         inputs = [v for v in node.inputs if v is not None]
         match node.op_type, len(inputs):

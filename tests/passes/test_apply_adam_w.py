@@ -526,3 +526,50 @@ def test_a_graph_without_the_counters_output_stays() -> None:
         )
         _, report = fused(model)
         assert ("ApplyAdamW" in operators(report)) == fuses
+
+
+COUNTED = "counted = Add(step, one_more) count = Cast<to = 11>(counted)"
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        *(f"counted = Add(step, one_more) few = Cast<to = {t}>(counted)" for t in (2, 3, 4, 5, 9, 10, 16)),
+        "first = Cast<to = 2>(step) one_few = Cast<to = 2>(one_more) few = Add(first, one_few) counted = Cast<to=7>(few)",
+        "counted = Add(step, one_more) round = Constant<value = int64 {200}>() few = Mod(counted, round)",
+        "counted = Add(step, one_more) most = Constant<value = int64 {200}>() few = Min(counted, most)",
+        "counted = Add(step, one_more) least = Constant<value = int64 {500}>() few = Max(counted, least)",
+        "counted = Add(step, one_more) wide = Cast<to = 1>(counted) few = Cast<to = 16>(wide)",
+    ],
+)
+def test_a_count_that_is_narrowed_wraps_or_stays_as_in_the_graph(narrowed: str) -> None:
+    """Adam's corrections are of the number of steps that the graph counts, not of the one that it began with."""
+    model = Update(changed=((COUNTED, f"{narrowed} count = Cast<to = 11>(few)"),)).model()
+    result, report = fused(model)
+    assert "ApplyAdamW" not in operators(report)
+    for step in (126, 254, 255, 300, 3000):
+        given = feeds(step)
+        wanted, got = run(model, given), run(result, given)
+        for output, value in wanted.items():
+            np.testing.assert_allclose(got[output], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("to", [1, 6, 7, 11])
+def test_a_count_in_a_type_that_holds_it_is_read(to: int) -> None:
+    kept = f"counted = Add(step, one_more) kept = Cast<to = {to}>(counted) count = Cast<to = 11>(kept)"
+    require_update(Update(changed=((COUNTED, kept),)))
+
+
+@pytest.mark.parametrize("scale", ["factor", "divisor", "maximize"])
+def test_a_gradient_scaled_in_float16_is_scaled_there(scale: str) -> None:
+    """In float16 a scale takes small gradients to 0 and large ones to infinity: not so the operator's."""
+    text = SCALES[scale].replace("gradient", "narrow").replace("scaled = ", "narrow_scaled = ")
+    text = text.replace("factor", "narrow_factor")
+    whole = f"narrow = Cast<to = 10>(gradient) narrow_factor = Cast<to = 10>(factor) {text} "
+    model = Update(scale=scale, changed=((SCALES[scale], whole + "scaled = Cast<to = 1>(narrow_scaled)"),)).model()
+    result, _ = fused(model)
+    given = feeds(step=0) | {"gradient": np.full(SHAPE, 2e-5, np.float32), "factor": np.asarray(1e-3, np.float32)}
+    given |= {"m": np.zeros(SHAPE, np.float32), "v": np.zeros(SHAPE, np.float32)}
+    wanted, got = run(model, given), run(result, given)
+    for output, value in wanted.items():
+        np.testing.assert_allclose(got[output], value, rtol=1e-6, atol=1e-7)
