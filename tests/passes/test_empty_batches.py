@@ -1,4 +1,4 @@
-"""A batch of no items: fused steps give what the same steps give without fusing, in onnxruntime and on function bodies."""
+"""A batch of no items: fused steps give what they give without fusing, with the library and on function bodies."""
 
 from __future__ import annotations
 

@@ -300,8 +300,12 @@ def test_the_disk_has_the_file_before_its_name(
     assert done == [("sync", file), ("rename", file), ("sync", tmp_path.stat().st_ino)]
 
 
-def test_a_signal_finds_a_step_done_or_not_begun(large_step: TrainingStep) -> None:
-    """Ctrl-C raises in the middle of `step`, mostly just after onnxruntime has run; parameters are written in place."""
+@pytest.mark.parametrize(
+    "kind",
+    [KeyboardInterrupt, *(pytest.param(kind, marks=pytest.mark.long) for kind in (TimeoutError, RuntimeError))],
+)
+def test_a_signal_finds_a_step_done_or_not_begun(large_step: TrainingStep, kind: type[BaseException]) -> None:
+    """Handlers raise within `step`, mostly just after onnxruntime has run; parameters are written in place."""
     data = [(RNG.standard_normal((8, 256), np.float32), RNG.integers(0, 10, 8)) for _ in range(60)]
     reference, session = TrainingSession(large_step), TrainingSession(large_step)
     start = time.perf_counter()
@@ -311,7 +315,7 @@ def test_a_signal_finds_a_step_done_or_not_begun(large_step: TrainingStep) -> No
     generator, interrupted, done = random.Random(0), 0, 0
 
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise kind("of the handler")
 
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -321,7 +325,8 @@ def test_a_signal_finds_a_step_done_or_not_begun(large_step: TrainingStep) -> No
                 signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-6, 2 * seconds))
                 session.step(*data[before])
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
+            except kind as error:
+                assert str(error) == "of the handler"
                 interrupted += 1
                 done += session.step_count > before
             for batch in data[reference.step_count : session.step_count]:

@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -627,3 +629,120 @@ def test_steps_without_all_values_are_refused(step: TrainingStep) -> None:
     parameters = {**step.parameters, "embed.weight": step.parameters["embed.weight"].astype(np.float64)}
     with pytest.raises(ArgumentError, match=r"'embed\.weight' is float64 of shape \(6, 4\); expected float32"):
         TrainingSession(dataclasses.replace(step, parameters=parameters))
+
+
+def _everything(session: TrainingSession) -> dict[str, Any]:
+    return {name: np.array(value.numpy()) for name, value in session.ort_values.items()}
+
+
+def test_threads_share_a_session_and_none_loses_a_step_or_gets_the_loss_of_another(
+    step: TrainingStep, gradient_step: TrainingStep
+) -> None:
+    count, threads = 40, 4
+    session = TrainingSession(step)
+    losses: list[list[float]] = [[] for _ in range(threads)]
+    still = TrainingSession(gradient_step)
+    x, y = batches(1, 3)[0]
+    wanted = [still.step(x * size, y) for size in range(1, threads + 1)]
+
+    def train(number: int) -> None:
+        for _ in range(count):
+            session.step(*DATA[number])
+            losses[number].append(still.step(x * (number + 1), y))
+
+    working = [threading.Thread(target=train, args=(number,)) for number in range(threads)]
+    for thread in working:
+        thread.start()
+    for thread in working:
+        thread.join()
+    assert session.step_count == int(session.ort_values["step"].numpy()) == count * threads
+    assert losses == [[loss] * count for loss in wanted]
+
+
+def test_what_other_threads_ask_for_is_of_whole_steps(step: TrainingStep, tmp_path: Path) -> None:
+    """Checkpoints, states and rates that are read or set while another thread trains."""
+    session, path, end = TrainingSession(step), tmp_path / "now.safetensors", threading.Event()
+    session.save(path)
+    found: list[int] = []
+
+    def train() -> None:
+        while not end.is_set():
+            session.step(*DATA[0])
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(15):
+            session.learning_rate = 0.0
+            before, after = session.state_dict(), session.state_dict()
+            assert all(np.array_equal(before[name], after[name]) for name, _ in Whole().named_parameters())
+            session.evaluate(DATA[0][0])
+            session.save(path)
+            saved = safetensors.numpy.load_file(path)
+            found.append(int(saved["step"]))
+            with safetensors.safe_open(path, "np") as file:
+                assert f'"step_count": {found[-1]}' in str(file.metadata())
+            session.load(path)
+    finally:
+        end.set()
+        thread.join()
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_handler_within_a_step_sees_it_done_or_not_begun(
+    step: TrainingStep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: bool
+) -> None:
+    session, reference, run = TrainingSession(step), TrainingSession(step), TrainingSession._run
+    for batch in DATA[: 1 + after]:
+        reference.step(*batch)
+    session.step(*DATA[0])
+    errors: list[GradfuseError] = []
+
+    def handle(*_: Any) -> None:
+        assert session.step_count == 1 + after
+        wanted, got = _everything(reference), _everything(session)
+        assert all(np.array_equal(wanted[name], got[name]) for name in wanted)
+        session.save(tmp_path / "now.safetensors")
+        with pytest.raises(GradfuseError, match="step: is called within a step") as raised:
+            session.step(*DATA[1])
+        errors.append(raised.value)
+
+    def interrupted(self: TrainingSession, *arguments: Any) -> None:
+        if not after:
+            signal.raise_signal(signal.SIGUSR1)
+        run(self, *arguments)
+        if after:
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(TrainingSession, "_run", interrupted)
+    handler = signal.signal(signal.SIGUSR1, handle)
+    try:
+        session.step(*DATA[1])
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert errors and session.step_count == 2
+
+
+def test_a_load_that_a_handler_interrupts_is_whole(
+    step: TrainingStep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session, other, path = TrainingSession(step), TrainingSession(step), tmp_path / "now.safetensors"
+    for batch in DATA[:3]:
+        other.step(*batch)
+    other.save(path)
+    update, calls = onnxruntime.OrtValue.update_inplace, 0
+
+    def interrupted(value: Any, array: Any) -> None:
+        nonlocal calls
+        update(value, array)
+        calls += 1
+        if calls == 5:
+            raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(onnxruntime.OrtValue, "update_inplace", interrupted)
+        with pytest.raises(TimeoutError):
+            session.load(path)
+    wanted, got = _everything(other), _everything(session)
+    assert session.step_count == 3 and all(np.array_equal(wanted[name], got[name]) for name in wanted)

@@ -93,6 +93,17 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+def is_of_onnxruntime(error: Exception) -> bool:
+    """Whether onnxruntime has raised an exception, and not a signal's handler while one of its functions was called."""
+    if type(error).__module__.startswith("onnxruntime."):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return where.startswith("onnxruntime.") and isinstance(error, (RuntimeError, MemoryError, TypeError, ValueError))
+
+
 def inference_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
     """Return an onnxruntime session of a model of any size.
 

@@ -90,10 +90,12 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError(f"{what} is a masked array; expected {wanted}")
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
     try:
         return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
-    except Exception as error:
-        # For each kind of tensor that numpy lacks, torch raises another exception.
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        # For each kind of tensor that numpy lacks, torch raises another of these.
         raise ArgumentError(f"{what} cannot be an array: {one_line(error)}; expected {wanted}") from error
 
 

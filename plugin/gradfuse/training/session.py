@@ -6,9 +6,11 @@ This module needs neither torch nor the exporter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse import library
-from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, reason
+from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, is_of_onnxruntime, reason
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError
 from gradfuse.models import tensor_files, writing
 from gradfuse.models.arrays import Arrays
@@ -35,9 +37,25 @@ from gradfuse.training.in_place import BARRIER, with_updates_last
 from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
 """Where the tensors of a session live, by its first execution provider; else on the CPU."""
+
+
+def _alone(
+    method: Callable[Concatenate[TrainingSession, _P], _R],
+) -> Callable[Concatenate[TrainingSession, _P], _R]:
+    """Let a method of a session run in one thread at a time, and to its end before another one begins."""
+
+    @functools.wraps(method)
+    def locked(self: TrainingSession, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 class TrainingSession:
@@ -46,6 +64,8 @@ class TrainingSession:
     Parameters, buffers and optimizer state are bound to the session on its device. On the CPU, operators of gradfuse's
     library that update parameters write them in place. Of all else, each step reads one set of tensors and writes
     another; the next step swaps the two, so that nothing is copied between steps.
+
+    Several threads may share a session: what one asks for waits until what another one has asked for is done.
 
     Args:
         step: a step, or the path of one that `TrainingStep.save` wrote.
@@ -68,6 +88,8 @@ class TrainingSession:
         session_options: Any = None,
     ) -> None:
         onnxruntime = import_onnxruntime()
+        # A signal's handler may ask for something while its thread runs a step.
+        self._lock = threading.RLock()
         self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         self._providers = checked_providers(providers, _WHO)
         if session_options is None:
@@ -110,11 +132,11 @@ class TrainingSession:
             if name.endswith(GRADIENT_SUFFIX)
         }
         self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
-        self._runs = 0
-        """The steps that this session has done; whether they are even tells which of the two sets is next."""
+        self._progress = 0, False
+        """How many steps were done before the one that was begun last, and whether its end is not noted yet."""
+        self._is_stepping = False
         self._steps_before = 0
         """The steps done by other sessions before `load`, less those that this one had done by then."""
-        self._run_has_failed = False
         self._no_loss = _no_result(outputs[LOSS].dtype)
         self._background = checkpoints.BackgroundWork(self)
         self._has_run = False
@@ -135,6 +157,7 @@ class TrainingSession:
         """
         return TrainingStep.load(self._files[0]) if self._files else self._step
 
+    @_alone
     def step(self, inputs: Any, targets: Any) -> float:
         """Run one step and return the loss.
 
@@ -148,10 +171,15 @@ class TrainingSession:
             ArgumentError: a tensor is missing, or has another type or shape; or all inputs are empty.
             ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost. Or an
                 earlier `save(wait=False)` has failed.
+            GradfuseError: a signal's handler calls it while its thread is in a step.
 
-        An exception that a signal's handler raises meanwhile, such as Ctrl-C, finds the step done or not begun;
-        `step_count` tells which.
+        An exception that a signal's handler raises meanwhile, such as Ctrl-C or a time limit, finds the step done or
+        not begun, and so does what the handler asks of the session; `step_count` tells which.
         """
+        if self._is_stepping:
+            raise GradfuseError(
+                f"{_WHO}.step: is called within a step, by a signal's handler; expected a call after it"
+            )
         self._background.raise_error()
         names, known = self._step.input_names, self._inputs
         feeds = self._batch_of(inputs, names, "step", "inputs", known)
@@ -163,15 +191,21 @@ class TrainingSession:
             got = TensorType(first.dtype, first.shape)
             raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
         self._has_run = False
-        self._run_and_count(feeds)
-        self._has_run = True
-        return float(self._loss.numpy())
+        try:
+            self._is_stepping = True
+            self._run_and_count(feeds)
+            self._has_run = True
+            return float(self._loss.numpy())
+        finally:
+            self._is_stepping = False
 
     @property
+    @_alone
     def step_count(self) -> int:
         """How many calls of `step` are done, with those before what `load` has read."""
         return self._steps_before + self._runs
 
+    @_alone
     def evaluate(self, inputs: Any) -> Any:
         """Return what the module gives in eval mode, with the parameters and buffers as they are now.
 
@@ -199,11 +233,17 @@ class TrainingSession:
                 binding.bind_ortvalue_input(name, self.ort_values[name])
         for value in model.graph.output:
             binding.bind_output(value.name)
-        self._run(self._evaluation, binding, feeds, "evaluate")
+        try:
+            self._run(self._evaluation, binding, feeds)
+        except Exception as error:
+            if not is_of_onnxruntime(error):
+                raise
+            raise _not_run("evaluate", error) from error
         results = binding.copy_outputs_to_cpu()
         return results[0] if len(results) == 1 else tuple(results)
 
     @property
+    @_alone
     def gradients(self) -> Arrays:
         """The gradients of the last step, by parameter: there are some where the step has no optimizer.
 
@@ -218,6 +258,7 @@ class TrainingSession:
         return {name: _copied(value) for name, value in self._gradients.items()}
 
     @property
+    @_alone
     def learning_rate(self) -> float | tuple[float, ...]:
         """The learning rate; of a step with several parameter groups a tuple of theirs.
 
@@ -231,6 +272,7 @@ class TrainingSession:
         return rates[0] if len(rates) == 1 else rates
 
     @learning_rate.setter
+    @_alone
     def learning_rate(self, value: float | Sequence[float]) -> None:
         names = self._learning_rates()
         wanted = "a number" if len(names) == 1 else f"a number or one each of {len(names)}"
@@ -243,6 +285,7 @@ class TrainingSession:
         self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
 
     @property
+    @_alone
     def ort_values(self) -> dict[str, Any]:
         """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
 
@@ -250,6 +293,7 @@ class TrainingSession:
         """
         return self._values[self._runs % 2]
 
+    @_alone
     def state_dict(self) -> Arrays:
         """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
 
@@ -262,6 +306,7 @@ class TrainingSession:
             for name, source in step.state_dict_names.items()
         }
 
+    @_alone
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Set parameters and buffers; the optimizer's state stays as it is.
 
@@ -275,6 +320,7 @@ class TrainingSession:
         """
         self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
 
+    @_alone
     def save(
         self,
         path: str | os.PathLike[str],
@@ -321,6 +367,7 @@ class TrainingSession:
         path = os.path.abspath(path)
         self._background.start(lambda: checkpoints.write(path, tensors, text, files, where))
 
+    @_alone
     def save_evaluation_model(self, path: str | os.PathLike[str]) -> None:
         """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
 
@@ -352,6 +399,7 @@ class TrainingSession:
         """
         self._background.wait()
 
+    @_alone
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
@@ -388,8 +436,7 @@ class TrainingSession:
             step = self.training_step
             begin = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
-        self._assign(loaded)
-        self._steps_before = step_count - self._runs
+        self._assign(loaded, step_count - self._runs)
         return extra
 
     def _evaluation_model(self, method: str) -> onnx.ModelProto:
@@ -449,34 +496,51 @@ class TrainingSession:
             raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
         return self._new_value(list(tensor.shape), tensor.dtype, *device)
 
-    def _assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    def _assign(self, arrays: Mapping[str, npt.NDArray[Any]], steps_before: int | None = None) -> None:
+        """Set values, and how many steps were done before those of this session if that is given."""
         # All copies are made before anything is changed.
-        for name, array in {name: contiguous(array) for name, array in arrays.items()}.items():
-            self.ort_values[name].update_inplace(array)
+        copies = [(self.ort_values[name], contiguous(array)) for name, array in arrays.items()]
+
+        def write() -> None:
+            for value, array in copies:
+                value.update_inplace(array)
+            if steps_before is not None:
+                self._steps_before = steps_before
+
+        try:
+            write()
+        except BaseException:
+            # Of a signal's handler: all is written before it goes on.
+            write()
+            raise
+
+    @property
+    def _runs(self) -> int:
+        """The steps that this session has done; whether they are even tells which of the two sets is next."""
+        before, is_open = self._progress
+        # Handlers run before or after onnxruntime, never within: with a loss, the step has run to its end.
+        return before + int(is_open and self._loss.numpy().tobytes() != self._no_loss.tobytes())
 
     def _run_and_count(self, feeds: Arrays) -> None:
         """Run the step; it is done as a whole or not at all, whatever a signal's handler raises and when."""
-        runs, self._run_has_failed = self._runs, False
+        runs = self._runs
+        # Each assignment is one instruction of the interpreter, so that no handler runs in the middle of it.
+        self._progress = runs, False
         self._loss.update_inplace(self._no_loss)
+        self._progress = runs, True
         try:
-            self._run(self._session, self._bindings[runs % 2], feeds, "step")
-            self._runs = runs + 1
-        except BaseException:
-            # Handlers run before or after onnxruntime, never within: with a loss, the step has run to its end.
-            if not self._run_has_failed and self._loss.numpy().tobytes() != self._no_loss.tobytes():
-                self._runs = runs + 1
-            raise
-
-    def _run(self, session: Any, binding: Any, feeds: Arrays, method: str) -> None:
-        try:
-            for name, array in feeds.items():
-                binding.bind_cpu_input(name, array)
-            session.run_with_iobinding(binding)
+            self._run(self._session, self._bindings[runs % 2], feeds)
         except Exception as error:
-            # First of all, before a signal's handler can raise.
-            self._run_has_failed = True
-            # onnxruntime's exception classes share no public base.
-            raise ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}") from error
+            if not is_of_onnxruntime(error):
+                raise
+            self._progress = runs, False
+            raise _not_run("step", error) from error
+        self._progress = runs + 1, False
+
+    def _run(self, session: Any, binding: Any, feeds: Arrays) -> None:
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        session.run_with_iobinding(binding)
 
     def _batch_of(
         self, given: Any, names: Sequence[str], method: str, what: str, known: Mapping[str, TensorType]
@@ -537,6 +601,11 @@ class TrainingSession:
 def _device(provider: Any) -> tuple[str, int]:
     name, options = (provider, {}) if isinstance(provider, str) else provider
     return _DEVICES.get(name, "cpu"), int(options.get("device_id", 0)) if name in _DEVICES else 0
+
+
+def _not_run(method: str, error: Exception) -> ModelError:
+    """Return what is raised in the place of one of onnxruntime's exceptions, whose classes share no public base."""
+    return ModelError(f"{_WHO}.{method}: onnxruntime cannot run the model: {reason(error)}")
 
 
 def _copied(value: Any) -> npt.NDArray[Any]:
