@@ -10,10 +10,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from gradfuse.differentiation.differentiate import free_prefix, prepared
+from gradfuse.differentiation.differentiate import free_prefix, infer, prepared
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.errors import ArgumentError, ModelError, one_line
 from gradfuse.models import reading
+from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import graphs_of
 
 _WHO = "build_training_step"
@@ -146,7 +147,9 @@ def _typed(model: onnx.ModelProto, output: ir.Value) -> onnx.ModelProto:
 
 def _of_opset(model: ir.Model, opset: int) -> ir.Model:
     own = model.opset_imports[""]
-    if own == opset:
+    if own <= opset:
+        raise_opset(model, opset)
+        infer(model)
         return model
     try:
         proto = onnx.version_converter.convert_version(ir.to_proto(model), opset)

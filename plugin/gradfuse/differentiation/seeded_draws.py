@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnx
-import onnx.version_converter
+import onnx.parser
 import onnx_ir as ir
 
 from gradfuse.differentiation.differentiate import values_of
-from gradfuse.differentiation.rules import constant_of, error_of
+from gradfuse.differentiation.rules import constant_of
 from gradfuse.differentiation.tensors import Tape, Tensor
-from gradfuse.errors import ArgumentError, one_line
+from gradfuse.errors import ArgumentError
+from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import inline
 from gradfuse.training.draws import MASK, UNIFORM, threshold
 from gradfuse.training.step import DROPOUT_SEED
@@ -30,19 +31,14 @@ def in_new_opset(model: ir.Model) -> ir.Model:
     """Return a model without functions, raised to `OLDEST_OPSET` if it draws numbers and is older.
 
     Raises:
-        ModelError: onnx.version_converter cannot raise it.
+        ModelError: a node has no equivalent in it.
     """
     opset = model.opset_imports[""]
     first = next(_draws(model.graph), None)
     if first is None or opset >= OLDEST_OPSET:
         return model
-    try:
-        proto = onnx.version_converter.convert_version(ir.to_proto(model), OLDEST_OPSET)
-    except Exception as error:
-        # The converter's adapters raise exceptions without a common base.
-        reason = f"onnx.version_converter cannot raise it: {one_line(error)}"
-        raise error_of(first, f"the default opset is {opset}; expected {OLDEST_OPSET} or newer; {reason}") from error
-    return ir.from_proto(proto)
+    raise_opset(model, OLDEST_OPSET)
+    return model
 
 
 def seed_draws(model: ir.Model, tape: Tape) -> dict[str, Tensor]:

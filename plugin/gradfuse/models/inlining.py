@@ -27,7 +27,7 @@ def inline(model: ir.Model, chosen: Callable[[ir.Function], bool]) -> None:
     for holder in holders:
         if isinstance(holder, ir.Function) and holder.identifier() in gone:
             continue
-        names = _Names(holder)
+        names = Names(holder)
         graphs = [holder.graph if isinstance(holder, ir.Function) else holder]
         while graphs:
             graph = graphs.pop()
@@ -44,7 +44,7 @@ def inline(model: ir.Model, chosen: Callable[[ir.Function], bool]) -> None:
         del model.functions[key]
 
 
-class _Names:
+class Names:
     """The names of values and of nodes in a graph and all graphs within it."""
 
     def __init__(self, holder: ir.Graph | ir.Function) -> None:
@@ -95,7 +95,7 @@ def _import(model: ir.Model, holder: ir.Graph | ir.Function, function: ir.Functi
         holder.opset_imports.setdefault(domain, version)
 
 
-def _put_in(graph: ir.Graph, call: ir.Node, function: ir.Function, names: _Names) -> None:
+def _put_in(graph: ir.Graph, call: ir.Node, function: ir.Function, names: Names) -> None:
     attributes = {**{k: a for k, a in function.attributes.items() if a.value is not None}, **call.attributes}
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in attributes.values()):
         raise ValueError(f"{function.name} takes a graph as an attribute")
@@ -144,7 +144,7 @@ def _resolve(node: ir.Node, attributes: Mapping[str, ir.Attr]) -> None:
             node.attributes.add(ir.Attr(attribute.name, given.type, given.value))
 
 
-def _results(body: ir.Graph, count: int, names: _Names) -> list[ir.Value]:
+def _results(body: ir.Graph, count: int, names: Names) -> list[ir.Value]:
     """The values that a call's outputs become: of nodes, and each of its own, as they take the outputs' names."""
     results: list[ir.Value] = []
     for value in list(body.outputs)[:count]:

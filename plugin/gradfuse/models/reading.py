@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx
-import onnx.version_converter
 import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError, ModelError, one_line
 from gradfuse.models import default_values, validation
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.conversion import raise_opset
 from gradfuse.models.tensors import PROTOBUF_LIMIT, copy_model, every_tensor, serialized, to_proto
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LoadedModel:
     Attributes:
         ir: a private copy; tensors are shared with the argument of `load`, and they are immutable.
         source: what to call the model in messages: the path, or the model's kind.
-        older: the model before onnx.version_converter raised its default opset, None where it did not.
+        older: the model before its default opset was raised, None where it was not.
     """
 
     ir: _IrModel
@@ -137,15 +137,12 @@ def _raised(loaded: LoadedModel) -> LoadedModel:
     opset = loaded.ir.opset_imports[""]
     if opset >= OLDEST_OPSET:
         return loaded
-    reason = "onnx.version_converter does not keep functions"
-    if not loaded.ir.functions:
-        try:
-            proto = onnx.version_converter.convert_version(to_proto(loaded.ir), OLDEST_OPSET)
-            return dataclasses.replace(loaded, ir=_from_proto(proto, loaded.source), older=loaded.ir)
-        except Exception as error:
-            # The converter's adapters raise exceptions without a common base.
-            reason = f"onnx.version_converter cannot raise it: {one_line(error)}"
-    raise ModelError(f"{loaded.source}: the default opset is {opset}; expected {_OPSETS}; {reason}")
+    newer = copy_model(loaded.ir)
+    try:
+        raise_opset(newer, OLDEST_OPSET)
+    except ModelError as error:
+        raise ModelError(f"{loaded.source}: the default opset is {opset}; expected {_OPSETS}: {error}") from None
+    return dataclasses.replace(loaded, ir=newer, older=loaded.ir)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
