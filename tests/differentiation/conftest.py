@@ -1,11 +1,41 @@
-"""Prints how many of onnx's node tests were compared, when all of them ran."""
+"""Checks every model that comes of differentiation; prints how many of onnx's node tests were compared."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import onnx
+import onnx_ir as ir
 import pytest
+
+from gradfuse import TrainingStep
+
+
+@pytest.fixture(autouse=True)
+def results_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let onnx's checker see every result of `differentiate` and of `build_training_step`."""
+    for module, name in (("differentiate", "_differentiated"), ("training", "_built")):
+        module = f"gradfuse.differentiation.{module}"
+        monkeypatch.setattr(sys.modules[module], name, _checked(getattr(sys.modules[module], name)))
+
+
+def _checked(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def checked(*arguments: Any) -> Any:
+        result = plain(*arguments)
+        models = [result.model, result.evaluation_model] if isinstance(result, TrainingStep) else [result]
+        for model in models:
+            proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(getattr(model, "model", model))
+            # An operator of onnxruntime in ONNX's domain is unknown to ONNX.
+            if not any(node.op_type == "SimplifiedLayerNormalization" for node in proto.graph.node):
+                onnx.checker.check_model(proto, full_check=True)
+        return result
+
+    return checked
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

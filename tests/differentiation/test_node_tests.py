@@ -26,7 +26,7 @@ REFUSED: Mapping[str, str] = {
     "CumProd": "its axis is no constant",
     "DynamicQuantizeLinear": "rounding to integers has no derivative",
     "Resize": "it keeps the aspect ratio",
-    "Scan": "it is of opset 8; expected 9 or newer",
+    "Scan": "it is of opset 8, with a batch axis",
     "MaxUnpool": "it has an output_shape",
 }
 """Operators with cases that are errors, and what these say."""

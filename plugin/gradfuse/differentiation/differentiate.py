@@ -16,11 +16,12 @@ from gradfuse.differentiation.dependence import captured_by, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
-from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of, error_of
+from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.fusion import collection_paused
 from gradfuse.models import reading
+from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import graphs_of, inline
 from gradfuse.models.tensors import with_tensors_in_memory
 from gradfuse.passes import shapes
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
 
 OLDEST_OPSET = 17
-"""Older models are raised to it: from 15 to 17 operators gained types and attributes, and RoiAlign another default."""
+"""Older models are raised to it."""
 
 PREFIX = "gradient/"
 
@@ -87,24 +88,12 @@ def _differentiated(
 
 
 def prepared(loaded: reading.LoadedModel) -> ir.Model:
-    """Return the model with its functions inlined, in an opset that rules are written for, and with shapes.
-
-    Raises:
-        ModelError: a Scan is of opset 8, whose inputs have a batch axis that newer ones do not have.
-    """
+    """Return the model with its functions inlined, in an opset that rules are written for, and with shapes."""
     return completed(inlined(loaded))
 
 
 def inlined(loaded: reading.LoadedModel) -> ir.Model:
-    """Return the model with its functions inlined and its tensors in memory.
-
-    Raises:
-        ModelError: as `prepared`.
-    """
-    if loaded.older is not None and loaded.older.opset_imports[""] < 9:
-        for node in loaded.older.graph.all_nodes():
-            if node.op_type == "Scan" and not node.domain:
-                raise error_of(node, f"it is of opset {loaded.older.opset_imports['']}; expected 9 or newer")
+    """Return the model with its functions inlined and its tensors in memory."""
     model = with_tensors_in_memory(loaded.ir)
     inline(model, lambda function: True)
     return model
@@ -112,7 +101,7 @@ def inlined(loaded: reading.LoadedModel) -> ir.Model:
 
 def completed(model: ir.Model) -> ir.Model:
     """Bring a model without functions to an opset that rules are written for, and give it shapes; return it."""
-    _raise_opset(model)
+    raise_opset(model, OLDEST_OPSET)
     _expand_functions(model)
     # Constants among the initializers have shapes; what lacks one is asked for.
     for value in model.graph.initializers.values():
@@ -225,18 +214,6 @@ def _weakened(first: ir.Value, last: ir.Value) -> bool:
     weakened = shape != first.shape
     first.shape = shape
     return weakened
-
-
-def _raise_opset(model: ir.Model) -> None:
-    """Bring a model of an opset from 15 on to the oldest that rules are written for."""
-    if model.opset_imports[""] >= OLDEST_OPSET:
-        return
-    if model.opset_imports[""] < 16:
-        for node in model.graph.all_nodes():
-            mode = "coordinate_transformation_mode"
-            if node.op_type == "RoiAlign" and not node.domain and mode not in node.attributes:
-                node.attributes[mode] = ir.AttrString(mode, "output_half_pixel")
-    model.opset_imports[""] = OLDEST_OPSET
 
 
 def _expand_functions(model: ir.Model) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import onnx_ir as ir
 
@@ -141,11 +142,11 @@ def einsum(call: Call) -> Iterator[Gradient]:
     if not arrow:
         letters = sorted(set(left) - set(",."))
         output = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    sizes = [_sizes_of(call, x, term) for x, term in zip(call.x, terms, strict=True) if x is not None]
     for index, written in enumerate(terms):
         others = [k for k in range(len(terms)) if k != index]
         term, diagonals = _with_own_letters(written, set(equation))
         given = ",".join([output, *(terms[k] for k in others), *("".join(pair) for pair in diagonals)])
-        lost = [letter for letter in term if letter not in given]
         x = call.x[index]
         if index not in call.needed or x is None:
             yield None
@@ -153,30 +154,68 @@ def einsum(call: Call) -> Iterator[Gradient]:
         batched = "..." in given or "..." in term
         if batched and not (output.startswith("...") and (term.startswith("...") or "..." not in term)):
             raise call.error(f"equation is {equation!r}; expected ... ahead of the letters, and in the output")
-        rest = "".join(letter for letter in term if letter not in lost and letter != ".")
-        kept = f"...{rest}" if batched else rest
+        own = [letter for letter in term if letter != "."]
+        lost = [letter for letter in own if letter not in given]
+        kept = "".join(letter for letter in own if letter not in lost)
         units = [_unit_matrix(x, _axis_of(letter, term)) for _, letter in diagonals]
-        found = call.tape.op("Einsum", dy, *(call.x[k] for k in others), *units, equation=f"{given}->{kept}")
-        batch: Sequence[int | str | None] = []
-        if batched:
-            batch = call.dims(call.y[0])[: call.rank(call.y[0]) - len(output) + 3]
+        operands = [*(call.x[k] for k in others), *units]
+        found = call.tape.op("Einsum", dy, *operands, equation=f"{given}->{'...' if batched else ''}{kept}")
+        batch = _broadcast(*(batch for batch, _ in sizes)) if batched else []
         if batched and "..." not in term:
-            found = found.sum(list(range(len(batch))), keepdims=False)
-        if lost:
-            # It was summed over: each of its elements has the same gradient.
-            axes = [_axis_of(letter, term) for letter in lost]
-            found = found.unsqueeze(*axes)
-            if "..." not in term:
-                found = found.expand(call.shape(x))
-            else:
-                own = [letter for letter in term if letter != "."]
-                sizes = [x.size(k - len(own)) if own[k] in lost else call.tape.ints(1) for k in range(len(own))]
-                found = found.expand(call.tape.concat(sizes))
-        if "..." in term:
-            count = len(term) - 3
-            found.value.shape = ir.Shape([*batch, *call.dims(x)[call.rank(x) - count :]])
-            found = call.summed_to(found, x, found)
-        yield found
+            found, batch = found.sum(list(range(len(batch))), keepdims=False), []
+        # What was summed over has the same gradient throughout.
+        found = found.unsqueeze(*(_axis_of(letter, term) for letter in lost))
+        pairs = dict(diagonals)
+        dims = [*batch]
+        for letter in own:
+            everywhere = range(len(terms)) if letter in output or letter in pairs.values() else others
+            name = next((first for first, second in diagonals if second == letter), letter)
+            known = [[sizes[k][1][name]] for k in everywhere if name in sizes[k][1]]
+            dims += [1] if letter in lost else _broadcast(*known)
+        found.value.shape = ir.Shape(dims)
+        yield _fitted(call, found, x)
+
+
+_Dims: TypeAlias = "list[int | str | None]"
+
+
+def _sizes_of(call: Call, x: Tensor, term: str) -> tuple[_Dims, dict[str, int | str | None]]:
+    """The sizes that a term's `...` stands for, and those of its letters."""
+    letters = term.replace("...", "")
+    dims = list(call.dims(x))
+    ahead = term.partition("...")[0] if "..." in term else letters
+    count = len(dims) - len(letters)
+    return dims[len(ahead) : len(ahead) + count], dict(
+        zip(letters, dims[: len(ahead)] + dims[len(ahead) + count :], strict=True)
+    )
+
+
+def _broadcast(*shapes: _Dims) -> _Dims:
+    """The sizes that shapes are broadcast to, None where it is not known which of two sizes is 1."""
+    dims: _Dims = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for axis, size in enumerate(shape, len(dims) - len(shape)):
+            before = dims[axis]
+            if before == 1:
+                dims[axis] = size
+            elif isinstance(size, int) and size != 1:
+                dims[axis] = size
+            elif size != 1 and not isinstance(before, int) and size != before:
+                dims[axis] = None
+    return dims
+
+
+def _fitted(call: Call, gradient: Tensor, x: Tensor) -> Tensor:
+    """Bring a gradient of known rank to the shape of an operand; axes of size 1 of either are broadcast."""
+    dims, own = [d if isinstance(d, int) else d.value for d in gradient.value.shape or ()], call.dims(x)
+    narrow = dims[len(dims) - len(own) :]
+    if any(
+        size != 1 and wide != size and (wide == 1 or not isinstance(wide, int))
+        for wide, size in zip(narrow, own, strict=True)
+    ):
+        gradient = gradient.expand(call.shape(x))
+        gradient.value.shape = ir.Shape(_broadcast(dims, list(own)))
+    return call.summed_to(gradient, x, gradient)
 
 
 def _with_own_letters(term: str, taken: set[str]) -> tuple[str, list[tuple[str, str]]]:

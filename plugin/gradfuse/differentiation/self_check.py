@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,9 @@ _ROUNDINGS = 64
 """How many roundings of itself a loss is exact to."""
 _TRUSTED = 1e-7
 """To what share of all changes of the loss gradients in float64 are exact."""
+
+_SAME, _SAME_NARROW = 2.0**-10, 2.0**-4
+"""By what share of the largest element outputs of the same model may differ, in 32 and in 16 bits."""
 
 _HUGE, _MASK = 1e8, 1e4
 """Constants beyond the first become the second: the exponential of its negative is 0 as well."""
@@ -107,6 +111,54 @@ def check_gradients(model: ir.Model, parameters: Arrays, others: Arrays, batch: 
             f"{_WHO}: {which} not that of the loss: along a random direction it gives {got:.6g}; "
             f"differences give {wanted:.6g}"
         )
+
+
+def check_forward(given: ir.Model, model: ir.Model, batch: Mapping[str, Any] | None) -> None:
+    """Compare what is differentiated with the model as it was given, in onnxruntime, where that runs it.
+
+    Args:
+        given: the model before its opset was raised and its functions were put in the place of their calls.
+        model: what has come of it.
+        batch: input -> array, also of targets; None: random inputs.
+
+    Raises:
+        CheckError: an output differs by more than rounding explains.
+    """
+    batch_norms = (node for node in given.graph.all_nodes() if node.op_type == "BatchNormalization")
+    if any(len(node.outputs) > 1 for node in batch_norms):
+        return  # It is differentiated with other statistics.
+    skipped = random_outputs(given)
+    with contextlib.suppress(ModelError):
+        first, second = (Session(one, _WHO, kernels=False) for one in (given, model))
+        names = {
+            str(value.name): value.dtype for value in model.graph.inputs if value.name not in given.graph.initializers
+        }
+        if batch is not None and not names.keys() <= batch.keys():
+            return  # The check of the gradients says so.
+        own = (
+            {}
+            if batch is None
+            else {name: np.asarray(batch[name], t.numpy() if t else None) for name, t in names.items()}
+        )
+        for feeds in _random_batches(model) if batch is None else (own,):
+            with contextlib.suppress(ModelError):
+                wanted, got = first.run(feeds), second.run(feeds)
+                break
+        else:
+            return
+        for name in wanted.keys() - skipped:
+            if not _is_same(got[name], wanted[name]):
+                raise CheckError(f"{_WHO}: the output {name!r} of what is differentiated is not that of the model")
+
+
+def _is_same(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> bool:
+    """Tell whether outputs of one model agree, as far as decisions within rounding let them."""
+    if not _is_float(wanted):
+        return True
+    share = _SAME if wanted.dtype.itemsize > 2 else _SAME_NARROW
+    exact, other = _float64(wanted), _float64(got)
+    size = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
+    return exact.shape == other.shape and np.allclose(other, exact, rtol=share, atol=share * size, equal_nan=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,10 +273,7 @@ def _first_run(
 ) -> tuple[Arrays, Arrays]:
     """Return inputs that a step runs on, in the types that differences are taken in, and its gradients."""
     error: ModelError | None = None
-    for attempt in range(_ATTEMPTS if batch is None else 1):
-        given = batch
-        if given is None:
-            given = random_inputs(model, np.random.default_rng(attempt), one_size=attempt % 2 == 1)
+    for given in _random_batches(model) if batch is None else (batch,):
         feeds = {**given, **fixed}
         try:
             results = session.run(feeds)
@@ -241,6 +290,12 @@ def _first_run(
         return {name: _float64(array) if wide and _is_float(array) else array for name, array in feeds.items()}, found
     assert error is not None
     raise error
+
+
+def _random_batches(model: ir.Model) -> Iterator[Arrays]:
+    """Yield random inputs, to be tried one after another."""
+    for attempt in range(_ATTEMPTS):
+        yield random_inputs(model, np.random.default_rng(attempt), one_size=attempt % 2 == 1)
 
 
 def _given(model: ir.Model, batch: Mapping[str, Any], fixed: Collection[str]) -> Mapping[str, Any]:

@@ -62,6 +62,8 @@ class Tape:
         **attributes: Any,
     ) -> tuple[Tensor, ...]:
         """Append a node and return its `count` outputs, which are of one type; the rest as in `op`."""
+        while inputs and inputs[-1] is None and not domain:
+            inputs = inputs[:-1]  # Older versions of an operator do not have the inputs that are left out.
         typed = [operand for operand in inputs if isinstance(operand, Tensor)]
         # A condition or an index says nothing of the type of the numbers beside it.
         like = next((t.dtype for t in typed if t.dtype != ir.DataType.BOOL), ir.DataType.FLOAT)

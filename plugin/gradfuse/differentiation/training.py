@@ -35,7 +35,7 @@ from gradfuse.differentiation.parameters import choose, separate, warn
 from gradfuse.differentiation.parameters import tie as tie_tensors
 from gradfuse.differentiation.rules import FLOATS, FUSES
 from gradfuse.differentiation.seeded_draws import in_new_opset, seed_draws, turn_off_dropout
-from gradfuse.differentiation.self_check import check_gradients
+from gradfuse.differentiation.self_check import check_forward, check_gradients
 from gradfuse.differentiation.stored import Store
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
@@ -124,8 +124,9 @@ def build_training_step(
         )
     options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler), float64)
     with fusion.collection_paused():
-        work = inlined(reading.load(model))
-        return _built(work, criterion, trainable, frozen, tie, options, train_batch_norm, fuse, check)
+        loaded = reading.load(model)
+        given = None if check is False else loaded.older or copy_model(loaded.ir)
+        return _built(inlined(loaded), given, criterion, trainable, frozen, tie, options, train_batch_norm, fuse, check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,7 @@ class _Options:
 
 def _built(
     work: ir.Model,
+    given: ir.Model | None,
     criterion: Any,
     trainable: Iterable[str] | None,
     frozen: Iterable[str] | None,
@@ -171,6 +173,8 @@ def _built(
         tie_tensors(store, tie)
     choice = choose(store, trainable, frozen)
     work = in_new_opset(completed(work))
+    if given is not None:
+        check_forward(given, work, check if isinstance(check, Mapping) else None)
     graph = work.graph
     by_batch = leave_training_mode(graph)
     if train_batch_norm:
