@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +19,8 @@ from gradfuse import TrainingStep
 def results_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let onnx's checker see every result of `differentiate` and of `build_training_step`."""
     for module, name in (("differentiate", "_differentiated"), ("training", "_built")):
-        module = f"gradfuse.differentiation.{module}"
-        monkeypatch.setattr(sys.modules[module], name, _checked(getattr(sys.modules[module], name)))
+        found = importlib.import_module(f"gradfuse.differentiation.{module}")
+        monkeypatch.setattr(found, name, _checked(getattr(found, name)))
 
 
 def _checked(plain: Callable[..., Any]) -> Callable[..., Any]:
