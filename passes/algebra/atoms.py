@@ -72,6 +72,9 @@ class Atoms:
         integers: the tensors whose elements are integers.
         positions: the tensors of positions, numbered as they were met.
         derived: the dimensions that are computed from others, by name.
+        bases: the names of the dimensions that the derived ones are computed from in the end.
+        long_names: the numbers of definitions that are too long for names.
+        met: the names of dimensions that are broadcast to one size, for each set of them.
     """
 
     def __init__(self) -> None:
@@ -82,6 +85,9 @@ class Atoms:
         self.integers: set[object] = set()
         self.positions: dict[Positions, int] = {}
         self.derived: dict[str, DerivedSize] = {}
+        self.bases: dict[str, frozenset[str]] = {}
+        self.long_names: dict[str, int] = {}
+        self.met: dict[frozenset[str], None] = {}
         self._table: dict[tuple[Any, ...], int] = {}
         self._variables: dict[int, Poly] = {}
 

@@ -1,6 +1,7 @@
 """Sizes of dimensions: polynomials in the symbolic dimensions, and in those that the graph computes from others.
 
-Invariant: equal sizes have one name, which is their definition as text, such as ``broadcast(B, N)``.
+Invariant: equal sizes have one name, which is their definition as text, such as ``broadcast(B, N)``, or where that is
+long, a number.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from gradfuse.passes.algebra.atoms import Atoms
 from gradfuse.passes.algebra.definitions import DerivedSize
 from gradfuse.passes.algebra.polynomials import UNIT, ZERO, Exponent, Poly, number
 from gradfuse.passes.algebra.text import text
+
+_LONGEST_NAME = 200
+_MOST_PARTS = 16
+"""The common size of more sizes is taken as one: their number would grow from layer to layer."""
 
 
 def slice_size(atoms: Atoms, size: Poly, start: int, stop: int, step: int) -> Poly:
@@ -36,7 +41,7 @@ def parts(atoms: Atoms, size: Poly) -> tuple[Poly, ...]:
         ((m, c),) = size.terms.items()
         if c == 1.0 and len(m) == 1 and m[0][1] == 1 and atoms.atoms[m[0][0]].kind == "dim":
             definition = atoms.derived.get(atoms.atoms[m[0][0]].args[0])
-            if definition is not None and definition.kind == "broadcast":
+            if definition is not None and definition.kind == "broadcast" and len(definition.sizes) <= _MOST_PARTS:
                 return definition.sizes
     return (size,)
 
@@ -58,8 +63,16 @@ def drop_implied(atoms: Atoms, powers: dict[int, Exponent]) -> None:
 
 def _derived(atoms: Atoms, size: DerivedSize) -> Poly:
     limits = "" if size.kind == "broadcast" else f", {size.start}:{size.stop}:{size.step}"
-    name = f"{size.kind}({', '.join(text(atoms, s) for s in size.sizes)}{limits})"
+    names = [text(atoms, s) for s in size.sizes]
+    name = f"{size.kind}({', '.join(names)}{limits})"
+    if len(name) > _LONGEST_NAME:
+        # Where sizes derive from one another, their texts would double from layer to layer.
+        name = f"{size.kind}#{atoms.long_names.setdefault(name, len(atoms.long_names))}"
     atoms.derived[name] = size
+    symbols = {str(atoms.atoms[a].args[0]) for s in size.sizes for monomial in s.terms for a, _ in monomial}
+    atoms.bases[name] = frozenset().union(*(atoms.bases.get(symbol, {symbol}) for symbol in symbols))
+    if size.kind == "broadcast":
+        atoms.met[frozenset(name for name in names if name not in atoms.derived)] = None
     atom = atoms.intern("dim", name)
     # A part of a dimension may be empty.
     atom.positive = size.kind == "broadcast"

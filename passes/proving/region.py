@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -75,15 +76,36 @@ class Region:
 
     def size(self, size: Poly, env: Mapping[str, int], table: Mapping[int, int] | None = None) -> int:
         """Return the number that a size is, for these sizes of symbols and these replacements of static sizes."""
+        derived, bases = self.site.algebra.derived, self.site.algebra.bases
+        todo = self._symbols(size)
+        symbols = sorted({base for name in todo for base in bases.get(name, (name,))})
+        key = tuple((name, env.get(name, 1)) for name in symbols), None if table is None else tuple(table.items())
+        # Without recursion, and each of them once: sizes derive from one another from layer to layer.
+        known = self.site.derived_sizes.setdefault(key, {})
+        while todo:
+            name = todo[-1]
+            if name in known:
+                todo.pop()
+                continue
+            definition = derived.get(name)
+            inner = () if definition is None else definition.sizes
+            missing = [n for s in inner for n in self._symbols(s) if n not in known]
+            todo += missing
+            if not missing:
+                sizes = [self._number(s, known, table) for s in inner]
+                known[name] = env.get(name, 1) if definition is None else definition.of(sizes)
+        return self._number(size, known, table)
+
+    def _symbols(self, size: Poly) -> list[str]:
+        return [str(self.site.algebra.atoms[a].args[0]) for monomial in size.terms for a, _ in monomial]
+
+    def _number(self, size: Poly, known: Mapping[str, int], table: Mapping[int, int] | None) -> int:
         total = 0
         for monomial, c in size.terms.items():
             factor = int(c)
             term = table.get(factor, factor) if table else factor
             for a, e in monomial:
-                name = str(self.site.algebra.atoms[a].args[0])
-                derived = self.site.algebra.derived.get(name)
-                sizes = [] if derived is None else [self.size(s, env, table) for s in derived.sizes]
-                term *= (env.get(name, 1) if derived is None else derived.of(sizes)) ** int(e)
+                term *= known[str(self.site.algebra.atoms[a].args[0])] ** int(e)
             total += term
         if total < 0:
             raise Unproved("a size is negative")
@@ -112,18 +134,21 @@ class Region:
 
     def _dims(self) -> list[str]:
         found: dict[str, None] = {}
-        todo = [size for value in self.leaves for size in self.extents(value)]
+        seen: set[str] = set()
+        todo = deque(size for value in self.leaves for size in self.extents(value))
         todo += [size for vector in self.shapes.values() for size in vector]
         while todo:
-            for monomial in todo.pop(0).terms:
+            for monomial in todo.popleft().terms:
                 for a, _ in monomial:
                     atom = self.site.algebra.atoms[a]
                     if atom.kind != "dim":
                         raise Unproved("a size is no function of dimensions")
-                    derived = self.site.algebra.derived.get(atom.args[0])
+                    name = str(atom.args[0])
+                    derived = self.site.algebra.derived.get(name)
                     if derived is None:
-                        found[str(atom.args[0])] = None
-                    else:
+                        found[name] = None
+                    elif name not in seen:
+                        seen.add(name)
                         todo += derived.sizes
         return list(found)
 

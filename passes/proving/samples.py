@@ -134,8 +134,7 @@ class Samples:
         """A size for each symbol: the same for those that meet in an elementwise operation, else another one."""
         dims, algebra = self.region.dims, self.region.site.algebra
         firsts = list(range(len(dims)))
-        for derived in algebra.derived.values():
-            names = [algebra.text(s) for s in derived.sizes] if derived.kind == "broadcast" else []
+        for names in algebra.met:
             met = [k for k, dim in enumerate(dims) if dim in names]
             joined = {firsts[k] for k in met}
             firsts = [min(joined) if f in joined else f for f in firsts]

@@ -1,0 +1,76 @@
+"""Time and memory that grow with the depth of a model as its nodes do: 200 layers whose sizes are dynamic."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from gradfuse import build_training_step, explain, fuse
+
+WIDTH, HEADS = 8, 2
+SECONDS = 60
+"""So many, at most, on a busy machine: it is a few where each layer takes as long as the others."""
+
+LAYER = """
+    q{k} = MatMul(x{k}, wq{k})
+    v{k} = MatMul(x{k}, wv{k})
+    shape{k} = Shape(x{k})
+    batch{k} = Gather <axis = 0> (shape{k}, first)
+    steps{k} = Gather <axis = 0> (shape{k}, second)
+    heads{k} = Concat <axis = 0> (batch{k}, steps{k}, split)
+    whole{k} = Concat <axis = 0> (batch{k}, steps{k}, joined)
+    qr{k} = Reshape(q{k}, heads{k})
+    vr{k} = Reshape(v{k}, heads{k})
+    qt{k} = Transpose <perm = [0, 2, 1, 3]> (qr{k})
+    kt{k} = Transpose <perm = [0, 2, 3, 1]> (qr{k})
+    vt{k} = Transpose <perm = [0, 2, 1, 3]> (vr{k})
+    dots{k} = MatMul(qt{k}, kt{k})
+    scaled{k} = Mul(dots{k}, scale)
+    part{k} = Slice(mask, zero, steps{k}, axis)
+    causal{k} = Slice(part{k}, zero, steps{k}, other_axis)
+    scores{k} = Where(causal{k}, scaled{k}, least)
+    weights{k} = Softmax <axis = -1> (scores{k})
+    mixed{k} = MatMul(weights{k}, vt{k})
+    back{k} = Transpose <perm = [0, 2, 1, 3]> (mixed{k})
+    flat{k} = Reshape(back{k}, whole{k})
+    all{k} = Slice(flat{k}, zero, many, second)
+    sum{k} = Add(x{k}, all{k})
+    x{n} = LayerNormalization <axis = -1> (sum{k}, gain)
+"""
+"""A layer of attention with a causal mask that is cut to size, and a slice of all steps, as exporters write them."""
+
+
+def attention(layers: int) -> onnx.ModelProto:
+    body = "".join(LAYER.format(k=k, n=k + 1) for k in range(layers))
+    weights = ", ".join(f"float[{WIDTH}, {WIDTH}] w{role}{k}" for k in range(layers) for role in "qv")
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 18]> g (float[batch, time, {WIDTH}] x0) => (float[b, t, {WIDTH}] x{layers})
+        <int64[1] first = {{0}}, int64[1] second = {{1}}, int64[2] split = {{{HEADS}, {WIDTH // HEADS}}},
+         int64[1] joined = {{{WIDTH}}}, int64[1] zero = {{0}}, int64[1] axis = {{2}}, int64[1] other_axis = {{3}},
+         int64[1] many = {{9223372036854775807}},
+         float scale = {{0.5}}, float least = {{-3.4e38}}, float[{WIDTH}] gain = {{{", ".join(["1"] * WIDTH)}}},
+         bool[1, 1, 16, 16] mask, {weights}> {{ {body} }}"""
+    )
+    arrays = {"mask": np.tril(np.ones((1, 1, 16, 16), bool))}
+    rng = np.random.default_rng(0)
+    names = [f"w{role}{k}" for k in range(layers) for role in "qv"]
+    arrays |= {name: rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) / 4 for name in names}
+    kept = [one for one in model.graph.initializer if one.name not in arrays]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend([*kept, *(onnx.numpy_helper.from_array(a, name) for name, a in arrays.items())])
+    return model
+
+
+@pytest.mark.long
+def test_200_layers_are_built_fused_and_explained_in_a_minute() -> None:
+    begin = time.monotonic()
+    plain = build_training_step(attention(200), "mse", fuse=False).model
+    fused = fuse(plain)
+    explain(plain)
+    assert time.monotonic() - begin < SECONDS
+    counts = {fusion.op for fusion in fused.report.fusions}
+    assert {"LayerNormBackward", "MSELossBackward"} & counts
