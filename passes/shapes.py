@@ -1,14 +1,16 @@
-"""Types and shapes that an exporter left out, inferred by onnx."""
+"""Types and shapes that an exporter left out: what follows by our own rules, and the rest by onnx."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import WorkerError
 from gradfuse.models import inference
+from gradfuse.models.inlining import graphs_of
+from gradfuse.passes.propagation import Facts, Size, Sizes, size_of
 
 # Larger initializers are data, which no shape depends on.
 _LARGEST_INITIALIZER_BYTES = 1000
@@ -41,28 +43,67 @@ _STANDARD = {
 }
 
 
-def infer(model: ir.Model, values: Sequence[ir.Value]) -> None:
-    """Give values of a model the types and shapes that onnx infers; without any, they stay as they are.
+_ROUNDS = 8
+"""So often, at most, onnx is asked about what there is no rule for: what it says may be what a rule waits for."""
+
+
+def infer(model: ir.Model, values: Collection[ir.Value]) -> Facts:
+    """Give values of a model the types and shapes that follow; what is not known of them stays as it is.
+
+    Rules of our own come first (propagation.py), and onnx is asked about the rest. Declared shapes that contradict
+    what follows from the inputs are replaced.
+
+    Returns:
+        What is known of all values.
 
     Raises:
         WorkerError: the process that infers fails for a reason that is not the model.
     """
-    wanted = set(values)
+    asked: dict[ir.Value, tuple[ir.DataType | None, Sizes | None]] = {}
+    facts = Facts(model)
+    for _ in range(_ROUNDS):
+        missing = _missing(model, facts)
+        if not missing:
+            break
+        found = _asked_of_onnx(model, facts, missing)
+        new = {value: one for value, one in found.items() if asked.get(value) != one}
+        if not new:
+            break
+        asked |= new
+        facts = Facts(model, asked)
+    for value in values:
+        _take(value, facts)
+    return facts
+
+
+def _missing(model: ir.Model, facts: Facts) -> set[ir.Value]:
+    """Return the named results in a model's graphs whose type or rank is not known."""
+    results = (value for graph in model.graphs() for node in graph for value in node.outputs if value.name)
+    return {value for value in results if value not in facts.dtypes or value not in facts.shapes}
+
+
+def _asked_of_onnx(
+    model: ir.Model, facts: Facts, missing: Collection[ir.Value]
+) -> dict[ir.Value, tuple[ir.DataType | None, Sizes | None]]:
+    """Return what onnx says of values."""
+    found: dict[ir.Value, tuple[ir.DataType | None, Sizes | None]] = {}
     try:
-        inferred = inference.infer(_prepared(model))
+        inferred = inference.infer(_prepared(model, facts))
         if inferred is None:
-            return
+            return {}
         graphs = list(model.graphs())
         known = [_declared(inferred.graph)] if len(graphs) == 1 else _of_graphs(inferred)
-        for graph, found in zip(graphs, known, strict=False):
+        for graph, of_graph in zip(graphs, known, strict=False):
             for name, value in ir.convenience.create_value_mapping(graph).items():
-                if value in wanted and name in found:
-                    one = found[name]
-                    _take(value, one if isinstance(one, ir.Value) else ir.serde.deserialize_value_info_proto(one, None))
+                if value in missing and name in of_graph:
+                    one = of_graph[name]
+                    read = one if isinstance(one, ir.Value) else ir.serde.deserialize_value_info_proto(one, None)
+                    found[value] = read.dtype, None if read.shape is None else [size_of(dim) for dim in read.shape]
     except WorkerError:
         raise
     except Exception:  # To clone, serialise and read a malformed model may raise anything.
-        return
+        return {}
+    return found
 
 
 def _declared(graph: onnx.GraphProto) -> Mapping[str, onnx.ValueInfoProto | ir.Value]:
@@ -75,19 +116,32 @@ def _of_graphs(model: onnx.ModelProto) -> list[Mapping[str, onnx.ValueInfoProto 
     return [ir.convenience.create_value_mapping(graph) for graph in ir.from_proto(model).graphs()]
 
 
-def _take(value: ir.Value, inferred: ir.Value) -> None:
-    if inferred.dtype is not None:
-        value.dtype = inferred.dtype
-    if inferred.shape is not None:
-        value.shape = ir.Shape([d if isinstance(d, int) else d.value for d in inferred.shape])
+def _take(value: ir.Value, facts: Facts) -> None:
+    """Give a value its type and shape; a name of a size that the model has is kept where it says no less."""
+    if value in facts.dtypes:
+        value.dtype = facts.dtypes[value]
+    sizes = facts.shapes.get(value)
+    if sizes is None:
+        return
+    given = value.shape
+    if given is not None and len(given) == len(sizes):
+        kept = zip(given, sizes, strict=True)
+        sizes = [a if (a := size_of(dim)) is not None and not _says_more(b, a, facts) else b for dim, b in kept]
+    value.shape = ir.Shape(sizes)
 
 
-def _prepared(model: ir.Model) -> onnx.ModelProto:
-    """A copy of the model for onnx: standard operators stand for onnxruntime's, and large initializers are inputs.
+def _says_more(size: Size, than: Size, facts: Facts) -> bool:
+    """Whether a size that follows says more of a dimension than what the model declares, or contradicts it."""
+    return isinstance(size, int) or (isinstance(than, int) and size not in facts.invented)
+
+
+def _prepared(model: ir.Model, facts: Facts) -> onnx.ModelProto:
+    """A copy of the model for onnx: standard operators stand for onnxruntime's, and what is known is an input.
 
     The model itself stays as it is, to the order in which the uses of a value are listed.
     """
     copy = model.clone()
+    _take_known_out(model, copy, facts)
     for graph in (copy.graph, *(f.graph for f in copy.functions.values())):
         for node in list(graph.all_nodes()):
             if node.op_type in _LIKE_INPUTS and node.domain == "com.microsoft":
@@ -106,6 +160,33 @@ def _prepared(model: ir.Model) -> onnx.ModelProto:
                 _become(node, *stand_in)
     _take_large_initializers_out(copy.graph)
     return ir.to_proto(copy)
+
+
+def _take_known_out(model: ir.Model, copy: ir.Model, facts: Facts) -> None:
+    """Let inputs and constants stand for nodes of a copy whose results are known."""
+    own = copy.graph
+    known_nodes: list[ir.Node] = []
+    for node, twin in zip(list(model.graph), list(own), strict=True):
+        results = list(zip(node.outputs, twin.outputs, strict=True))
+        for value, result in results:
+            if value in facts.dtypes and value in facts.shapes:
+                result.type, result.shape = ir.TensorType(facts.dtypes[value]), ir.Shape(facts.shapes[value])
+        named = [value for value in node.outputs if value.name]
+        if not all(value in facts.dtypes and value in facts.shapes for value in named) or graphs_of(node):
+            continue
+        known_nodes.append(twin)
+        for value, result in results:
+            if not value.name:
+                continue
+            array = facts.constant(value)
+            tensor = None if array is None else ir.tensor(array, dtype=facts.dtypes[value], name=value.name)
+            new = ir.Value(name=result.name, type=result.type, shape=result.shape, const_value=tensor)
+            result.replace_all_uses_with(new, replace_graph_outputs=True)
+            if tensor is None:
+                own.inputs.append(new)
+            else:
+                own.register_initializer(new)
+    own.remove(known_nodes)
 
 
 def _take_large_initializers_out(graph: ir.Graph) -> None:

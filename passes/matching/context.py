@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from copy import copy
 from types import TracebackType
 
 import onnx_ir as ir
@@ -19,7 +20,8 @@ from gradfuse.passes.report import Report
 class Context:
     """A model at work: a site for each of its graphs, and the report on what is done to them.
 
-    Used in a ``with`` statement. Types and shapes that the exporter left out are inferred on entry and dropped on exit.
+    Used in a ``with`` statement. Types and shapes that follow are set on entry; on exit those of the exporter are back, but
+    for the inputs of fused nodes.
 
     Args:
         model: the model, which passes change in place.
@@ -57,15 +59,17 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The body of a fused operator is chosen by the types and ranks of its inputs.
+        fused = (n for g in _graphs(self.model) for n in g if n.domain == custom_ops.DOMAIN)
+        needed = {value for node in fused for value in node.inputs if value is not None}
         for value, type_, shape in self._inferred:
-            value.type, value.shape = type_, shape
+            if value not in needed:
+                value.type, value.shape = type_, shape
         self._sites, self._inferred = {}, []
 
     def _infer(self, values: list[ir.Value], given: set[str]) -> set[str]:
-        """Infers the types and shapes that are missing; the names of dimensions that this invents."""
-        if all(v.dtype is not None and v.shape is not None for v in values if v.name):
-            return set()
-        self._inferred = [(v, v.type, v.shape) for v in values]
+        """Gives values the types and shapes that follow; the names of dimensions that this invents."""
+        self._inferred = [(v, copy(v.type), v.shape) for v in values]
         known = given | _symbols(values)
         shapes.infer(self.model, values)
         return _symbols(values) - known

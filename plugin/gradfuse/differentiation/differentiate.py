@@ -12,19 +12,20 @@ import onnx_ir as ir
 from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation import sequences
 from gradfuse.differentiation.convolutions import fuse_convolutions
-from gradfuse.differentiation.dependence import captured_by, repeated
+from gradfuse.differentiation.dependence import captured_by, is_branches, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
-from gradfuse.differentiation.rules import FLOATS, constant_of, entry_of
+from gradfuse.differentiation.rules import CONSTANT, FLOATS, constant_of, entry_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.fusion import collection_paused
 from gradfuse.models import reading
 from gradfuse.models.conversion import raise_opset
-from gradfuse.models.inlining import graphs_of, inline
+from gradfuse.models.inlining import Names, graphs_of, inline, put_branch
 from gradfuse.models.tensors import with_tensors_in_memory
 from gradfuse.passes import shapes
+from gradfuse.passes.propagation import Facts
 from gradfuse.training.step import GRADIENT_SUFFIX
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def completed(model: ir.Model) -> ir.Model:
         infer(model)
         sequences.without_sequences(model.graph, free_prefix(model.graph, "parts/"), model.opset_imports[""])
     _put_constants_in(model.graph)
-    infer(model)
+    _fold_branches(model)
+    _infer_turns(model)
     return model
 
 
@@ -171,11 +173,34 @@ def _put_constants_in(graph: ir.Graph) -> None:
 
 
 def infer(model: ir.Model) -> None:
-    """Give all values of a model their types and shapes, as far as onnx knows them."""
-    untyped = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None or v.shape is None]
-    if untyped:
-        shapes.infer(model, untyped)
+    """Give all values of a model the types and shapes that follow, and note which integers are constants."""
+    _infer_once(model)
     _infer_turns(model)
+
+
+def _infer_once(model: ir.Model) -> Facts:
+    facts = shapes.infer(model, [v for node in model.graph.all_nodes() for v in node.outputs])
+    for value in facts.elements:
+        array = facts.constant(value) if value.producer() is not None else None
+        if array is not None and array.dtype.kind in "biu":
+            value.meta[CONSTANT] = array
+    return facts
+
+
+def _fold_branches(model: ir.Model) -> None:
+    """Put the branch that is always taken in the place of every If whose condition follows from constants and sizes."""
+    while True:
+        facts = _infer_once(model)
+        names = Names(model.graph)
+        folded = False
+        for node in list(model.graph.all_nodes()):
+            condition = facts.constant(node.inputs[0]) if is_branches(node) else None
+            if condition is not None and isinstance(node.graph, ir.Graph):
+                name = "then_branch" if condition.reshape(()) else "else_branch"
+                put_branch(node.graph, node, node.attributes[name].as_graph(), names)
+                folded = True
+        if not folded:
+            return
 
 
 def _infer_turns(model: ir.Model) -> None:

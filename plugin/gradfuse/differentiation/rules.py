@@ -39,6 +39,9 @@ FAMILIES = (
     "contrib",
 )
 
+CONSTANT = "gradfuse.constant"
+"""In the `meta` of a value: the integers that it always holds, as an array."""
+
 _DOMAINS = {"ai.onnx": ""}
 
 
@@ -195,7 +198,10 @@ def error_of(node: ir.Node, what: str) -> ModelError:
 
 
 def constant_of(value: ir.Value) -> npt.NDArray[Any] | None:
-    """Return the value of an initializer that is no input, or of a Constant node; None where it is neither."""
+    """Return the value of an initializer that is no input, or of what follows from constants; None of others."""
+    known: npt.NDArray[Any] | None = value.meta.get(CONSTANT)
+    if known is not None:
+        return known
     node = value.producer()
     if node is None:
         if value.const_value is None or value.is_graph_input():

@@ -73,6 +73,37 @@ class Names:
         return candidate
 
 
+def put_branch(graph: ir.Graph, node: ir.Node, branch: ir.Graph, names: Names) -> None:
+    """Put the nodes of a branch in the place of the If that always takes it; its results keep the If's names.
+
+    Args:
+        graph: the graph of the If.
+        node: the If.
+        branch: one of its graphs.
+        names: the names that are taken.
+    """
+    for value in list(branch.initializers.values()):
+        tensor = value.const_value
+        assert tensor is not None
+        constant = ir.node("Constant", [], {"value": ir.AttrTensor("value", tensor)}, name=names.fresh("node", "node"))
+        branch.insert_before(branch[0], constant) if len(branch) else branch.append(constant)
+        value.replace_all_uses_with(constant.outputs[0], replace_graph_outputs=True)
+        constant.outputs[0].name = value.name
+        constant.outputs[0].type, constant.outputs[0].shape = value.type, value.shape
+        del branch.initializers[str(value.name)]
+    for one in branch.all_nodes():
+        one.name = names.fresh("node", one.name or "node")
+        for value in one.outputs:
+            value.name = names.fresh("value", value.name) if value.name else value.name
+    results = _results(branch, len(node.outputs), names)
+    branch.outputs.clear()
+    nodes = list(branch)
+    branch.remove(nodes)
+    for old, new in zip(node.outputs, results, strict=True):
+        old.name = old.name or new.name
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, results)
+
+
 def graphs_of(node: ir.Node) -> list[ir.Graph]:
     """The branches or the body of a node."""
     found: list[ir.Graph] = []
