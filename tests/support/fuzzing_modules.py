@@ -1,0 +1,433 @@
+"""Whether `export_training_step` keeps what modules compute that people could have written (random_modules.py).
+
+:func:`judged` exports a module and trains the step beside PyTorch for a few batches, of other sizes too where axes are
+dynamic. :func:`smallest` leaves out of a failing module what it fails without.
+
+    python tests/support/fuzzing_modules.py SEED            the verdict on a module; --small makes it small first
+    python tests/support/fuzzing_modules.py FIRST LAST       the failures among many, and the counts
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import re
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from random_modules import Drawn, batches, drawn, filled
+from torch import Tensor, nn
+
+import gradfuse
+from gradfuse.errors import GradfuseError
+from gradfuse.export import _torch_private as private
+from gradfuse.testing import assert_gradients_close
+
+Array = npt.NDArray[Any]
+Results = dict[str, Array]
+
+RUNS_MOVED = 2
+MOVES = 4.0
+"""By how many roundings a run is moved that shows what rounding does."""
+
+
+class Invalid(Exception):
+    """PyTorch itself does not train the module, or gives no numbers."""
+
+
+@dataclass
+class Verdict:
+    """What came of a module.
+
+    Attributes:
+        failures: lines that begin with the kind: wrong, unable, traceback, mistake.
+        refusal: the text of the export's refusal.
+        warned: warnings of the export.
+        steps: how many steps were compared.
+        other_sizes: how many of them had other sizes than those of the export.
+        limited: how many batches are beyond what a warning said.
+    """
+
+    seed: int
+    failures: list[str] = field(default_factory=list)
+    refusal: str = ""
+    warned: list[str] = field(default_factory=list)
+    steps: int = 0
+    other_sizes: int = 0
+    limited: int = 0
+
+    @property
+    def kinds(self) -> set[str]:
+        return {line.split(":")[0] for line in self.failures}
+
+
+class _Peer:
+    """The module in PyTorch, trained in one type."""
+
+    def __init__(self, drawn: Drawn, like: _Peer | None = None) -> None:
+        self.dtype = torch.float32 if like is None else torch.float64
+        with self._types():
+            space = drawn.namespace()
+            torch.manual_seed(drawn.seed)
+            self.module: nn.Module = space["Model"]()
+            if like is None:
+                filled(self.module, drawn.seed)
+            else:
+                _copied(like.module, self.module)
+            self.loss = space["loss"]
+            self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+            self.optimizer = space["optimizer"](self.parameters)
+        options = dict(drawn.options)
+        self._norm, self._autocast = options.get("max_grad_norm"), options.get("autocast")
+
+    @contextmanager
+    def _types(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def moved(self, eps: float, seed: int) -> None:
+        """Change all float tensors by a random rounding."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in {id(t): t for t in self.module.parameters()}.values():
+                tensor.mul_(1 + eps * (2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1))
+
+    def step(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Results:
+        """Train a batch; return the loss, gradients if there is no optimizer, and all parameters and buffers."""
+        with self._types(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for parameter in self.parameters:
+                parameter.grad = None
+            cast = tuple(self._cast(tensor.clone()) for tensor in inputs)
+            with torch.autocast("cpu", self._autocast, enabled=self._autocast is not None):
+                loss = self.loss(self.module(*cast), self._cast(targets))
+            loss.backward()
+            found = {"loss": loss.detach().numpy().copy()}
+            if self.optimizer is None:
+                for name, parameter in self.module.named_parameters():
+                    if parameter.grad is not None:
+                        found[f"{name}.grad"] = parameter.grad.numpy().copy()
+            else:
+                if self._norm is not None:
+                    torch.nn.utils.clip_grad_norm_(self.parameters, self._norm)
+                self.optimizer.step()
+        found |= {name: tensor.numpy().copy() for name, tensor in self.module.state_dict().items()}
+        return found
+
+    def evaluate(self, inputs: tuple[Tensor, ...]) -> Results:
+        self.module.eval()
+        try:
+            with self._types(), torch.no_grad():
+                return {"evaluation": self.module(*(self._cast(t.clone()) for t in inputs)).numpy().copy()}
+        finally:
+            self.module.train()
+
+
+def _copied(source: nn.Module, target: nn.Module) -> None:
+    theirs = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in (*target.named_parameters(), *target.named_buffers()):
+            tensor.copy_(theirs[name])
+    for name, module in source.named_modules():
+        if not module.training:
+            target.get_submodule(name).eval()
+
+
+def judged(drawn: Drawn) -> Verdict:
+    """Export a module and train it beside PyTorch.
+
+    Raises:
+        Invalid: PyTorch does not train it.
+    """
+    verdict = Verdict(drawn.seed)
+    every = list(batches(drawn))
+    native = _Peer(drawn)
+    exact = _Peer(drawn, native)
+    moved = [_Peer(drawn, native) for _ in range(RUNS_MOVED)]
+    for number, peer in enumerate(moved):
+        peer.moved(MOVES * drawn.rounds_to, number)
+    replays = "drawn" in drawn.source
+    trial = _Peer(drawn)
+    try:
+        for _ in range(2):
+            if not all(np.isfinite(a).all() for a in trial.step(*every[0]).values()):
+                raise Invalid("not finite")
+        if not replays:
+            copy.deepcopy(exact).step(*every[0])
+    except Invalid:
+        raise
+    except Exception as error:
+        raise Invalid(f"{type(error).__name__}: {error}") from error
+    step = _exported(drawn, native, every[0], verdict)
+    if step is None:
+        return verdict
+    try:
+        session = gradfuse.TrainingSession(step)
+    except Exception as error:
+        verdict.failures.append(f"unable: no session: {type(error).__name__}: {_line(error)}")
+        return verdict
+    for number, (inputs, targets) in enumerate(every):
+        shape = tuple(inputs[0].shape[:2])
+        place = f"step {number}, batch {shape[0]}, length {shape[1]}"
+        is_other = shape != tuple(every[0][0][0].shape[:2])
+        probe = _probed(drawn, native, inputs, targets)
+        got: Results = {}
+        failure = ""
+        try:
+            got["loss"] = np.asarray(session.step(tuple(t.numpy() for t in inputs), targets.numpy()), np.float32)
+        except GradfuseError as error:
+            failure = f"refused in a step: {_line(error)}"
+        except Exception as error:
+            verdict.failures.append(f"traceback: {place}: {type(error).__name__}: {_line(error)}")
+            return verdict
+        if probe:
+            # PyTorch does not take these sizes, and what is done then is nobody's business.
+            return verdict
+        if failure:
+            if is_other and verdict.warned:
+                verdict.limited += 1
+                continue
+            verdict.failures.append(f"unable: {place}: {failure}")
+            return verdict
+        if not drawn.has_optimizer:
+            got |= {f"{name}.grad": array for name, array in session.gradients.items()}
+        got |= session.state_dict()
+        if replays:
+            for peer in (native, exact, *moved):
+                _take_draws(peer.module, got)
+        results = [peer.step(inputs, targets) for peer in (native, exact, *moved)]
+        if drawn.has_optimizer and dict(drawn.options)["evaluation"]:
+            evaluated = session.evaluate(tuple(t.numpy() for t in inputs))
+            got["evaluation"] = np.asarray(evaluated)
+            for peer, result in zip((native, exact, *moved), results, strict=True):
+                result |= peer.evaluate(inputs)
+        if not all(np.isfinite(a).all() for a in results[1].values()):
+            return verdict
+        wrong = _difference(got, results[0], results[1], results[2:], drawn)
+        verdict.steps += 1
+        verdict.other_sizes += is_other
+        if wrong:
+            if is_other and verdict.warned:
+                verdict.limited += 1
+                return verdict
+            verdict.failures.append(f"wrong: {place}: {wrong}")
+            return verdict
+    return verdict
+
+
+def _take_draws(module: nn.Module, got: Mapping[str, Array]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name.startswith("drawn"):
+                buffer.copy_(torch.from_numpy(np.array(got[name])))
+    module.replays = True  # type: ignore[assignment]
+
+
+def _probed(drawn: Drawn, native: _Peer, inputs: tuple[Tensor, ...], targets: Tensor) -> bool:
+    """Whether PyTorch refuses a batch, or gives no numbers for it."""
+    try:
+        with torch.no_grad():
+            module = _Peer(drawn)
+            _copied(native.module, module.module)
+            loss = module.loss(module.module(*(t.clone() for t in inputs)), targets)
+            return not bool(torch.isfinite(loss))
+    except Exception:
+        return True
+
+
+def _exported(drawn: Drawn, peer: _Peer, batch: Any, verdict: Verdict) -> Any:
+    axes = {axis: name for axis, name in ((0, "batch"), (1, "length")) if name in drawn.dynamic}
+    inputs, targets = batch
+    shapes = None
+    if axes:
+        of_target = axes if targets.ndim > 1 else {k: v for k, v in axes.items() if k == 0}
+        shapes = (tuple(axes for _ in inputs), of_target or None)
+    module = _Peer(drawn)
+    with warnings.catch_warnings(record=True) as caught, private.translations_read_once():
+        warnings.simplefilter("always")
+        try:
+            step = gradfuse.export_training_step(
+                module.module,
+                module.loss,
+                (tuple(t.clone() for t in inputs), targets),
+                module.optimizer,
+                dynamic_shapes=shapes,
+                **dict(drawn.options),
+            )
+        except GradfuseError as error:
+            verdict.refusal = str(error)
+            if "mistake in gradfuse" in verdict.refusal:
+                verdict.failures.append(f"mistake: {verdict.refusal}")
+            return None
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            verdict.failures.append(
+                f"traceback: {type(error).__name__} in {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {_line(error)}"
+            )
+            return None
+    verdict.warned = [str(w.message) for w in caught if "export_training_step" in str(w.message)]
+    return step
+
+
+def _difference(got: Results, native: Results, exact: Results, moved: list[Results], drawn: Drawn) -> str:
+    """The first result that is not PyTorch's; empty if all are."""
+    largest = max((float(np.abs(a).max(initial=0)) for n, a in exact.items() if n.endswith(".grad") or n == "loss"), default=0.0)
+    for name, wanted in exact.items():
+        if name.endswith(".grad"):
+            found = got.get(name)
+            if found is None:
+                if np.abs(wanted).max(initial=0) > 0:
+                    return f"{name} is missing"
+                continue
+        elif name not in got:
+            return f"{name} is missing"
+        else:
+            found = got[name]
+        if wanted.dtype.kind != "f" or native[name].dtype.kind != "f":
+            if not np.array_equal(found, native[name]):
+                return f"{name} is {_shown(found)}; expected {_shown(native[name])}"
+            continue
+        noise = max((float(np.abs(m[name] - wanted).max(initial=0)) for m in moved), default=0.0)
+        terms = 4 * noise / 2.0**-23 + largest
+        try:
+            assert_gradients_close(found, native[name], wanted, native[name].dtype, terms=terms)
+        except AssertionError as error:
+            return f"{name}: {error}"
+    return ""
+
+
+def _shown(array: Array) -> str:
+    return f"{array.dtype} {np.array2string(array.ravel()[:6], separator=', ')}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+# Small ones
+
+
+def smallest(seed: int, kind: str) -> Drawn:
+    """Return a module that fails in a way, or is refused with the kind of reason, without all that is not needed."""
+    without: set[int] = set()
+    plain: set[str] = set()
+
+    def still(without: set[int], plain: set[str]) -> bool:
+        try:
+            verdict = judged(drawn(seed, without, plain))
+        except Invalid:
+            return False
+        return kind in verdict.kinds or (bool(verdict.refusal) and kind == reason(verdict.refusal))
+
+    for part in ("options", "optimizer", "length", "batch"):
+        if still(without, plain | {part}):
+            plain.add(part)
+    for k in range(drawn(seed).drawn_pieces):
+        if still(without | {k}, plain):
+            without.add(k)
+    return drawn(seed, without, plain)
+
+
+def reason(text: str) -> str:
+    """The reason of a refusal without names and numbers."""
+    text = text.removeprefix("export_training_step: ")
+    text = re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", text)
+    text = re.sub(r"/modules/module_\d+\.py:\d+|module_\d+\.py:\d+", "FILE", text)
+    text = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text)
+    return text[:160]
+
+
+# Many
+
+
+@dataclass
+class Sweep:
+    """The counts of many modules, and their failures as lines that start with the seed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    last_refusal: str = ""
+
+    def run(self, seeds: Iterable[int]) -> Sweep:
+        for seed in seeds:
+            case = drawn(seed)
+            self.last_refusal = ""
+            random.seed(seed)
+            try:
+                verdict = judged(case)
+            except Invalid:
+                self.counts["invalid"] += 1
+                continue
+            self.last_refusal = verdict.refusal
+            self.counts["modules"] += 1
+            self.counts["refused"] += bool(verdict.refusal)
+            self.counts["steps"] += verdict.steps
+            self.counts["steps of other sizes"] += verdict.other_sizes
+            self.counts["limited by a warning"] += bool(verdict.limited)
+            if verdict.refusal:
+                key = reason(verdict.refusal)
+                self.refusals[key] += 1
+                self.examples.setdefault(key, seed)
+            for kind in verdict.kinds:
+                self.counts[kind] += 1
+            self.failures += [f"{seed}: {', '.join(case.pieces)}: {line}" for line in verdict.failures]
+        return self
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {count}" for name, count in self.counts.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="print refusals as well")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if len(args.seeds) == 2:
+        begin = time.perf_counter()
+        sweep = Sweep()
+        for seed in range(*args.seeds):
+            before = len(sweep.failures)
+            sweep.run([seed])
+            for line in sweep.failures[before:]:
+                print(line, flush=True)
+            if args.verbose and sweep.last_refusal:
+                print(f"  {seed}: {sweep.last_refusal}", flush=True)
+        print(sweep)
+        for key, count in sweep.refusals.most_common():
+            print(f"refused {count}, such as {sweep.examples[key]}: {key}")
+        print(f"{time.perf_counter() - begin:.1f} s")
+        return
+    case = drawn(args.seeds[0])
+    verdict = judged(case)
+    if args.small and (verdict.failures or verdict.refusal):
+        kind = sorted(verdict.kinds)[0] if verdict.failures else reason(verdict.refusal)
+        case = smallest(args.seeds[0], kind)
+        verdict = judged(case)
+    print(case.source)
+    print(case.dynamic, case.options)
+    print(verdict)
+
+
+if __name__ == "__main__":
+    main()
