@@ -132,12 +132,17 @@ class _Peer:
         return found
 
     def evaluate(self, inputs: tuple[Tensor, ...]) -> Results:
+        """Return the outputs in eval mode; buffers stay what they are, as in a session."""
+        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self.module.eval()
         try:
             with self._types(), torch.no_grad():
                 return {"evaluation": self.module(*(self._cast(t.clone()) for t in inputs)).numpy().copy()}
         finally:
             self.module.train()
+            with torch.no_grad():
+                for name, buffer in self.module.named_buffers():
+                    buffer.copy_(kept[name])
 
 
 def _copied(source: nn.Module, target: nn.Module) -> None:
