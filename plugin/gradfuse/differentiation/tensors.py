@@ -248,8 +248,8 @@ class Tensor:
 
     def transpose(self, perm: Sequence[int]) -> Tensor:
         node = self.value.producer()
-        source = None if node is None else node.inputs[0]
-        if node is not None and node.op_type == "Transpose" and not node.domain and source is not None:
+        source = node.inputs[0] if node is not None and node.op_type == "Transpose" and not node.domain else None
+        if node is not None and source is not None:
             before = node.attributes.get_ints("perm", range(len(perm) - 1, -1, -1))
             if [before[axis] for axis in perm] == list(range(len(perm))):
                 return self.tape.of(source)
