@@ -261,7 +261,7 @@ def _gelu(g: Writer, h: str) -> str:
 
 @piece("slopes")
 def _slopes(g: Writer, h: str) -> str:
-    return g.op("PRelu", h, g.weight(*g.own.choice([(WIDTH,), (1,), (1, 1, WIDTH), (1, 1)])))
+    return g.op("PRelu", h, g.weight(*g.own.choice([(WIDTH,), (1,), (1, 1, WIDTH), (1, 1)]), low=0.1))
 
 
 @piece("layer norm by hand")
@@ -405,7 +405,7 @@ def _one_hot(g: Writer, h: str) -> str:
     i = g.input("words", I64, ("N", "T"))
     values = g.name()
     g.initializers[values] = np.asarray([0, 1], np.float32)
-    return g.op("Add", h, g.op("MatMul", g.op("OneHot", i, g.constant([WORDS]), values, axis=-1), g.weight(WORDS, WIDTH)))
+    return g.op("Add", h, g.op("MatMul", g.op("OneHot", i, g.constant(WORDS), values, axis=-1), g.weight(WORDS, WIDTH)))
 
 
 # Arithmetic and broadcasting
@@ -630,7 +630,7 @@ def _upsampling(g: Writer, h: str) -> str:
         more = {"nearest_mode": "floor"} if mode == "nearest" else {}
         roi = g.constant([], np.float32) if g.opset < 13 else ""
         y = g.op("Resize", x, roi, scales, mode=mode, coordinate_transformation_mode=way, **more)
-    return g.op("Add", h, g.first(g.op("ReduceMean", y, g.constant([2])) if g.opset >= 18 else g.op("ReduceMean", y, axes=[2])))
+    return g.op("Add", h, g.first(g.reduce("Mean", y, [2])))
 
 
 @piece("mask", 9)
@@ -739,13 +739,12 @@ def _scan(g: Writer, h: str) -> str:
     body = _graph(g, "turn", turn)
     for name in (state, row):
         body.input.append(helper.make_tensor_value_info(name, F32, ["N", WIDTH]))
-    begin = g.op("Mul", g.op("ReduceMean", h, g.constant([1]), keepdims=0) if g.opset >= 18 else g.op("ReduceMean", h, axes=[1], keepdims=0), g.number(0.5))
-    g.nodes.append(
-        helper.make_node(
-            "Scan", [begin, h], [last, rows], body=body, num_scan_inputs=1, scan_input_axes=[1], scan_output_axes=[1]
-        )
-    )
-    return rows
+    begin = g.op("Mul", g.reduce("Mean", h, [1], keep=False), g.number(0.5))
+    by_axis = g.own.random() < 0.3
+    way = {"scan_input_axes": [1], "scan_output_axes": [1]} if by_axis else {}
+    given = h if by_axis else g.op("Transpose", h, perm=[1, 0, 2])
+    g.nodes.append(helper.make_node("Scan", [begin, given], [last, rows], body=body, num_scan_inputs=1, **way))
+    return rows if by_axis else g.op("Transpose", rows, perm=[1, 0, 2])
 
 
 def _graph(g: Writer, name: str, write: Callable[[], list[str]]) -> onnx.GraphProto:
@@ -855,9 +854,8 @@ def _merged(model: onnx.ModelProto, rng: random.Random) -> None:
 def _renamed(graph: onnx.GraphProto, names: dict[str, str]) -> None:
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                _renamed(attribute.g, names)
+        for inner in _graphs(node):
+            _renamed(inner, names)
 
 
 def _weights_in_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
@@ -954,7 +952,7 @@ def _functions(model: onnx.ModelProto, rng: random.Random) -> None:
         nodes = list(model.graph.node)
         start = rng.randrange(len(nodes))
         part = nodes[start : start + rng.randint(1, 5)]
-        if any(a.type == onnx.AttributeProto.GRAPH for n in part for a in n.attribute):
+        if any(n.domain == _OF_MICROSOFT or _graphs(n) for n in part):
             continue
         inner = {name for node in part for name in node.output}
         read = list(dict.fromkeys(name for node in part for name in node.input if name and name not in inner))
@@ -997,12 +995,15 @@ def _functions(model: onnx.ModelProto, rng: random.Random) -> None:
             model.opset_import.append(helper.make_opsetid(domain, 1))
 
 
+def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
+
+
 def _read_in(nodes: Sequence[onnx.NodeProto]) -> set[str]:
     found = {name for node in nodes for name in node.input}
     for node in nodes:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                found |= _read_in(attribute.g.node) | {value.name for value in attribute.g.output}
+        for graph in _graphs(node):
+            found |= _read_in(graph.node) | {value.name for value in graph.output}
     return found
 
 
