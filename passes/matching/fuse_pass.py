@@ -22,6 +22,7 @@ from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import counted
 from gradfuse.passes.proving import Refuted, Unproved, prove
 from gradfuse.passes.reading import Form, Opaque
+from gradfuse.passes.reading.nodes import Unreadable
 from gradfuse.passes.report import Fusion, NearMiss
 
 Policy = Literal["profitable", "all"]
@@ -142,6 +143,8 @@ class FusePass(ContextPass):
             reason = str(miss)
         except (Opaque, TooComplex) as error:
             reason = f"its form outgrew the analysis ({error})"
+        except Unreadable as unknown:
+            reason = f"the rank of {str(unknown)!r} is unknown"
         builder.discard()
         node = root.producer()
         assert node is not None

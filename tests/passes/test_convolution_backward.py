@@ -256,3 +256,31 @@ def test_steps_that_were_built_without_fusing(batch: str | int) -> None:
     wanted, got = run(plain.model, feeds), run(result, feeds)
     for name, value in wanted.items():
         assert_gradients_close(got[name], value, value.astype(np.float64), value.dtype, terms=16.0)
+
+
+def test_places_of_unknown_rank_are_left_alone() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 18]>
+        f (float[N,4,T] x) => (float[N,T,4] y) <int64[1] none = {0}, int64[1] one = {1}, int64[1] all = {4}, int64[1] axis = {2}> {
+            c = ConvTranspose<pads = [1, 1]>(x, w)
+            t = Transpose<perm = [0, 2, 1]>(c)
+            a = Slice(t, one, all, axis)
+            b = Slice(t, none, one, axis)
+            y = Concat<axis = 2>(a, b)
+        }
+    """)
+    numbers = np.random.default_rng(0)
+    w = numbers.standard_normal((4, 4, 3)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    x, y = (numbers.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 5), (2, 5, 4)))
+    session = gradfuse.TrainingSession(gradfuse.build_training_step(model, "mse"))
+    session.step(x, y)
+
+    def gradient(dtype: torch.dtype) -> Array:
+        weight = torch.tensor(w, dtype=dtype, requires_grad=True)
+        c = torch.nn.functional.conv_transpose1d(torch.tensor(x).to(dtype), weight, padding=1).mT
+        loss = torch.nn.functional.mse_loss(torch.cat([c[..., 1:], c[..., :1]], 2), torch.tensor(y).to(dtype))
+        (found,) = torch.autograd.grad(loss, weight)
+        return np.asarray(found)
+
+    assert_gradients_close(session.gradients["w"], gradient(torch.float32), gradient(torch.float64), np.float32)
