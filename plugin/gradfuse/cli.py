@@ -29,6 +29,7 @@ from rich.text import Text
 from gradfuse import __version__
 from gradfuse.errors import CheckError, GradfuseError, WorkerError
 from gradfuse.models import files
+from gradfuse.models.memory import collection_paused
 from gradfuse.terminal import busy
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def fuse(
     from gradfuse.models import reading, writing
     from gradfuse.models.tensors import copy_model
 
-    with fusion.collection_paused():
+    with collection_paused():
         with busy("reading"):
             loaded = reading.load(source)
             inputs = _inputs(loaded.ir, source, target, in_place, report_path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from gradfuse.custom_ops import functions
 from gradfuse.errors import CheckError
 from gradfuse.models import reading
 from gradfuse.models.inlining import inline
+from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.matching import Policy
 from gradfuse.passes.pipeline import default_pipeline
@@ -120,18 +119,6 @@ def _run(
     pipeline = default_pipeline(policy, only, skip, progress)
     pipeline(model)
     return pipeline.report
-
-
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """Pauses the search for cyclic garbage: what runs under it makes millions of objects that stay until its end."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _gain(report: Report) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from gradfuse import custom_ops, library
 from gradfuse.errors import GradfuseError, ModelError, one_line
 from gradfuse.models import files, scatters, validation, writing
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.tensors import copy_model, every_tensor, fits_one_message, to_proto
+from gradfuse.models.tensors import copy_model, every_tensor, tensor_bytes, to_proto
 
 FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 """The floating point types that a model may compute in, from narrow to wide."""
@@ -28,6 +28,8 @@ FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataT
 SILENT = 4
 """The log level of sessions whose errors are raised: onnxruntime would log them as well."""
 _MOST_INLINED = 2000
+_LARGE = 2**25
+"""Bytes of tensors from which on a model is given to onnxruntime in files."""
 
 
 class Session:
@@ -117,12 +119,13 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
         ModelError: onnxruntime cannot load the model.
     """
     with contextlib.ExitStack() as stack:
-        if fits_one_message(model):
+        if tensor_bytes(model) < _LARGE:
             content: bytes | str = _called_out(model, source).SerializeToString()
         else:
+            # onnxruntime maps what is in a file: in a message the tensors would be in memory several times.
             folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
             content = os.path.join(folder, "model.onnx")
-            writing.save(model, content)
+            writing.save(model, content, external=True)
         try:
             # Without the fallback, which silently uses other providers than those that were asked for.
             return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)

@@ -19,10 +19,10 @@ from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import CONSTANT, FLOATS, constant_of, entry_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
-from gradfuse.fusion import collection_paused
 from gradfuse.models import reading
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import Names, graphs_of, inline, put_branch
+from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import with_tensors_in_memory
 from gradfuse.passes import shapes
 from gradfuse.passes.propagation import Facts

@@ -41,6 +41,7 @@ from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
@@ -123,10 +124,18 @@ def build_training_step(
             f"{_WHO}: float64 is False; expected fuse=False with it, as bodies of fused operators are in float64"
         )
     options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler), float64)
-    with fusion.collection_paused():
-        loaded = reading.load(model)
-        given = None if check is False else loaded.older or copy_model(loaded.ir)
-        return _built(inlined(loaded), given, criterion, trainable, frozen, tie, options, train_batch_norm, fuse, check)
+    with collection_paused():
+        # What has been read is held by nobody here, so that it is gone at the end.
+        return _built(
+            *_read(model, check is not False), criterion, trainable, frozen, tie, options, train_batch_norm, fuse, check
+        )
+
+
+def _read(model: ModelLike, checked: bool) -> tuple[ir.Model, ir.Model | None]:
+    """Return a model without functions, to work on; and as it is given, if it is to be checked."""
+    loaded = reading.load(model)
+    given = (loaded.older or copy_model(loaded.ir)) if checked else None
+    return inlined(loaded), given
 
 
 @dataclasses.dataclass(frozen=True)

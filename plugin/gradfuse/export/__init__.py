@@ -270,7 +270,7 @@ def _collection_paused_for(module: Any) -> contextlib.AbstractContextManager[Non
     """Pause the search for cyclic garbage, which takes a fifth of an export, if what stays until its end is small."""
     import torch
 
-    from gradfuse.fusion import collection_paused
+    from gradfuse.models.memory import collection_paused
 
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL

@@ -29,6 +29,7 @@ from gradfuse.export.simplifying import simplify
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import always_chosen, grid_sampler_3d, onnx_translation_table
 from gradfuse.models.arrays import to_numpy
+from gradfuse.models.memory import collection_paused
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.report import Report
@@ -53,7 +54,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
     )
 
 
-@fusion.collection_paused()
+@collection_paused()
 def translate(program: ExportedProgram, step: TorchStep) -> ir.Model:
     """Translate a program of a step.
 
@@ -86,7 +87,7 @@ def translate(program: ExportedProgram, step: TorchStep) -> ir.Model:
     return model
 
 
-@fusion.collection_paused()
+@collection_paused()
 def completed(
     model: ir.Model,
     step: TorchStep,

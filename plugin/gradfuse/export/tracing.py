@@ -34,7 +34,7 @@ from gradfuse.export.selections import CannotSelectError
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.watching import Watch
-from gradfuse.fusion import collection_paused
+from gradfuse.models.memory import collection_paused
 from gradfuse.training.step import DROPOUT_SEED
 
 _Trace = tuple[ExportedProgram, Watch | None]

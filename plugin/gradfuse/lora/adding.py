@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.differentiate import values_of
 from gradfuse.errors import ArgumentError, ModelError
-from gradfuse.fusion import collection_paused
 from gradfuse.lora.targets import Target, Use, chosen
 from gradfuse.models import reading
 from gradfuse.models.inlining import inline
+from gradfuse.models.memory import collection_paused
 
 if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
@@ -66,9 +66,7 @@ def add_lora(
         ModelError: the model cannot be read.
     """
     with collection_paused():
-        loaded = reading.load(model)
-        with_adapters(loaded.ir, targets, rank, alpha, seed=seed, modules=modules)
-        return loaded.restore(loaded.ir)
+        return _changed(model, lambda loaded: with_adapters(loaded, targets, rank, alpha, seed=seed, modules=modules))
 
 
 def add_lora_inputs(model: ModelLike, targets: str | Iterable[str], *, modules: Mapping[str, str] | None = None) -> Any:
@@ -92,9 +90,14 @@ def add_lora_inputs(model: ModelLike, targets: str | Iterable[str], *, modules: 
         ModelError: the model cannot be read.
     """
     with collection_paused():
-        loaded = reading.load(model)
-        with_adapter_inputs(loaded.ir, targets, modules=modules)
-        return loaded.restore(loaded.ir)
+        return _changed(model, lambda loaded: with_adapter_inputs(loaded, targets, modules=modules))
+
+
+def _changed(model: ModelLike, change: Callable[[ir.Model], Any]) -> Any:
+    """Return a model, of the same kind, after a function has changed it."""
+    loaded = reading.load(model)
+    change(loaded.ir)
+    return loaded.restore(loaded.ir)
 
 
 def with_adapters(

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.streaming import varint
 
 _SMALLEST = 2**16
 """Bytes from which on a tensor is left out of the message."""
@@ -78,7 +79,7 @@ def read(path: str) -> tuple[bytes, Arrays]:
         pieces.append(_bytes(file, begin, graph.end))
         # The graph is shorter than it was: its length is written anew.
         tag = _bytes(file, graph.begin, graph.begin + 1)
-        head = [_bytes(file, 0, graph.begin), tag, _varint(sum(map(len, pieces)))]
+        head = [_bytes(file, 0, graph.begin), tag, varint(sum(map(len, pieces)))]
         message = b"".join([*head, *pieces, _bytes(file, graph.end, size)])
         return message, {default.name: _elements(file, default) for default in left_out.values()}
 
@@ -175,14 +176,6 @@ def _read_varint(file: BinaryIO) -> tuple[int, int]:
         if byte[0] < 128:
             return number, file.tell()
     raise _Unusual
-
-
-def _varint(number: int) -> bytes:
-    groups = []
-    while number > 127:
-        groups.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*groups, number])
 
 
 def _bytes(file: BinaryIO, begin: int, end: int) -> bytes:

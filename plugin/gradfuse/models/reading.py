@@ -172,7 +172,7 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
     folder = os.path.dirname(path) or os.curdir
     # Before anything else, so that nothing reads a file outside the model's folder.
     validation.check_tensors(proto, path, folder)
-    _check(proto, path if _is_binary(path) and defaults is None else None, path)
+    _check(proto, path if is_binary(path) and defaults is None else None, path)
     model = _from_proto(proto, path)
     for tensor in every_tensor(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -180,7 +180,7 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
     return model
 
 
-def _is_binary(path: str) -> bool:
+def is_binary(path: str) -> bool:
     """Tell whether a file is a binary protobuf message, by its ending."""
     text_format = onnx.serialization.registry.get_format_from_file_extension(os.path.splitext(path)[1])
     return text_format in (None, "protobuf")
@@ -203,7 +203,7 @@ def parse(path: str, defaults: Arrays | None = None) -> onnx.ModelProto:
             raise ModelError(
                 f"{path}: is one file of {size} bytes; expected at most {PROTOBUF_LIMIT}, with external data for more"
             )
-        if defaults is not None and _is_binary(path):
+        if defaults is not None and is_binary(path):
             message, values = default_values.read(path)
             defaults.update(values)
             proto = onnx.load_model_from_string(message)

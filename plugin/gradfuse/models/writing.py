@@ -12,8 +12,8 @@ from types import MappingProxyType
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError, one_line
-from gradfuse.models import files, validation
-from gradfuse.models.reading import parse
+from gradfuse.models import files, streaming, validation
+from gradfuse.models.reading import is_binary, parse
 from gradfuse.models.tensors import (
     copy_model,
     data_files,
@@ -34,6 +34,7 @@ def save(
     keep_references: bool = False,
     inputs: Iterable[str] = (),
     force: bool = False,
+    external: bool = False,
     beside: Mapping[str, Callable[[str], None]] = MappingProxyType({}),
 ) -> None:
     """Write a model and its external data, whole or not at all.
@@ -48,6 +49,7 @@ def save(
         keep_references: external tensors keep referring to their files, which must be beside `path`.
         inputs: files that the model was made from, which must stay as they are.
         force: replace a `<path>.data` that does not belong to a model at `path`.
+        external: tensors go to `<path>.data` in any case.
         beside: name -> what writes a file of that name, which belongs to the model and replaces what is there.
 
     Raises:
@@ -61,7 +63,7 @@ def save(
     inputs = list(inputs)
     files.require_regular(path, _OUTPUT)
     files.require_other(path, [*inputs, *data_files(model)], _OUTPUT)
-    external = not references_hold and has_external_data(model)
+    external = external or (not references_hold and has_external_data(model))
     external = external or not fits_one_message_without_files(model)
     if external:
         _require_free_data(path, data_path(path), inputs, force)
@@ -70,7 +72,7 @@ def save(
         for other, write in beside.items():
             write(os.path.join(os.path.dirname(written), other))
         if not external:
-            ir.save(model, written)
+            (streaming.save if is_binary(path) else ir.save)(model, written)
             return
         copy = copy_model(model)
         read_attribute_tensors(copy)

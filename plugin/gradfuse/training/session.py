@@ -22,6 +22,7 @@ from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_se
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError
 from gradfuse.models import tensor_files, writing
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.memory import collection_paused, give_back
 from gradfuse.training import checkpoints
 from gradfuse.training.arguments import (
     TensorType,
@@ -105,11 +106,13 @@ class TrainingSession:
         self._files: list[str] = []
         """What nothing may take the place of: the files of the step and its evaluation model, their data and values."""
         if not isinstance(step, TrainingStep):
-            step, self._files = load_with_files(step)
+            with collection_paused():
+                step, self._files = load_with_files(step)
         self._step = step
         self._optimizer_state = frozenset(step.optimizer_state)
         step.require_consistent(_WHO)
-        self._session, in_place = self._training_session()
+        with collection_paused():
+            self._session, in_place = self._training_session()
         self._evaluation: Any = None
         graph = step.model.graph
         self._inputs = {value.name: TensorType.of(value) for value in graph.input}
@@ -147,6 +150,8 @@ class TrainingSession:
             self._step = dataclasses.replace(
                 step, model=onnx.ModelProto(), parameters={}, optimizer_state={}, report=None
             )
+        del step, values
+        give_back()
 
     @property
     def training_step(self) -> TrainingStep:
@@ -226,7 +231,8 @@ class TrainingSession:
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
         if self._evaluation is None:
-            self._evaluation = self._inference_session(ir.from_proto(model))
+            with collection_paused():
+                self._evaluation = self._inference_session(ir.from_proto(model))
         binding = self._evaluation.io_binding()
         for name in known:
             if name not in feeds:

@@ -1,0 +1,73 @@
+"""Writes a model as one protobuf message, one large tensor after another: no message that holds them is ever made."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from gradfuse.models.tensors import copy_model
+
+SMALLEST = 2**20
+"""Bytes from which on an initializer of the main graph is written by itself."""
+_BYTES = 2
+"""The kind of a field of bytes, or of a message, on the wire."""
+
+
+def save(model: ir.Model, path: str) -> None:
+    """Write a model with all its tensors to a file; it must fit into one message."""
+    large = {
+        name: value.const_value
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None
+        and value.const_value.nbytes >= SMALLEST
+        and value.const_value.dtype != ir.DataType.STRING
+    }
+    if not large:
+        ir.save(model, path)
+        return
+    copy = copy_model(model)
+    for name in large:
+        copy.graph.initializers[name].const_value = ir.tensor(np.zeros(0, np.float32), name=name)
+    proto = ir.to_proto(copy)
+    small = [tensor for tensor in proto.graph.initializer if tensor.name not in large]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(small)
+    graph = proto.graph.SerializeToString()
+    proto.ClearField("graph")
+    heads = [_head(name, tensor) for name, tensor in large.items()]
+    sizes = [len(head) + tensor.nbytes for head, tensor in zip(heads, large.values(), strict=True)]
+    begins = [field(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, size) for size in sizes]
+    with open(path, "wb") as file:
+        file.write(proto.SerializeToString())
+        file.write(field(onnx.ModelProto.GRAPH_FIELD_NUMBER, len(graph) + sum(map(len, begins)) + sum(sizes)))
+        file.write(graph)
+        for begin, head, tensor in zip(begins, heads, large.values(), strict=True):
+            file.write(begin)
+            file.write(head)
+            if file.write(tensor.tobytes()) != tensor.nbytes:
+                raise ValueError(f"the tensor {tensor.name!r} has another size than it says")
+
+
+def _head(name: str, tensor: ir.TensorProtocol) -> bytes:
+    """Return the message of a tensor up to its elements."""
+    proto = onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
+    if tensor.doc_string:
+        proto.doc_string = tensor.doc_string
+    for key, value in tensor.metadata_props.items():
+        proto.metadata_props.add(key=key, value=value)
+    return bytes(proto.SerializeToString()) + field(onnx.TensorProto.RAW_DATA_FIELD_NUMBER, tensor.nbytes)
+
+
+def field(number: int, size: int) -> bytes:
+    """Return what a field of bytes begins with on the wire: its number, its kind and its size."""
+    return varint(number << 3 | _BYTES) + varint(size)
+
+
+def varint(number: int) -> bytes:
+    """Return a number as messages have it."""
+    groups = []
+    while number > 127:
+        groups.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*groups, number])
