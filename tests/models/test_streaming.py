@@ -22,7 +22,8 @@ ROWS = 600  # of 1,000 float32: 2.3 MiB
 def model(arrays: dict[str, npt.NDArray[np.generic]]) -> ir.Model:
     tensors = [ir.tensor(array, name=name, doc_string=f"of {name}") for name, array in arrays.items()]
     values = [
-        ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=ir.Shape(t.shape), const_value=t) for t in tensors
+        ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=ir.Shape(t.shape.numpy()), const_value=t)
+        for t in tensors
     ]
     copies = [ir.node("Identity", [value], name=f"copy of {value.name}") for value in values]
     for node, value in zip(copies, values, strict=True):
