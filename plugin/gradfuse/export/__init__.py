@@ -162,8 +162,9 @@ def _exported(
     """Export a step whose arguments have been read."""
     import onnx_ir as ir
 
-    from gradfuse.export import branches, onnx_model, tracing, verifying, watching
+    from gradfuse.export import branches, onnx_model, steadiness, tracing, verifying, watching
     from gradfuse.export.evaluation import evaluation_model
+    from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
@@ -171,9 +172,10 @@ def _exported(
     from gradfuse.training.step import TrainingStep
 
     wants_evaluation = optimizer is not None if evaluation is None else evaluation
-    with undisturbed(step):
+    state = PythonState.of(step)
+    with state.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
-        native = step.run()
+        native = steadiness.first_run(step, state)
         if native.dropouts:
             step = step.with_dropout_seed()
             native = step.run()
@@ -232,22 +234,22 @@ def _exported(
                 truth.verify(model, "exported")
 
     parameters = _arrays(step.state, step.trainable)
-    state: Arrays = {}
+    moments: Arrays = {}
     hyperparameters: Arrays = {}
     complete, opened = model, None
     if described is not None:
         parts.begin("adding the optimizer")
-        state, hyperparameters = described.initial_state(parameters), described.hyperparameters()
+        moments, hyperparameters = described.initial_state(parameters), described.hyperparameters()
         complete, both = onnx_model.with_optimizer(model, step, described, fuse=fuse)
         # Opened once for both comparisons.
         opened = verifying.Opened(both, "updating")
     if unfused is not None:
         parts.begin("comparing the fused model with PyTorch")
         for truth in truths:
-            truth.verify_fused(model, unfused, opened, state | hyperparameters)
+            truth.verify_fused(model, unfused, opened, moments | hyperparameters)
     if described is not None and opened is not None and optimizer is not None:
         parts.begin("comparing the update with PyTorch")
-        verifying.compare_update(opened, truths[0].step, described, optimizer, state | hyperparameters)
+        verifying.compare_update(opened, truths[0].step, described, optimizer, moments | hyperparameters)
 
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
     return TrainingStep(
@@ -257,7 +259,7 @@ def _exported(
         input_names=step.input_names,
         target_names=step.target_names,
         report=report,
-        optimizer_state=state,
+        optimizer_state=moments,
         hyperparameters=hyperparameters,
         constants=_arrays(step.state, constants),
         state_dict_names=step.state_dict_names,

@@ -104,13 +104,8 @@ class Branches:
 
 
 def branches_of(step: TorchStep) -> Branches:
-    """Run the forward pass of a step, and look at each of its branches.
-
-    Raises:
-        ExportError: the step draws random numbers by numpy or Python that would be constants of the exported step.
-    """
+    """Run the forward pass of a step, and look at each of its branches."""
     none = Selections()
-    before = host_draws.state()
     observed = _Observed()
     try:
         _run(step, observed, none)
@@ -118,11 +113,6 @@ def branches_of(step: TorchStep) -> Branches:
         # A user's module may raise anything where it gets a tensor for a number.
         observed = _Observed(items=False)
         _run(step, observed, none)
-    if host_draws.state() != before:
-        raise refusal(
-            "the module draws random numbers by numpy or by Python, which an exported step would repeat in every call; "
-            f"expected torch's random numbers or none{_settings(step)}"
-        )
     chances = _of_chance(step, observed, none)
     looped = set(map(_text, observed.looped))
     selections, observed = _selected(step, observed)
@@ -242,7 +232,7 @@ def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
         if len({answer for one, _, answer in seen if one == place}) == 1:
             raise refusal(
                 f"the decision by a random number in {_text(place)} went the same way with all seeds, so that the "
-                f"other one cannot be compared with PyTorch; expected one that is less rare{_settings(step)}"
+                f"other one cannot be compared with PyTorch; expected one that is less rare{settings(step)}"
             )
     chosen: list[int] = []
     while seen and len(chosen) < _MOST_COMPARED:
@@ -271,7 +261,7 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
     where = explaining.place(error)
     text, place, advice = "the value of a tensor", where, "torch.where or the like"
     if where in branches.random:
-        text, advice = "a random number", f"a module that always computes the same{_settings(step)}"
+        text, advice = "a random number", f"a module that always computes the same{settings(step)}"
     elif where not in branches.open:
         if not private.is_about_data(error) and not isinstance(error, CannotSelectError):
             return
@@ -540,7 +530,7 @@ _OFF: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-def _settings(step: TorchStep) -> str:
+def settings(step: TorchStep) -> str:
     """Return the settings of the configurations of transformers that make a module draw such numbers, for messages."""
     found: dict[str, object] = {}
     for module in step.module.modules():

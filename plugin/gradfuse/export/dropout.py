@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,9 @@ class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if own_generator(args, kwargs) is not None:
+            # What it draws follows from its own state, which may be the same in each step.
+            return func(*args, **kwargs)
         # All of PyTorch's dropouts draw their noise by this operator when they are not traced.
         if func is aten.bernoulli_.float:
             # PyTorch omits an argument that is the default.
@@ -130,6 +133,12 @@ def uniform(seed: int, layer: int, input: Tensor) -> Tensor:
     """Return the numbers of [0, 1) that the `layer`-th draw of a step gives, float32 in the shape of `input`."""
     words = _words(seed, layer, input) >> (32 - draws.UNIFORM_BITS)
     return (words.float() * 2.0**-draws.UNIFORM_BITS).view(input.shape)
+
+
+def own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """Return the generator that an operator is called with, if it is not PyTorch's own."""
+    given = [one for one in private.tensors_in((args, dict(kwargs))) if isinstance(one, torch.Generator)]
+    return next((one for one in given if one is not torch.default_generator), None)
 
 
 def extreme_seeds(first: int, count: int, layer: int) -> tuple[int, int]:

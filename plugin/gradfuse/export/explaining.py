@@ -131,12 +131,12 @@ class Sizes:
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         def note() -> None:
-            where = _current_place()
+            where = current_place()
             if where is not None:
                 self.places.append(where)
 
         def note_asked(location: Any) -> None:
-            where = _current_place()
+            where = current_place()
             if where is not None:
                 self._asked[id(location)] = location, where
 
@@ -336,7 +336,7 @@ class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.place is None and str(func) == self._operator:
-            self.place = _current_place()
+            self.place = current_place()
         return func(*args, **(kwargs or {}))
 
 
@@ -361,7 +361,7 @@ class _Ties(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.dim() and 0 < count < tensor.shape[axis]:
                 last, next_one = (ordered.select(axis, place) for place in (count - 1, count))
                 if bool(((last == next_one) & last.isfinite()).any()):
-                    self.place = _current_place() or "the loss"
+                    self.place = current_place() or "the loss"
         return result
 
 
@@ -397,7 +397,7 @@ class Since(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.place and self._happened():
-            self.place = _in(_current_place())
+            self.place = _in(current_place())
         return result
 
 
@@ -417,7 +417,7 @@ class _Calls(TorchFunctionMode):
         if self.found is None:
             texts = _untraceable(func, args, kwargs or {}, result)
             # A step itself takes gradients.
-            where = _current_place() if texts is not None else None
+            where = current_place() if texts is not None else None
             if texts is not None and where is not None:
                 self.found = f"the step {texts[0]}{_in(where)}; expected {texts[1]}"
         return result
@@ -483,7 +483,7 @@ def called(step: TorchStep, operator: str) -> str:
     return f"{_in(watching.place)}," if watching.place is not None else ""
 
 
-def _current_place() -> str | None:
+def current_place() -> str | None:
     """Return where the user's code is that is run by a step; None if it is the exporter that runs, or runs it."""
     where: str | None = None
     frame: FrameType | None = inspect.currentframe()

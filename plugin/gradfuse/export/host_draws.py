@@ -53,10 +53,21 @@ def as_tensors() -> Iterator[None]:
         _as_tensors.reset(token)
 
 
-def state() -> tuple[Any, ...]:
-    """Return what changes when numbers are drawn that are not replaced."""
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return np.asarray(keys).tobytes(), int(position), random.getstate()
+def states() -> tuple[Any, Any]:
+    """Return what changes when numbers are drawn that are not replaced: by Python, and by numpy."""
+    _, keys, position, *normal = np.random.get_state(legacy=True)
+    return random.getstate(), (np.asarray(keys).tobytes(), int(position), *normal)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """At the end, put back the state of the process's own generators of numpy and Python."""
+    by_numpy, by_python = np.random.get_state(legacy=True), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(by_numpy)
+        random.setstate(by_python)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import explaining
+from gradfuse.export import explaining, host_draws
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
@@ -342,9 +342,17 @@ class TorchStep:
 
 @contextlib.contextmanager
 def undisturbed(step: TorchStep) -> Iterator[None]:
-    """Let a step be run and traced, and leave module, loss and PyTorch's random state as they were."""
+    """Let a step be run and traced, and leave module, loss and the states of random numbers as they were."""
     owners = _restored(step.module), _restored(step.loss)
-    with torch.random.fork_rng(), owners[0], owners[1], torch.enable_grad(), traceable_ctc(), left_unflattened():
+    with (
+        torch.random.fork_rng(),
+        host_draws.kept(),
+        owners[0],
+        owners[1],
+        torch.enable_grad(),
+        traceable_ctc(),
+        left_unflattened(),
+    ):
         yield
 
 

@@ -1,0 +1,461 @@
+"""What the code of a step keeps in Python: attributes, globals, variables of closures, generators of random numbers.
+
+A traced program holds the values that these have when it is traced. Here they are found, compared before and after a
+run, and put back. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import operator
+import random
+import sys
+import types
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradfuse.export import explaining
+from gradfuse.export.torch_step import TorchStep
+
+_MOST_HOLDERS, _MOST_ENTRIES = 20_000, 1_000
+"""So many objects are looked at, those that are near first, and none that holds more entries: such hold data."""
+_MOST_NUMBERS = 1 << 20
+"""Larger tensors in attributes are not copied, so that what is written into them stays."""
+
+_TENSORS = frozenset(("_parameters", "_buffers"))
+"""Entries of modules whose tensors are replaced for each run."""
+_ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
+_ABSENT = object()
+
+
+class PythonState:
+    """What code that starts at some objects can reach and change in Python, as it is now.
+
+    Args:
+        roots: names for messages -> modules and functions.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._holders: list[_Holder] = []
+        self._seen: set[Any] = set()
+        # Kept, so that no other object gets its id.
+        self._alive: list[Any] = []
+        pending: deque[tuple[str, Any]] = deque(roots.items())
+        while pending and len(self._seen) < _MOST_HOLDERS:
+            pending.extend(self._visit(*pending.popleft()))
+
+    @classmethod
+    def of(cls, step: TorchStep) -> PythonState:
+        """Return what the code of a step can reach."""
+        name = getattr(step.loss, "__name__", type(step.loss).__name__)
+        return cls({type(step.module).__name__: step.module, name: step.loss})
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """At the end, put back what was there."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def changed(self) -> list[str]:
+        """Return the names of what is not as it was."""
+        return list(dict.fromkeys(name for holder in self._holders for name in holder.changed()))
+
+    def numbers(self) -> list[tuple[str, Any, Any, Callable[[Any], None]]]:
+        """Return the numbers that are not as they were: name, the one before, the one now, and what sets it."""
+        return [one for holder in self._holders for one in holder.numbers()]
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that are neither parameters nor buffers."""
+        return [(holder.name, holder.owner) for holder in self._holders if isinstance(holder, _Written)]
+
+    def generators(self) -> dict[str, str]:
+        """Return the states of generators of random numbers by their names, as texts."""
+        found = [one for one in self._holders if isinstance(one, _Generator)]
+        return {f"the generator {one.name}": repr(state_of(one.owner)) for one in found}
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for holder in self._holders:
+            holder.restore()
+
+    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Note what a value keeps; yield what else can be reached from it."""
+        if isinstance(value, (str, bytes, int, float, complex, type(None))) or not self._is_new(value):
+            return
+        if isinstance(value, _GENERATORS):
+            self._holders.append(_Generator(name, value))
+        elif isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and value.layout == torch.strided:
+                self._holders.append(_Written(name, value))
+        elif isinstance(value, (dict, OrderedDict)) and len(value) <= _MOST_ENTRIES:
+            self._holders.append(_Entries(name, value, _item))
+            yield from ((_item(name, key), one) for key, one in list(value.items()))
+        elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
+            if not isinstance(value, tuple):
+                self._holders.append(_List(name, value))
+            yield from ((_item(name, key), one) for key, one in enumerate(value))
+        elif isinstance(value, set) and len(value) <= _MOST_ENTRIES:
+            self._holders.append(_Set(name, value))
+        elif isinstance(value, functools.partial):
+            yield from ((name, one) for one in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, types.BuiltinMethodType):
+            # Of a module it is a function.
+            yield name, None if isinstance(value.__self__, types.ModuleType) else value.__self__
+        elif isinstance(value, types.MethodType):
+            yield from ((name, one) for one in (value.__self__, value.__func__))
+        elif isinstance(value, property):
+            yield from ((name, one) for one in (value.fget, value.fset))
+        elif isinstance(value, (staticmethod, classmethod)):
+            yield name, value.__func__
+        elif isinstance(value, types.FunctionType):
+            yield from self._visit_function(name, value)
+        elif isinstance(value, type):
+            if _is_users(value):
+                self._holders.append(_Attributes(name, value, [key for key in vars(value) if not _is_special(key)]))
+                yield from (
+                    (f"{value.__name__}.{key}", one) for key, one in vars(value).items() if not _is_special(key)
+                )
+                yield from ((base.__name__, base) for base in value.__bases__)
+        elif hasattr(value, "__wrapped__") and callable(value):
+            yield name, value.__wrapped__
+        elif isinstance(value, nn.Module) or _is_users(type(value)):
+            yield type(value).__name__, type(value)
+            yield from self._visit_instance(name, value)
+
+    def _visit_instance(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and self._is_new(attributes):
+            self._holders.append(_Entries(name, attributes, _attribute))
+            for key, one in list(attributes.items()):
+                if key == "_modules" and isinstance(value, nn.Module):
+                    yield from ((f"{name}.{part}", module) for part, module in one.items())
+                elif not (key in _TENSORS and isinstance(value, nn.Module)):
+                    yield _attribute(name, key), one
+        slots = [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
+        if slots:
+            self._holders.append(_Attributes(name, value, slots))
+            yield from ((_attribute(name, slot), getattr(value, slot)) for slot in slots)
+
+    def _visit_function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        code = function.__code__
+        if not explaining.is_users(code.co_filename):
+            return
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                # It is not set yet.
+                continue
+            if self._is_new(cell):
+                self._holders.append(_Attributes("", cell, ["cell_contents"], shown=variable))
+                yield variable, value
+        if function.__dict__:
+            self._holders.append(_Entries(function.__name__, function.__dict__, _attribute))
+            yield from ((_attribute(function.__name__, key), one) for key, one in list(function.__dict__.items()))
+        yield from ((name, one) for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        names = _names(code)
+        yield from self._visit_names("", function.__globals__, names, names)
+
+    def _visit_names(
+        self, name: str, namespace: dict[str, Any], wanted: frozenset[str], names: frozenset[str]
+    ) -> Iterator[tuple[str, Any]]:
+        """Note the values of some names in a namespace, and of the same in the modules that these are."""
+        for key in wanted:
+            if key not in namespace or (id(namespace), key) in self._seen:
+                continue
+            self._seen.add((id(namespace), key))
+            value, shown = namespace[key], _attribute(name, key)
+            if isinstance(value, types.ModuleType):
+                if explaining.is_users(getattr(value, "__file__", None) or "<built-in>"):
+                    yield from self._visit_names(shown, vars(value), names, names)
+                continue
+            self._holders.append(_Entries(name, namespace, _attribute, only=key))
+            yield shown, value
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._alive.append(value)
+        return True
+
+
+class _Holder:
+    """Something that keeps values.
+
+    Attributes:
+        name: what messages call it.
+        owner: the thing itself.
+    """
+
+    def __init__(self, name: str, owner: Any) -> None:
+        self.name = name
+        self.owner = owner
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of what is not as it was."""
+        raise NotImplementedError
+
+    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        """Yield the numbers that are not as they were, as `PythonState.numbers` does."""
+        return iter(())
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        raise NotImplementedError
+
+
+class _Keyed(_Holder):
+    """Something that keeps values under keys."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner)
+        self._before = self._now()
+        self._iterators = {key: _copied(one) for key, one in self._before.items() if isinstance(one, _ITERATORS)}
+
+    def changed(self) -> Iterator[str]:
+        now = self._now()
+        for key in {**self._before, **now}:
+            before, value = self._before.get(key, _ABSENT), now.get(key, _ABSENT)
+            if not _is_same(before, value) or (key in self._iterators and _moved(self._iterators[key], value)):
+                yield self._shown(key)
+
+    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        for key, value in self._now().items():
+            before = self._before.get(key)
+            if _is_number(before) and _is_number(value) and before != value:
+                yield self._shown(key), before, value, functools.partial(self._set, key)
+
+    def restore(self) -> None:
+        now = self._now()
+        for key, before in self._before.items():
+            value = now.get(key, _ABSENT)
+            if key in self._iterators and _moved(self._iterators[key], value):
+                self._set(key, _copied(self._iterators[key]))
+            elif value is not before:
+                self._set(key, before)
+        for key in now.keys() - self._before.keys():
+            self._delete(key)
+
+    def _now(self) -> dict[Any, Any]:
+        raise NotImplementedError
+
+    def _set(self, key: Any, value: Any) -> None:
+        raise NotImplementedError
+
+    def _delete(self, key: Any) -> None:
+        raise NotImplementedError
+
+    def _shown(self, key: Any) -> str:
+        raise NotImplementedError
+
+
+class _Entries(_Keyed):
+    """A dictionary, or one entry of it."""
+
+    def __init__(self, name: str, owner: dict[Any, Any], shown: Callable[[str, Any], str], only: Any = _ABSENT) -> None:
+        self._text, self._only = shown, only
+        super().__init__(name, owner)
+
+    def _now(self) -> dict[Any, Any]:
+        if self._only is _ABSENT:
+            return dict(self.owner)
+        return {self._only: self.owner[self._only]} if self._only in self.owner else {}
+
+    def _set(self, key: Any, value: Any) -> None:
+        self.owner[key] = value
+
+    def _delete(self, key: Any) -> None:
+        del self.owner[key]
+
+    def _shown(self, key: Any) -> str:
+        return self._text(self.name, key)
+
+
+class _Attributes(_Keyed):
+    """Some attributes of a class, of an object with slots, or of a cell of a closure."""
+
+    def __init__(self, name: str, owner: Any, keys: list[str], shown: str | None = None) -> None:
+        self._keys, self._text = keys, shown
+        super().__init__(name, owner)
+
+    def _now(self) -> dict[str, Any]:
+        if isinstance(self.owner, type):
+            return {key: one for key, one in vars(self.owner).items() if not _is_special(key)}
+        return {key: getattr(self.owner, key) for key in self._keys if hasattr(self.owner, key)}
+
+    def _set(self, key: str, value: Any) -> None:
+        setattr(self.owner, key, value)
+
+    def _delete(self, key: str) -> None:
+        delattr(self.owner, key)
+
+    def _shown(self, key: str) -> str:
+        return self._text if self._text is not None else _attribute(self.name, key)
+
+
+class _List(_Keyed):
+    """A list, or a queue with two ends."""
+
+    def _now(self) -> dict[int, Any]:
+        return dict(enumerate(self.owner))
+
+    def _set(self, key: int, value: Any) -> None:
+        self.owner[key] = value
+
+    def _shown(self, key: int) -> str:
+        return self.name
+
+    def restore(self) -> None:
+        now, before = list(self.owner), [self._iterators.get(key, one) for key, one in self._before.items()]
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            self.owner.clear()
+            self.owner.extend(before)
+
+
+class _Set(_Holder):
+    def __init__(self, name: str, owner: set[Any]) -> None:
+        super().__init__(name, owner)
+        self._before = set(owner)
+
+    def changed(self) -> Iterator[str]:
+        if self.owner != self._before:
+            yield self.name
+
+    def restore(self) -> None:
+        if self.owner != self._before:
+            self.owner.clear()
+            self.owner.update(self._before)
+
+
+class _Written(_Holder):
+    """A tensor that is neither a parameter nor a buffer, and may be written into."""
+
+    def __init__(self, name: str, owner: Tensor) -> None:
+        super().__init__(name, owner)
+        self._before = owner.detach().clone() if owner.numel() <= _MOST_NUMBERS else None
+
+    def changed(self) -> Iterator[str]:
+        if self._before is not None and not torch.equal(self.owner.detach().nan_to_num(), self._before.nan_to_num()):
+            yield self.name
+
+    def restore(self) -> None:
+        if self._before is not None and any(self.changed()):
+            self.owner.detach().copy_(self._before)
+
+
+class _Generator(_Holder):
+    """A generator of random numbers."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner)
+        self._before = state_of(owner)
+
+    def changed(self) -> Iterator[str]:
+        if not _is_equal(state_of(self.owner), self._before):
+            yield f"the generator {self.name}"
+
+    def restore(self) -> None:
+        if not any(self.changed()):
+            return
+        if isinstance(self.owner, random.Random):
+            self.owner.setstate(self._before)
+        elif isinstance(self.owner, np.random.Generator):
+            self.owner.bit_generator.state = self._before
+        else:
+            self.owner.set_state(self._before)
+
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator of random numbers of Python, numpy or torch."""
+    if isinstance(generator, random.Random):
+        # The operating system's has none.
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=True)
+    return generator.get_state()
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    plain = (int, float, str, bytes)
+    return a is b or (type(a) is type(b) and isinstance(a, plain) and a == b)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _copied(iterator: Any) -> Any:
+    with warnings.catch_warnings():
+        # Python means to take this away.
+        warnings.simplefilter("ignore")
+        try:
+            return copy.copy(iterator)
+        except TypeError:
+            return iterator
+
+
+def _moved(before: Any, now: Any) -> bool:
+    """Whether an iterator is elsewhere than its copy."""
+    return type(before) is not type(now) or _left(before) != _left(now)
+
+
+def _left(iterator: Any) -> Any:
+    """Return how much an iterator has left, or where a count is."""
+    return repr(iterator) if isinstance(iterator, itertools.count) else operator.length_hint(iterator)
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code and the functions in it look up."""
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ()) if _is_users(kind) else ()
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is of the user's code, or of a library of models."""
+    filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    # A notebook's cells and a script that is read from a pipe have no file.
+    return explaining.is_users(filename) if filename else kind.__module__ == "__main__"
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _attribute(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _item(name: str, key: Any) -> str:
+    return f"{name}[{key!r}]" if isinstance(key, (int, str)) else name

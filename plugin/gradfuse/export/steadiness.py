@@ -1,0 +1,410 @@
+"""A step must compute the same whenever it runs on the same tensors: what changes would be a constant of the model.
+
+What changes is a counter, a clock, a generator of random numbers, or what the code keeps of earlier batches. The step
+is run twice, from the same tensors and the same state of PyTorch's, numpy's and Python's own generators, but with all
+else in Python as the first run left it. Where the code changes something there, it is also run with later numbers, and
+with other tensors, as if it were new and as if it had run before. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfuse.errors import ExportError
+from gradfuse.export import _torch_private as private
+from gradfuse.export import branches, dropout, explaining, host_draws
+from gradfuse.export.python_state import PythonState
+from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.torch_step import Outcome, TorchStep
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
+
+_LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
+"""Counts of calls that are tried: beyond most bounds, and multiples of most numbers that code takes remainders by."""
+_ROUNDINGS, _ROUNDINGS_OF_LARGEST = 64, 8
+"""By how many roundings of an output, and of the largest one, two runs may differ."""
+_ROUNDINGS_OF_OPERATOR, _MOST_OF_OPERATOR = 2048, 0.25
+"""By how much of its largest number the result of one operator may, if its operands are the same."""
+_SAMPLES = 64
+_NAMED = 3
+
+_EXPECTED = (
+    "expected numbers that follow from batch, parameters and buffers: draws by torch.rand and its kin without a "
+    "generator, no clock, and a buffer for what is to change from step to step"
+)
+
+
+def first_run(step: TorchStep, state: PythonState) -> Outcome:
+    """Run a step, and require that it would give the same in every run.
+
+    Args:
+        step: the step.
+        state: Python's state; it is as before at the end.
+
+    Raises:
+        ExportError: it would not, or it fails.
+    """
+    try:
+        with _same_process():
+            before = host_draws.states()
+            first = step.run()
+            draws = host_draws.states() != before
+        if draws:
+            places = _Sources.of(step, state).text("draws")
+            raise refusal(
+                f"the module draws random numbers by numpy or by Python{places and f':{places}'}, which an exported "
+                f"step would repeat in every call; expected torch's random numbers or none{branches.settings(step)}"
+            )
+        changed = state.changed()
+        _compare(step, state, first, _again(step, changed), changed)
+        if changed:
+            _compare_later(step, state, first)
+            _compare_on_others(step, state, changed)
+        return first
+    finally:
+        state.restore()
+
+
+def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: PythonState, which: str) -> None:
+    """Require that what a function computes of a step's module is the same in each call.
+
+    Args:
+        run: returns arrays by name.
+        step: the step.
+        state: Python's state; it is as before at the end.
+        which: what to call the function in messages.
+
+    Raises:
+        ExportError: it is not.
+    """
+    try:
+        with _same_process():
+            first = {name: torch.as_tensor(one) for name, one in run().items()}
+        changed = state.changed()
+        with _same_process():
+            second = {name: torch.as_tensor(one) for name, one in run().items()}
+        if _differ(step, first, second):
+            found = _first_difference(step, run)
+            if found is not None:
+                raise _refused(step, state, f"{which} computes something else each time that it runs", found, changed)
+    finally:
+        state.restore()
+
+
+def _run(step: TorchStep) -> Outcome:
+    with _same_process():
+        return step.run()
+
+
+def _again(step: TorchStep, changed: list[str]) -> Outcome:
+    try:
+        return _run(step)
+    except ExportError as error:
+        text = str(error).removeprefix(f"{WHO}: ")
+        names = f" after it has changed {_listed(changed)}" if changed else ""
+        raise refusal(f"the step fails when it runs a second time{names}: {text}") from error
+
+
+def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcome, changed: list[str]) -> None:
+    """Compare the first run with one in the state that it has left."""
+    if not _differ(step, _outputs(first), _outputs(second)):
+        return
+
+    found = _first_difference(step, lambda: _run(step), state.restore)
+    if found is None:
+        # Threads that add up in another order, and what follows from that.
+        return
+    raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
+
+
+def _compare_later(step: TorchStep, state: PythonState, first: Outcome) -> None:
+    """Compare with runs in which the numbers that the code changes are those of later calls."""
+    # As two runs have left them.
+    numbers = state.numbers()
+    for count in _LATER if numbers else ():
+
+        def set_numbers(count: int = count) -> None:
+            for _, before, now, put in numbers:
+                put((now - before) * count // 2 if _is_whole(before, now) else before + (now - before) * count / 2)
+
+        set_numbers()
+        try:
+            other = _run(step)
+        except ExportError:
+            # A number may be the index of something.
+            continue
+        if not _differ(step, _outputs(first), _outputs(other)):
+            continue
+
+        found = _first_difference(step, lambda: _run(step), state.restore, set_numbers)
+        if found is not None:
+            changed = [name for name, *_ in numbers]
+            raise _refused(step, state, "the step computes something else in later calls", found, changed)
+    state.restore()
+
+
+def _compare_on_others(step: TorchStep, state: PythonState, changed: list[str]) -> None:
+    """Compare a step that is new with one that has run before, on tensors that this has not seen."""
+    others = _with_others(step)
+
+    def use() -> None:
+        state.restore()
+        _run(step)
+
+    try:
+        state.restore()
+        first = _run(others)
+        use()
+        second = _run(others)
+    except ExportError:
+        # Tensors that the module refuses.
+        return
+    if _differ(step, _outputs(first), _outputs(second)):
+        found = _first_difference(step, lambda: _run(others), state.restore, use)
+        if found is not None:
+            raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
+
+
+def _with_others(step: TorchStep) -> TorchStep:
+    """Return a step with other parameters, and with its batch in another order."""
+    state = {name: (step.state[name].detach() * 0.75).requires_grad_() for name in step.trainable}
+
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.detach().flip(0) if tensor.dim() else tensor.detach()
+
+    return dataclasses.replace(
+        step,
+        state=step.state | state,
+        inputs=tuple(map(turned, step.inputs)),
+        targets=tuple(map(turned, step.targets)),
+    )
+
+
+def _is_whole(*numbers: Any) -> bool:
+    return all(isinstance(one, int) for one in numbers)
+
+
+@contextlib.contextmanager
+def _same_process() -> Iterator[None]:
+    """Put back the states of the process's own generators of random numbers at the end."""
+    with torch.random.fork_rng(devices=[]), host_draws.kept():
+        yield
+
+
+def _outputs(outcome: Outcome) -> dict[str, Tensor]:
+    gradients = {name + GRADIENT_SUFFIX: one for name, one in outcome.gradients.items()}
+    return {LOSS: outcome.loss, **gradients, **outcome.buffers}
+
+
+def _differ(step: TorchStep, first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether outputs differ by more than rounding."""
+    if first.keys() != second.keys():
+        return True
+    eps = step.eps_of_activations
+    numbers = [one for one in first.values() if one.is_floating_point()]
+    scale = max((_magnitude(one) for one in numbers), default=0.0)
+    for name, a in first.items():
+        b = second[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return True
+        if not torch.equal(a, b):
+            if not a.is_floating_point():
+                return True
+            bound = eps * (_ROUNDINGS * _magnitude(a) + _ROUNDINGS_OF_LARGEST * scale)
+            # NaN in both is no difference.
+            if bool((a.isnan() != b.isnan()).any()) or _magnitude(a.double() - b.double()) > bound:
+                return True
+    return False
+
+
+def _magnitude(tensor: Tensor) -> float:
+    finite = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What one operator did.
+
+    Attributes:
+        name: the operator.
+        numbers: its arguments that are no tensors.
+        results: some numbers of each of its results.
+        place: where the user's code calls it; None: it does not.
+    """
+
+    name: str
+    numbers: str
+    results: tuple[Tensor, ...]
+    place: str | None
+
+
+class _Recorded(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what each operator does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = private.tensors_in((args, kwargs or {}))
+        numbers = repr([one for one in leaves if isinstance(one, (int, float, complex, str))])
+        results = tuple(_sample(one) for one in private.tensors_in(result) if isinstance(one, Tensor))
+        self.calls.append(_Call(str(func), numbers, results, explaining.current_place()))
+        return result
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some numbers of a tensor, among them sums in which all of them are."""
+    if tensor.layout != torch.strided or tensor.is_complex() or not tensor.numel():
+        return torch.zeros(0)
+    flat = tensor.detach().reshape(-1).double()
+    places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel())).long()
+    return torch.cat([flat[places], flat.mean()[None], flat.abs().mean()[None]])
+
+
+def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Callable[[], object]) -> _Call | None:
+    """Return the first call of an operator that differs between two runs; None: by no more than rounding.
+
+    Args:
+        step: the step.
+        run: runs it.
+        prepare: what is done ahead of the first run, and of the second.
+    """
+    recorded = []
+    for number in range(2):
+        if number < len(prepare):
+            prepare[number]()
+        with _Recorded() as one:
+            run()
+        recorded.append(one.calls)
+    share = min(_ROUNDINGS_OF_OPERATOR * step.eps_of_activations, _MOST_OF_OPERATOR)
+    for a, b in zip(*recorded, strict=False):
+        if (a.name, a.numbers, len(a.results)) != (b.name, b.numbers, len(b.results)):
+            return b
+        for one, other in zip(a.results, b.results, strict=True):
+            if one.shape != other.shape:
+                return b
+            if not torch.equal(one, other):
+                is_close = _magnitude(one - other) <= share * _magnitude(one)
+                return b if not is_close or bool((one.isnan() != other.isnan()).any()) else None
+    longer = max(recorded, key=len)
+    shorter = min(map(len, recorded))
+    return longer[shorter] if len(longer) > shorter else None
+
+
+def _refused(step: TorchStep, state: PythonState, what: str, found: _Call, changed: list[str]) -> ExportError:
+    """Return the refusal of a step that changes."""
+    sources = _Sources.of(step, state)
+    draws, clocks = sources.text("draws"), sources.text("clocks")
+    changed = [one for one in changed if f" {one} in " not in draws]
+    causes = [f"draws random numbers by{draws}"] if draws else []
+    causes += [f"changes {_listed(changed)} in Python"] if changed else []
+    causes += [f"asks for the time by{clocks}"] if clocks else []
+    why = f", as it {' and '.join(causes)}" if causes else ""
+    return refusal(f"{what}{_in(found.place)}{why}; {_EXPECTED}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (" and others" if len(names) > _NAMED else "")
+
+
+def _in(place: str | None) -> str:
+    return f", in {place}" if place is not None else ""
+
+
+class _Sources:
+    """Where the code of a step draws random numbers that torch's own generator does not give, or asks for the time.
+
+    Args:
+        state: knows the generators of the code.
+    """
+
+    def __init__(self, state: PythonState) -> None:
+        self._found: dict[str, dict[str, None]] = {"draws": {}, "clocks": {}}
+        self._state = state
+        self._generators = self._states()
+        self._last: tuple[types.CodeType, int] | None = None
+
+    @classmethod
+    def of(cls, step: TorchStep, state: PythonState) -> _Sources:
+        found = cls(state)
+        # A debugger, or what measures coverage, is left alone.
+        if sys.getprofile() is None and sys.gettrace() is None:
+            # The run itself has been judged before.
+            with contextlib.suppress(ExportError), _OwnGenerators(found._note), _same_process():
+                sys.settrace(found._traced)
+                sys.setprofile(found._called)
+                try:
+                    step.run()
+                finally:
+                    sys.setprofile(None)
+                    sys.settrace(None)
+        return found
+
+    def text(self, kind: str) -> str:
+        """Return which functions give these, and where, as the end of a clause."""
+        calls = list(self._found[kind])
+        return f" {_listed(calls)}" if calls else ""
+
+    def _traced(self, frame: types.FrameType, event: str, _: Any) -> Any:
+        """See after each line of the user's code whether a generator is elsewhere."""
+        if not explaining.is_users(frame.f_code.co_filename):
+            return None
+        states = self._states()
+        for name, one in states.items():
+            if one != self._generators.get(name) and self._last is not None:
+                self._found["draws"][f"{name} in {explaining.text_of(*self._last)}"] = None
+        self._generators = states
+        self._last = frame.f_code, frame.f_lineno
+        return self._traced
+
+    def _states(self) -> dict[str, Any]:
+        by_python, by_numpy = host_draws.states()
+        return {"Python's generator": by_python, "numpy's generator": by_numpy, **self._state.generators()}
+
+    def _called(self, frame: types.FrameType, event: str, function: Any) -> None:
+        """See calls of functions in C."""
+        owner = getattr(function, "__self__", None) if event == "c_call" else None
+        is_clock = owner is time or (isinstance(owner, type) and issubclass(owner, datetime.date))
+        if is_clock and function.__name__ in _CLOCKS:
+            self._note("clocks", f"{owner.__name__}.{function.__name__}")
+        elif event == "c_call" and function is os.urandom:
+            self._note("draws", "os.urandom")
+
+    def _note(self, kind: str, name: str) -> None:
+        place = explaining.current_place()
+        if place is not None:
+            self._found[kind][f"{name} in {place}"] = None
+
+
+_CLOCKS = frozenset(
+    """
+    time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time localtime
+    gmtime strftime ctime now utcnow today
+    """.split()
+)
+
+
+class _OwnGenerators(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where operators draw by a generator that is not PyTorch's own."""
+
+    def __init__(self, note: Callable[[str, str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dropout.own_generator(args, kwargs or {}) is not None:
+            self._tell("draws", "a torch.Generator")
+        return func(*args, **(kwargs or {}))
