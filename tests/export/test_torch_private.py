@@ -160,7 +160,7 @@ def test_example_size() -> None:
 def test_sizes_that_stay() -> None:
     with needed("ShapeEnv.guards", "refuse loops over blocks of a dynamic size"):
         looped = _traced(lambda x: x + sum(range((x.shape[0] + 1) // 2)))
-        ((source, filename, _, _),) = private.sizes_that_stay(looped)
+        ((source, _, filename, _, _),) = private.sizes_that_stay(looped)
         assert (source, filename) == ("L['x'].size()[0]", __file__)
         assert private.sizes_that_stay(_traced(lambda x: x + (1 if x.shape[0] % 2 == 0 else 2))) == []
 

@@ -162,7 +162,7 @@ def _exported(
     """Export a step whose arguments have been read."""
     import onnx_ir as ir
 
-    from gradfuse.export import branches, onnx_model, steadiness, tracing, verifying, watching
+    from gradfuse.export import branches, comparing_sizes, onnx_model, steadiness, tracing, verifying, watching
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
@@ -247,6 +247,15 @@ def _exported(
         parts.begin("comparing the fused model with PyTorch")
         for truth in truths:
             truth.verify_fused(model, unfused, opened, moments | hyperparameters)
+    comparing_sizes.compare(
+        truths[0],
+        model,
+        opened or verifying.Opened(model, "fused" if fuse else "exported"),
+        moments | hyperparameters,
+        sizes.others,
+        shapes,
+        "fused" if fuse else "exported",
+    )
     if described is not None and opened is not None and optimizer is not None:
         parts.begin("comparing the update with PyTorch")
         verifying.compare_update(opened, truths[0].step, described, optimizer, moments | hyperparameters)

@@ -682,13 +682,14 @@ def conditions_on_sizes(program: torch.export.ExportedProgram) -> list[SizeCondi
     return found
 
 
-def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, str, int, str]]:
+def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, Any, str, int, str]]:
     """Return which sizes of inputs a traced program takes to be near their own: by a count of theirs that is constant.
 
     torch.export takes `range(size // 2)` for a condition on the size, and keeps it to itself.
 
     Returns:
-        For each the source of the size, such as "L['x'].size()[1]", and file, line and function of the condition.
+        For each the source of the size, such as "L['x'].size()[1]", and of the condition what
+        `when_sizes_are_asked_for` noted, file, line and function.
     """
     import sympy
 
@@ -701,7 +702,7 @@ def sizes_that_stay(program: torch.export.ExportedProgram) -> list[tuple[str, st
         sources, size = sources_of(environment, symbols[0]), example_size(environment, symbols[0])
         if not sources or size is None or any(guard.expr.subs(symbols[0], size * by) == sympy.true for by in (2, 3, 5)):
             continue
-        found.append((sources[0], frame.filename, int(frame.lineno or 0), str(frame.name)))
+        found.append((sources[0], guard.sloc, frame.filename, int(frame.lineno or 0), str(frame.name)))
     return found
 
 
@@ -723,6 +724,18 @@ def example_size(environment: Any, symbol: Any) -> Any:
     # Up to PyTorch 2.10 all of them are in the second.
     values = getattr(environment, "backed_var_to_val", None)
     return (environment.var_to_val if values is None else values).get(symbol)
+
+
+def range_of(program: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
+    """Return the least and the largest number that a symbolic size of a traced program may be."""
+    found = program.range_constraints.get(symbol)
+    if found is None:
+        return 0, sys.maxsize
+    least, most = found.lower, found.upper
+    return (
+        int(least) if least.is_Integer and abs(least) < sys.maxsize else 0,
+        int(most) if most.is_Integer and abs(most) < sys.maxsize else sys.maxsize,
+    )
 
 
 def conditions(tensors: Sequence[Tensor]) -> list[Any]:
@@ -798,3 +811,13 @@ def untranslated_operator(error: BaseException) -> str | None:
     """
     found = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>", str(error))
     return None if found is None else f"{found[1]}.{found[2]}"
+
+
+def untranslated_node(error: BaseException) -> str | None:
+    """Return the name of the node that torch.onnx.export failed at, if that is what it says.
+
+    Args:
+        error: one of the chain of exceptions that torch.onnx.export raised.
+    """
+    found = re.match(r"Error when translating node %(\w+) :", str(error))
+    return None if found is None else found[1]

@@ -16,13 +16,14 @@ from torch.export import ExportedProgram
 from gradfuse.checking.condensing import condensed
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, dropout, explaining, onnx_model, pools, recurrences, tracing
+from gradfuse.export import branches, comparing_sizes, dropout, explaining, onnx_model, pools, recurrences, tracing
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TRIED_SEED, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
-from gradfuse.export.verifying import Truth
+from gradfuse.export.verifying import Opened, Truth
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.scatters import replace_scatter_nd
 from gradfuse.training.step import DROPOUT_SEED
@@ -79,6 +80,8 @@ def evaluation_model(
     replace_scatter_nd(model)
     truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
     truth.verify(model, "evaluation")
+    others = sizes.others if program is None else OtherSizes.of(step, program, shapes, (*step.state, *step.input_names))
+    comparing_sizes.compare(truth, model, Opened(model, "evaluation"), {}, others, shapes, "evaluation")
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 

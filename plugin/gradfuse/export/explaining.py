@@ -29,6 +29,7 @@ from gradfuse.export.reporting import WHO
 
 if TYPE_CHECKING:
     from gradfuse.export.dynamic_shapes import DynamicShapes
+    from gradfuse.export.other_sizes import OtherSizes
     from gradfuse.export.torch_step import TorchStep
 
 _PACKAGES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, gradfuse))
@@ -54,6 +55,7 @@ _CONSTANT = re.compile(
     r"marked L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((\d+)\)"
 )
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _SLICING = ("_compute_slice_index", "split")
 """Functions of torch whose conditions on sizes are those of the code that calls them."""
@@ -118,11 +120,13 @@ class Sizes:
     Attributes:
         places: where sizes are made constants, in the order in which they were met.
         made_general: whether a step was traced so.
+        others: sizes at which a step is compared with PyTorch, too.
     """
 
     def __init__(self, *, general: bool = True) -> None:
         self.general = general
         self.made_general = False
+        self.others: list[OtherSizes] = []
         self.places: list[str] = []
         # With the location itself, so that no other gets its id.
         self._asked: dict[int, tuple[Any, str]] = {}
@@ -160,11 +164,15 @@ class Sizes:
                 size = values[placeholder].shape[axis]
                 if isinstance(size, int) and (name, axis) not in shapes.automatic:
                     return self._text(name, axis, size)
-        for source, filename, line, function in private.sizes_that_stay(program):
+        for source, location, filename, line, function in private.sizes_that_stay(program):
             found = _AXIS.search(source)
-            if found is not None and is_users(filename):
+            # Torch's own functions ask for what they are given, as the size of a window.
+            _, place = self._asked.get(id(location), (None, None))
+            if is_users(filename):
+                place = f"{function} ({os.path.basename(filename)}:{line})"
+            if found is not None and place is not None and function not in _SLICING:
                 name, axis = _names(step, found[1])[int(found[2])], int(found[3])
-                self.places.insert(0, f"{function} ({os.path.basename(filename)}:{line})")
+                self.places.insert(0, place)
                 return self._text(name, axis, step.batch[name].shape[axis])
         return None
 
@@ -465,6 +473,34 @@ def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> st
             "products, quotients and sums"
         )
     return f"{operator}{called(step, operator)} has no ONNX translation; expected other operators that compute it"
+
+
+def from_a_size(step: TorchStep, program: ExportedProgram, name: str | None) -> str | None:
+    """Return what to say of a node of a program that takes a number which follows from a size; None: it takes none."""
+    node = next((one for one in program.graph.nodes if one.name == name), None)
+    for given in () if node is None else node.all_input_nodes:
+        value = given.meta.get("val")
+        for symbol in private.expression(value).free_symbols if private.is_symbolic(value) else ():
+            sources = private.sources_of(private.shape_environment(program), symbol)
+            axis = next(filter(None, (_axis(step, source) for source in sources)), None)
+            if node is not None and axis is not None:
+                where = called(step, str(node.target)) or f"{_in(_place_of(node))},"
+                return (
+                    f"axis {axis[1]} of {axis[0]!r} cannot vary as dynamic_shapes says: {node.target}{where} takes a "
+                    "number that follows from its size, which ONNX has as a constant only; expected code for any size, "
+                    "or this axis static"
+                )
+    return None
+
+
+def _place_of(node: Node) -> str | None:
+    """Return where the user's code makes a node of a traced program."""
+    lines = _FRAME.findall(node.meta.get("stack_trace") or "")
+    found = [(filename, line, function) for filename, line, function in lines if is_users(filename)]
+    if not found:
+        return None
+    filename, line, function = found[-1]
+    return f"{function} ({os.path.basename(filename)}:{line})"
 
 
 def _is_complex(node: Node) -> bool:

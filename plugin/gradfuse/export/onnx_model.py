@@ -254,6 +254,9 @@ def _untranslated(step: TorchStep, program: ExportedProgram, error: BaseExceptio
         operator = private.untranslated_operator(cause)
         if operator is not None:
             return refusal(explaining.untranslated(step, program, operator))
+        of_size = explaining.from_a_size(step, program, private.untranslated_node(cause))
+        if of_size is not None:
+            return refusal(of_size)
         text, cause = one_line(cause), cause.__cause__ or cause.__context__
     return refusal(f"torch.onnx.export cannot translate the step: {text}")
 

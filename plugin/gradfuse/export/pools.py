@@ -1,7 +1,8 @@
-"""Maximum pooling whose traced program holds for dynamic sizes.
+"""Pooling whose traced program holds for dynamic sizes.
 
 PyTorch traces `max_pool1d` for one length. With `ceil_mode` it drops a last window that would begin behind the input
-and its padding: whether there is one depends on the sizes, and PyTorch takes what holds for those of the example.
+and its padding: whether there is one depends on the sizes, and PyTorch takes what holds for those of the example. The
+windows of adaptive average pooling follow from the sizes; here a product with a matrix adds up what is in each.
 
 This module imports torch.
 """
@@ -9,6 +10,7 @@ This module imports torch.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +28,12 @@ _AXES = {
     torch.max_pool2d: 2,
     torch.max_pool3d: 3,
 }
+_ADAPTIVE = {
+    F.adaptive_avg_pool1d: 1,
+    F.adaptive_avg_pool2d: 2,
+    F.adaptive_avg_pool3d: 3,
+    torch.adaptive_avg_pool1d: 1,
+}
 _SETTINGS = 6
 """The arguments ahead of `return_indices`."""
 _POOLS = {2: torch.max_pool2d, 3: torch.max_pool3d}
@@ -33,7 +41,7 @@ _POOLS = {2: torch.max_pool2d, 3: torch.max_pool3d}
 
 @contextlib.contextmanager
 def sized() -> Iterator[None]:
-    """Let maximum pooling under this be traced for any sizes."""
+    """Let pooling under this be traced for any sizes."""
     with _Sized():
         yield
 
@@ -45,7 +53,52 @@ class _Sized(TorchFunctionMode):
             axes = _AXES[func]
             if not all(isinstance(size, int) for size in args[0].shape[-axes:]):
                 return pool(axes, *args, **settings)
+        if func in _ADAPTIVE:
+            given = inspect.signature(_given_adaptive).bind(*args, **(kwargs or {})).arguments
+            return _adaptive(func, _ADAPTIVE[func], **given)
+        if func is F.interpolate:
+            bound = inspect.signature(F.interpolate).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            if bound.arguments["mode"] == "area":
+                return _area(func, bound)
         return func(*args, **(kwargs or {}))
+
+
+def _given_adaptive(input: Tensor, output_size: Any) -> None:
+    """Has the arguments of adaptive pooling."""
+
+
+def _area(func: Any, bound: inspect.BoundArguments) -> Any:
+    """Interpolate by areas, which is adaptive average pooling."""
+    input, size, factors = (bound.arguments[name] for name in ("input", "size", "scale_factor"))
+    axes = input.dim() - 2
+    if size is None and isinstance(factors, (int, float)):
+        factors = [factors] * axes
+    if size is None and isinstance(factors, (list, tuple)):
+        size = [math.floor(one * factor) for one, factor in zip(input.shape[2:], factors, strict=True)]
+    return _adaptive(lambda *_: func(*bound.args, **bound.kwargs), axes, input, size)
+
+
+def _adaptive(func: Any, axes: int, input: Tensor, output_size: Any) -> Any:
+    sizes = list(output_size) if isinstance(output_size, (list, tuple)) else [output_size] * axes
+    pairs = list(zip(input.shape[-axes:], sizes, strict=False))
+    fixed = all(isinstance(size, int) for size in input.shape[-axes:])
+    if fixed or len(sizes) != axes or all(isinstance(count, int) and count == 1 for count in sizes):
+        return func(input, output_size)
+    for axis, (size, count) in enumerate(pairs, -axes):
+        if count is not None and count is not size:
+            input = _averaged(input, axis, size, count)
+    return input
+
+
+def _averaged(input: Tensor, axis: int, size: Any, count: Any) -> Tensor:
+    """Return means along an axis, of windows from i size // count to ceil((i + 1) size / count)."""
+    windows = torch.arange(count, device=input.device)
+    begins, ends = windows * size // count, ((windows + 1) * size + count - 1) // count
+    places = torch.arange(size, device=input.device)[:, None]
+    within = ((places >= begins) & (places < ends)).to(input.dtype)
+    sums = input.transpose(axis, -1) @ within
+    return (sums / (ends - begins).to(input.dtype)).transpose(axis, -1)
 
 
 def pool(

@@ -25,6 +25,7 @@ from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, dropout, explaining, host_draws
 from gradfuse.export.python_state import PythonState
+from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
@@ -35,7 +36,6 @@ _ROUNDINGS, _ROUNDINGS_OF_LARGEST = 64, 8
 """By how many roundings of an output, and of the largest one, two runs may differ."""
 _ROUNDINGS_OF_OPERATOR, _MOST_OF_OPERATOR = 2048, 0.25
 """By how much of its largest number the result of one operator may, if its operands are the same."""
-_SAMPLES = 64
 _NAMED = 3
 
 _EXPECTED = (
@@ -232,49 +232,7 @@ def _magnitude(tensor: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What one operator did.
-
-    Attributes:
-        name: the operator.
-        numbers: its arguments that are no tensors.
-        results: some numbers of each of its results.
-        place: where the user's code calls it; None: it does not.
-    """
-
-    name: str
-    numbers: str
-    results: tuple[Tensor, ...]
-    place: str | None
-
-
-class _Recorded(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what each operator does."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[_Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        leaves = private.tensors_in((args, kwargs or {}))
-        numbers = repr([one for one in leaves if isinstance(one, (int, float, complex, str))])
-        results = tuple(_sample(one) for one in private.tensors_in(result) if isinstance(one, Tensor))
-        self.calls.append(_Call(str(func), numbers, results, explaining.current_place()))
-        return result
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return some numbers of a tensor, among them sums in which all of them are."""
-    if tensor.layout != torch.strided or tensor.is_complex() or not tensor.numel():
-        return torch.zeros(0)
-    flat = tensor.detach().reshape(-1).double()
-    places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel())).long()
-    return torch.cat([flat[places], flat.mean()[None], flat.abs().mean()[None]])
-
-
-def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Callable[[], object]) -> _Call | None:
+def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Callable[[], object]) -> Call | None:
     """Return the first call of an operator that differs between two runs; None: by no more than rounding.
 
     Args:
@@ -286,7 +244,7 @@ def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Call
     for number in range(2):
         if number < len(prepare):
             prepare[number]()
-        with _Recorded() as one:
+        with Recorded() as one:
             run()
         recorded.append(one.calls)
     share = min(_ROUNDINGS_OF_OPERATOR * step.eps_of_activations, _MOST_OF_OPERATOR)
@@ -304,7 +262,7 @@ def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Call
     return longer[shorter] if len(longer) > shorter else None
 
 
-def _refused(step: TorchStep, state: PythonState, what: str, found: _Call, changed: list[str]) -> ExportError:
+def _refused(step: TorchStep, state: PythonState, what: str, found: Call, changed: list[str]) -> ExportError:
     """Return the refusal of a step that changes."""
     sources = _Sources.of(step, state)
     draws, clocks = sources.text("draws"), sources.text("clocks")

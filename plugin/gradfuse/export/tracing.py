@@ -29,6 +29,7 @@ from gradfuse.export import (
 )
 from gradfuse.export.decompositions import complex_numbers, forward
 from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.selections import CannotSelectError
 from gradfuse.export.torch_step import Outcome, TorchStep
@@ -117,6 +118,7 @@ def forward_program(
         raise refusal(explaining.untraceable(step) or constant)
     branches.warn_of_assumptions(taken)
     sizes.warn(step, program, shapes)
+    sizes.others = OtherSizes.of(step, program, shapes, (*used, *others, *step.batch))
     returned = 0
     if watch is not None:
         returned = len(watch.outputs)

@@ -175,6 +175,11 @@ class Truth:
         step = dataclasses.replace(self.step, state=self.step.state | state, inputs=inputs, targets=targets)
         return Truth.of(step, self.run(step, lambda tensor: tensor), self.run, self.free)
 
+    def without_roundings(self, step: TorchStep, own: Arrays) -> Truth:
+        """Return the truth of a step of another size by its own outputs alone, which nothing may differ from widely."""
+        none = _Spread(lambda *_: own, 0.0, own)
+        return dataclasses.replace(self, step=step, own=own, exact=None, kernels=none, narrow=none, constants=none)
+
     def _of_wide_conversions(self, types: Collection[torch.dtype] = ()) -> Truth:
         """Return the same with float64 for what the module converts to float32, or to one of these types."""
 
@@ -215,7 +220,7 @@ class Truth:
         Raises:
             ExportError: an output differs; an error that the unfused model has too is said to be its.
         """
-        self._compare(fused, opened or Opened(fused, "fused"), (state or {}) | self.feeds(fused), "fused")
+        self.compare_opened(fused, opened or Opened(fused, "fused"), (state or {}) | self.feeds(fused), "fused")
         try:
             self.compare_in_float64(fused, "fused")
         except ExportError:
@@ -232,9 +237,9 @@ class Truth:
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
         """
-        self._compare(model, Opened(model, which), self.feeds(model), which)
+        self.compare_opened(model, Opened(model, which), self.feeds(model), which)
 
-    def _compare(self, model: ir.Model, opened: Opened, feeds: Arrays, which: str) -> None:
+    def compare_opened(self, model: ir.Model, opened: Opened, feeds: Arrays, which: str) -> None:
         """Compare the outputs of a model, which may have been opened with more, with PyTorch."""
         results = opened.run(feeds, [str(output.name) for output in model.graph.outputs])
         if results is None:

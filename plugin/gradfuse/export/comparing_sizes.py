@@ -1,0 +1,170 @@
+"""Compares a model with PyTorch at other sizes than those of the batch. This module imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from gradfuse.errors import ExportError
+from gradfuse.export import explaining
+from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.other_sizes import OtherSizes
+from gradfuse.export.recording import Call, Recorded
+from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.torch_step import TorchStep, undisturbed
+from gradfuse.export.verifying import Opened, Truth, has_onnxruntime
+from gradfuse.models.arrays import Arrays
+
+_OF_SHAPES = frozenset(
+    """
+    view _unsafe_view reshape _reshape_alias expand slice select narrow as_strided arange full zeros ones empty rand
+    randn new_zeros new_ones new_empty new_full repeat split split_with_sizes unsqueeze squeeze permute linspace index
+    empty_strided clone copy_ detach
+    """.split()
+)
+"""Operators whose numbers follow from sizes as a matter of course."""
+_OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
+"""Operators that take numbers as they take tensors."""
+
+
+def compare(
+    truth: Truth,
+    model: ir.Model,
+    opened: Opened,
+    state: Arrays,
+    others: Sequence[OtherSizes],
+    shapes: DynamicShapes,
+    which: str,
+) -> None:
+    """Compare every output of a model with PyTorch's where each axis that may vary has another size.
+
+    All axes change at once, and those alone that a module does not let change with others.
+
+    Args:
+        truth: what PyTorch computes at the sizes of the batch.
+        model: the model.
+        opened: it, maybe with more in it.
+        state: what that takes besides.
+        others: the sizes.
+        shapes: the dynamic dimensions.
+        which: what to call the model in messages.
+
+    Raises:
+        ExportError: the model differs, or PyTorch itself does not run at any other size of an axis.
+    """
+    if not has_onnxruntime():
+        return
+    compared: set[str] = set()
+    failures: dict[str, tuple[OtherSizes, Exception]] = {}
+    for sizes in others:
+        if compared.issuperset(sizes.names) and not sizes.besides:
+            continue
+        found = _run(truth, sizes)
+        if isinstance(found, Exception):
+            for name in sizes.names:
+                failures[name] = sizes, found
+            continue
+        step, own = found
+        try:
+            _judge(truth, step, own, model, opened, state, which)
+        except ExportError as error:
+            alone = _alone(truth, model, opened, state, others, which) if len(sizes.names) > 1 else None
+            raise _refused(truth.step, *(alone or (sizes, step, error))) from error
+        compared.update(sizes.names)
+    for name, (sizes, error) in failures.items():
+        if name not in compared:
+            text = f"the module or the loss fails: {explaining.reason(error).removeprefix(f'{WHO}: ')}"
+            raise _refused(truth.step, sizes, None, text) from error
+    labels = dict.fromkeys(label for axes in shapes.names.values() for label in axes.values())
+    left = [label for label in labels if label not in compared]
+    _warn_of(truth.step, left, shapes)
+
+
+def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exception:
+    """Return a step of other sizes, and what PyTorch gives for it; or why it gives nothing."""
+    failure: Exception | None = None
+    for step in sizes.steps(truth.step):
+        try:
+            return step, truth.run(step, lambda tensor: tensor)
+        except Exception as error:
+            # A user's module may raise anything.
+            failure = failure or error
+    assert failure is not None
+    return failure
+
+
+def _judge(
+    truth: Truth, step: TorchStep, own: Arrays, model: ir.Model, opened: Opened, state: Arrays, which: str
+) -> None:
+    quick = truth.without_roundings(step, own)
+    feeds = state | quick.feeds(model)
+    try:
+        quick.compare_opened(model, opened, feeds, which)
+    except ExportError:
+        full = Truth.of(step, own, truth.run, truth.free)
+        full.compare_opened(model, opened, feeds, which)
+        full.compare_in_float64(model, which)
+
+
+def _alone(
+    truth: Truth, model: ir.Model, opened: Opened, state: Arrays, others: Sequence[OtherSizes], which: str
+) -> tuple[OtherSizes, TorchStep, ExportError] | None:
+    """Return the first dimension that alone makes the model differ."""
+    for sizes in others:
+        if len(sizes.names) > 1 or isinstance(found := _run(truth, sizes), Exception):
+            continue
+        try:
+            _judge(truth, *found, model, opened, state, which)
+        except ExportError as error:
+            return sizes, found[0], error
+    return None
+
+
+def _refused(before: TorchStep, sizes: OtherSizes, step: TorchStep | None, error: ExportError | str) -> ExportError:
+    text = str(error).removeprefix(f"{WHO}: ")
+    call = _other_call(before, step) if step is not None else None
+    why = f", where {call.name.partition('.')[2] or call.name} takes other numbers" if call is not None else ""
+    where = f", in {call.place}" if call is not None and call.place is not None else ""
+    axes = " and ".join(f"axis {axis} of {name!r}" for name, axis in sizes.sizes)
+    numbers = ", ".join(str(size) for size in dict.fromkeys(sizes.sizes.values()))
+    return refusal(
+        f"{axes} cannot vary as dynamic_shapes says: with size {numbers}, {text}{why}{where}; expected code for any "
+        "size, or this axis static"
+    )
+
+
+def _other_call(before: TorchStep, step: TorchStep) -> Call | None:
+    """Return the first operator that gets other numbers at other sizes, and does not do so by its nature."""
+    recorded = []
+    for one in (before, step):
+        # The runs themselves have been judged before.
+        with contextlib.suppress(ExportError), undisturbed(one), Recorded() as calls:
+            one.run()
+        recorded.append(calls.calls)
+    found: Call | None = None
+    for a, b in zip(*recorded, strict=False):
+        if a.name != b.name:
+            return found or b
+        kind = a.name.split(".")[1] if "." in a.name else a.name
+        if a.numbers != b.numbers and kind not in _OF_SHAPES and b.place is not None:
+            if kind not in _OF_NUMBERS:
+                return b
+            found = found or b
+    return found
+
+
+def _warn_of(step: TorchStep, labels: Sequence[str], shapes: DynamicShapes) -> None:
+    """Tell the user which dimensions were compared at the size of the batch alone."""
+    for label in labels:
+        axes = [(name, axis) for name, one in shapes.names.items() for axis in one if one[axis] == label]
+        if any(key in shapes.automatic for key in axes):
+            continue
+        name, axis = axes[0]
+        warnings.warn(
+            f"{WHO}: axis {axis} of {name!r} was compared with PyTorch at size {step.batch[name].shape[axis]} alone, "
+            "as no other was found that the traced step takes",
+            stacklevel=4,
+        )

@@ -1,0 +1,250 @@
+"""Batches of other sizes than the one that a step is exported with, where its axes may vary.
+
+What follows from a size in Python may become a constant of the traced program, so that the model is right at the sizes
+of the batch alone. At sizes that have nothing to do with those it is not. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from gradfuse.export import _torch_private as private
+from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.torch_step import TorchStep
+
+Axis = tuple[str, int]
+"""A tensor of the batch, and one of its axes."""
+
+_SMALL = 1 << 16
+"""A batch with so many numbers may become several times as large; others become smaller where they can."""
+_MOST_OF_ONE, _MOST_TRIED = 16, 512
+_LEAST = 2
+"""A size of 1 is another thing to PyTorch."""
+_MOVED = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherSizes:
+    """Sizes that the axes of a batch may have, by what tracing took to be so of them.
+
+    Attributes:
+        names: the names of the dimensions that vary here.
+        sizes: the axis of a tensor -> its size.
+        besides: whether they are tried although all of these dimensions have varied before.
+    """
+
+    names: tuple[str, ...]
+    sizes: Mapping[Axis, int]
+    besides: bool = False
+
+    @classmethod
+    def of(
+        cls, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes, inputs: Sequence[str]
+    ) -> list[OtherSizes]:
+        """Return sizes that differ from those of the batch: some of all dimensions at once, then of each alone.
+
+        Args:
+            step: the step.
+            program: a traced program.
+            shapes: the dynamic dimensions.
+            inputs: the names of the program's inputs in their order.
+        """
+        dimensions = _Dimensions.of(step, program, shapes, inputs)
+        small = sum(tensor.numel() for tensor in step.batch.values()) <= _SMALL
+        found = []
+        for grows in (small, not small):
+            sizes = dimensions.chosen(dimensions.groups, grows=grows)
+            # What is right at two sizes may be wrong at a third one; in a small batch it costs little to see.
+            found += [dataclasses.replace(sizes, besides=small)] if sizes is not None else []
+        if len(dimensions.groups) > 1:
+            for group, grows in itertools.product(dimensions.groups, (small, not small)):
+                sizes = dimensions.chosen([group], grows=grows)
+                found += [sizes] if sizes is not None else []
+        return found
+
+    def steps(self, step: TorchStep) -> Iterator[TorchStep]:
+        """Yield the step with batches of these sizes; later ones for modules that do not take the earlier ones."""
+        for fit in (lambda tensor, _: tensor, _fitted):
+            tensors = {}
+            for name, tensor in step.batch.items():
+                sizes = {axis: size for (one, axis), size in self.sizes.items() if one == name}
+                tensors[name] = fit(_resized(tensor.detach(), sizes), self._changes(step))
+            yield dataclasses.replace(
+                step,
+                inputs=tuple(tensors[name] for name in step.input_names),
+                targets=tuple(tensors[name] for name in step.target_names),
+            )
+
+    def _changes(self, step: TorchStep) -> dict[int, int]:
+        """Return size in the batch -> size here."""
+        return {step.batch[name].shape[axis]: size for (name, axis), size in self.sizes.items()}
+
+
+def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    """Return a tensor of other sizes, of which what is more than before repeats what is there, with other fractions."""
+    for axis, size in sizes.items():
+        before = tensor.shape[axis]
+        if not before or size == before:
+            continue
+        places = torch.arange(size, device=tensor.device)
+        tensor = tensor.index_select(axis, places % before)
+        if size > before and tensor.is_floating_point():
+            # As of numbers that are equal, kernels choose another one. What is between 0 and 1 stays so.
+            more = tensor.narrow(axis, before, size - before)
+            generator = torch.Generator().manual_seed(size)
+            moves = 1 - _MOVED * torch.rand(more.shape, generator=generator).to(more)
+            more.copy_(torch.where(more == more.round(), more, more * moves))
+    return tensor
+
+
+def _fitted(tensor: Tensor, changes: Mapping[int, int]) -> Tensor:
+    """Return whole numbers that are right for other sizes, if they are lengths, or parts that add up to one."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
+        return tensor
+    for before, size in changes.items():
+        if int(tensor.max()) == before:
+            return torch.where(tensor == before, size, tensor.clamp(max=size))
+        missing = size - int(tensor.sum())
+        if int(tensor.sum()) == before and tensor.dim() == 1 and int(tensor.max()) + missing >= 0:
+            fitted = tensor.clone()
+            fitted[int(tensor.argmax())] += missing
+            return fitted
+    return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dimensions:
+    """The sizes of a traced program that may vary.
+
+    Attributes:
+        axes: the axis of a tensor -> its size, as an expression of symbols.
+        names: the axis of a tensor -> the name of the dimension.
+        groups: symbols that vary together, as they have one name.
+        given: symbol -> its size in the batch.
+        ranges: symbol -> the least and the largest size.
+        conditions: what tracing took to be so of the symbols.
+    """
+
+    axes: dict[Axis, Any]
+    names: dict[Axis, str]
+    groups: list[tuple[str, ...]]
+    given: dict[str, int]
+    ranges: dict[str, tuple[int, int]]
+    conditions: list[private.SizeCondition]
+
+    @classmethod
+    def of(cls, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes, inputs: Sequence[str]) -> _Dimensions:
+        values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+        placeholders = dict(zip(inputs, program.graph_signature.user_inputs, strict=False))
+        axes, names = {}, {}
+        for name, labels in shapes.names.items():
+            for axis, label in labels.items() if name in placeholders else ():
+                size = private.expression(values[placeholders[name]].shape[axis])
+                if not isinstance(size, int):
+                    axes[name, axis], names[name, axis] = size, label
+        groups: list[set[str]] = []
+        for label in dict.fromkeys(names.values()):
+            symbols = {str(one) for key, size in axes.items() if names[key] == label for one in size.free_symbols}
+            joined = [group for group in groups if group & symbols]
+            groups = [*(group for group in groups if group not in joined), symbols.union(*joined)]
+        environment = private.shape_environment(program)
+        every = {str(one): one for size in axes.values() for one in size.free_symbols}
+        given = {name: private.example_size(environment, one) for name, one in every.items()}
+        known = {name: size for name, size in given.items() if size is not None}
+        # A step may have been traced with a longer batch.
+        for (name, axis), size in axes.items():
+            if size.is_Symbol:
+                known[str(size)] = step.batch[name].shape[axis]
+        conditions = [one for one in private.conditions_on_sizes(program) if one.sources.keys() <= known.keys()]
+        return cls(
+            axes=axes,
+            names=names,
+            groups=[tuple(sorted(group)) for group in groups if group <= known.keys()],
+            given={name: int(size) for name, size in known.items()},
+            ranges={name: private.range_of(program, one) for name, one in every.items() if name in known},
+            conditions=conditions,
+        )
+
+    def chosen(self, groups: Sequence[tuple[str, ...]], *, grows: bool) -> OtherSizes | None:
+        """Return other sizes of some groups of symbols, and the same of the others; None: none was found."""
+        candidates = []
+        for group in groups:
+            own = [one for one in self.conditions if one.sources.keys() <= set(group)]
+            possible = (
+                size
+                for size in self._candidates(group, grows=grows)
+                if self._is_possible(self.given | self._scaled(group, size), own)
+            )
+            candidates.append(list(itertools.islice(possible, _MOST_OF_ONE)))
+        for sizes in itertools.islice(_by_rank(candidates), _MOST_TRIED):
+            values = dict(self.given)
+            for group, size in zip(groups, sizes, strict=True):
+                values.update(self._scaled(group, size))
+            if len(set(sizes)) == len(sizes) and self._is_possible(values, self.conditions):
+                changed = {axis: self._size(axis, values) for axis in self.axes}
+                moved = {axis: size for axis, size in changed.items() if size != self._size(axis, self.given)}
+                return OtherSizes(tuple(dict.fromkeys(self.names[axis] for axis in moved)), moved) if moved else None
+        return None
+
+    def _candidates(self, group: tuple[str, ...], *, grows: bool) -> Iterator[int]:
+        """Yield sizes of the first symbol of a group, those first that have nothing to do with that in the batch."""
+        size = self.given[group[0]]
+        others = [*range(2 * size + 1, 5 * size + 8)] if grows else [*range(size * 2 // 3, _LEAST - 1, -1)]
+        others += [*range(size + 1, 2 * size + 1)] if grows else [*range(size - 1, size * 2 // 3, -1)]
+        yield from sorted(others, key=lambda one: 0 if math.gcd(one, size) == 1 else 1 if one % size else 2)
+
+    def _scaled(self, group: tuple[str, ...], size: int) -> dict[str, int]:
+        """Return the sizes of all symbols of a group: as much more as that of the first."""
+        first = self.given[group[0]]
+        return {
+            name: size if self.given[name] == first else max(_LEAST, self.given[name] + size - first) for name in group
+        }
+
+    def _is_possible(self, values: Mapping[str, int], conditions: list[private.SizeCondition]) -> bool:
+        if not all(least <= values[name] <= most for name, (least, most) in self.ranges.items()):
+            return False
+        if not all(self._size(axis, values) >= 1 for axis in self.axes):
+            return False
+        failed = next((one for one in conditions if not _holds(one, values)), None)
+        if failed is not None:
+            # What one size fails at, the next one does.
+            conditions.remove(failed)
+            conditions.insert(0, failed)
+        return failed is None
+
+    def _size(self, axis: Axis, values: Mapping[str, int]) -> int:
+        size = self.axes[axis]
+        return int(size.subs({one: values[str(one)] for one in size.free_symbols}))
+
+
+def _holds(condition: private.SizeCondition, values: Mapping[str, int]) -> bool:
+    try:
+        return condition.holds(values)
+    except TypeError:
+        # What cannot be told of numbers is no condition on them.
+        return True
+
+
+def _by_rank(candidates: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield one of each, in the order of the sum of their ranks."""
+    most = sum(len(one) for one in candidates)
+    for total in range(most):
+        yield from _with_sum(candidates, total)
+
+
+def _with_sum(candidates: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int, ...]]:
+    if not candidates:
+        if total == 0:
+            yield ()
+        return
+    for rank, one in enumerate(candidates[0][: total + 1]):
+        for rest in _with_sum(candidates[1:], total - rank):
+            yield (one, *rest)
