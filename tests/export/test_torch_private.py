@@ -697,6 +697,21 @@ def test_untranslated_operator(library: Any) -> None:
         assert private.untranslated_operator(ValueError("another")) is None
 
 
+def test_untranslated_node(library: Any) -> None:
+    with needed("the text of torch.onnx's error for a node that it fails at", "name what cannot be translated"):
+        library.define("h(Tensor x) -> Tensor")
+        torch.library.register_fake("gradfuse_test::h", torch.empty_like, lib=library)
+
+        class Calling(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.gradfuse_test.h(x)  # type: ignore[no-any-return]
+
+        with pytest.raises(torch.onnx.OnnxExporterError) as caught:
+            to_onnx(Calling())
+        assert "h" in [private.untranslated_node(error) for error in causes(caught.value)]
+        assert private.untranslated_node(ValueError("another")) is None
+
+
 def test_decisions_of_kernels() -> None:
     with needed("the function by which nn.Transformer sees a causal mask", "trace nn.Transformer with masks"):
         (code,) = private.decisions_of_kernels()

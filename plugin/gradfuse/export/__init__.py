@@ -207,7 +207,7 @@ def _exported(
         evaluating = None
         if wants_evaluation:
             try:
-                evaluating = evaluation_model(step, shapes, native.changed, sizes, shared)
+                evaluating = evaluation_model(step, shapes, native.changed, sizes, shared, state)
             except ExportError as error:
                 if evaluation or sizes.made_general:
                     raise

@@ -726,18 +726,6 @@ def example_size(environment: Any, symbol: Any) -> Any:
     return (environment.var_to_val if values is None else values).get(symbol)
 
 
-def range_of(program: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
-    """Return the least and the largest number that a symbolic size of a traced program may be."""
-    found = program.range_constraints.get(symbol)
-    if found is None:
-        return 0, sys.maxsize
-    least, most = found.lower, found.upper
-    return (
-        int(least) if least.is_Integer and abs(least) < sys.maxsize else 0,
-        int(most) if most.is_Integer and abs(most) < sys.maxsize else sys.maxsize,
-    )
-
-
 def conditions(tensors: Sequence[Tensor]) -> list[Any]:
     """Return the conditions on symbolic sizes that are known where tensors are traced, as expressions."""
     environment = next((one.fake_mode.shape_env for one in tensors if isinstance(one, FakeTensor)), None)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from gradfuse.errors import ExportError
 from gradfuse.export import explaining
 from gradfuse.export.dynamic_shapes import DynamicShapes
-from gradfuse.export.other_sizes import OtherSizes
+from gradfuse.export.other_sizes import Axis, OtherSizes
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep, undisturbed
@@ -74,13 +74,17 @@ def compare(
             alone = _alone(truth, model, opened, state, others, which) if len(sizes.names) > 1 else None
             raise _refused(truth.step, *(alone or (sizes, step, error))) from error
         compared.update(sizes.names)
-    for name, (sizes, error) in failures.items():
+    for name, (sizes, failure) in failures.items():
         if name not in compared:
-            text = f"the module or the loss fails: {explaining.reason(error).removeprefix(f'{WHO}: ')}"
-            raise _refused(truth.step, sizes, None, text) from error
-    labels = dict.fromkeys(label for axes in shapes.names.values() for label in axes.values())
-    left = [label for label in labels if label not in compared]
-    _warn_of(truth.step, left, shapes)
+            named = isinstance(failure, ExportError)
+            text = failure if named else f"the module fails: {explaining.reason(failure)}"
+            raise _refused(truth.step, sizes, None, text) from failure
+    given = {str(value.name) for value in model.graph.inputs}
+    axes = {name: one for name, one in shapes.names.items() if name in given}
+    for label in dict.fromkeys(label for one in axes.values() for label in one.values()):
+        if label not in compared:
+            alike = [(name, axis) for name, one in axes.items() for axis in one if one[axis] == label]
+            _warn_of(truth.step, alike, shapes)
 
 
 def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exception:
@@ -123,7 +127,7 @@ def _alone(
     return None
 
 
-def _refused(before: TorchStep, sizes: OtherSizes, step: TorchStep | None, error: ExportError | str) -> ExportError:
+def _refused(before: TorchStep, sizes: OtherSizes, step: TorchStep | None, error: object) -> ExportError:
     text = str(error).removeprefix(f"{WHO}: ")
     call = _other_call(before, step) if step is not None else None
     why = f", where {call.name.partition('.')[2] or call.name} takes other numbers" if call is not None else ""
@@ -138,14 +142,13 @@ def _refused(before: TorchStep, sizes: OtherSizes, step: TorchStep | None, error
 
 def _other_call(before: TorchStep, step: TorchStep) -> Call | None:
     """Return the first operator that gets other numbers at other sizes, and does not do so by its nature."""
-    recorded = []
-    for one in (before, step):
+    recorded = Recorded(), Recorded()
+    for one, calls in zip((before, step), recorded, strict=True):
         # The runs themselves have been judged before.
-        with contextlib.suppress(ExportError), undisturbed(one), Recorded() as calls:
+        with contextlib.suppress(ExportError), undisturbed(one), calls:
             one.run()
-        recorded.append(calls.calls)
     found: Call | None = None
-    for a, b in zip(*recorded, strict=False):
+    for a, b in zip(recorded[0].calls, recorded[1].calls, strict=False):
         if a.name != b.name:
             return found or b
         kind = a.name.split(".")[1] if "." in a.name else a.name
@@ -156,12 +159,9 @@ def _other_call(before: TorchStep, step: TorchStep) -> Call | None:
     return found
 
 
-def _warn_of(step: TorchStep, labels: Sequence[str], shapes: DynamicShapes) -> None:
-    """Tell the user which dimensions were compared at the size of the batch alone."""
-    for label in labels:
-        axes = [(name, axis) for name, one in shapes.names.items() for axis in one if one[axis] == label]
-        if any(key in shapes.automatic for key in axes):
-            continue
+def _warn_of(step: TorchStep, axes: Sequence[Axis], shapes: DynamicShapes) -> None:
+    """Tell the user that the axes of a dimension were compared at the size of the batch alone."""
+    if not shapes.automatic.issuperset(axes):
         name, axis = axes[0]
         warnings.warn(
             f"{WHO}: axis {axis} of {name!r} was compared with PyTorch at size {step.batch[name].shape[axis]} alone, "

@@ -16,10 +16,21 @@ from torch.export import ExportedProgram
 from gradfuse.checking.condensing import condensed
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, comparing_sizes, dropout, explaining, onnx_model, pools, recurrences, tracing
+from gradfuse.export import (
+    branches,
+    comparing_sizes,
+    dropout,
+    explaining,
+    onnx_model,
+    pools,
+    recurrences,
+    steadiness,
+    tracing,
+)
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
+from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.torch_step import TRIED_SEED, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
@@ -35,6 +46,7 @@ def evaluation_model(
     changed: Sequence[str],
     sizes: explaining.Sizes,
     shared: tuple[ir.Model, Sequence[str]] | None,
+    state: PythonState,
 ) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
@@ -49,14 +61,17 @@ def evaluation_model(
         sizes: tells the user what is taken to be so of sizes.
         shared: a translated model with these outputs and the names of its inputs, parameters and buffers first, if the
             step gives one.
+        state: Python's state, which is as before at the end.
 
     Raises:
-        ExportError: PyTorch cannot trace the module, or an output differs from PyTorch's.
+        ExportError: PyTorch cannot trace the module, it computes something else each time that it runs, or an output
+            differs from PyTorch's.
     """
     step.module.eval()
     step = step.with_seed(TRIED_SEED)
     try:
         with quiet(), torch.no_grad():
+            steadiness.require_same(lambda: _run(step, lambda tensor: tensor), step, state)
             native, draws = _run_and_count(step, lambda tensor: tensor)
             if draws and DROPOUT_SEED not in step.state:
                 raise refusal(

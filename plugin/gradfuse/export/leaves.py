@@ -45,7 +45,7 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._names and getattr(func, "__name__", "") not in _ABOUT:
+        if self._names and getattr(func, "__name__", "") not in ABOUT:
             for one in private.tensors_in((args, kwargs)):
                 name = self._names.get(id(one))
                 if name is not None and (func.__name__ != "__get__" or isinstance(result, Tensor)):
@@ -53,7 +53,7 @@ class Reads(TorchFunctionMode):
         return result
 
 
-_ABOUT = frozenset("size dim numel nelement stride element_size is_floating_point is_complex sparse_dim".split())
+ABOUT = frozenset("size dim numel nelement stride element_size is_floating_point is_complex sparse_dim".split())
 """What tells nothing of the numbers in a tensor."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -169,7 +170,7 @@ class _Dimensions:
             names=names,
             groups=[tuple(sorted(group)) for group in groups if group <= known.keys()],
             given={name: int(size) for name, size in known.items()},
-            ranges={name: private.range_of(program, one) for name, one in every.items() if name in known},
+            ranges={name: _range_of(program, one) for name, one in every.items() if name in known},
             conditions=conditions,
         )
 
@@ -223,6 +224,18 @@ class _Dimensions:
     def _size(self, axis: Axis, values: Mapping[str, int]) -> int:
         size = self.axes[axis]
         return int(size.subs({one: values[str(one)] for one in size.free_symbols}))
+
+
+def _range_of(program: ExportedProgram, symbol: Any) -> tuple[int, int]:
+    """Return the least and the largest number that a symbolic size of a traced program may be."""
+    found = program.range_constraints.get(symbol)
+    if found is None:
+        return 0, sys.maxsize
+    least, most = found.lower, found.upper
+    return (
+        int(least) if least.is_Integer and abs(least) < sys.maxsize else 0,
+        int(most) if most.is_Integer and abs(most) < sys.maxsize else sys.maxsize,
+    )
 
 
 def _holds(condition: private.SizeCondition, values: Mapping[str, int]) -> bool:

@@ -97,7 +97,7 @@ def _averaged(input: Tensor, axis: int, size: Any, count: Any) -> Tensor:
     begins, ends = windows * size // count, ((windows + 1) * size + count - 1) // count
     places = torch.arange(size, device=input.device)[:, None]
     within = ((places >= begins) & (places < ends)).to(input.dtype)
-    sums = input.transpose(axis, -1) @ within
+    sums: Tensor = input.transpose(axis, -1) @ within
     return (sums / (ends - begins).to(input.dtype)).transpose(axis, -1)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradfuse.export import explaining
+from gradfuse.export import clocks, explaining
 from gradfuse.export.torch_step import TorchStep
 
 _MOST_HOLDERS, _MOST_ENTRIES = 20_000, 1_000
@@ -42,11 +42,15 @@ class PythonState:
 
     Args:
         roots: names for messages -> modules and functions.
+
+    Attributes:
+        clocks: where code has functions that tell the time.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._holders: list[_Holder] = []
         self._seen: set[Any] = set()
+        self.clocks: list[clocks.Place] = []
         # Kept, so that no other object gets its id.
         self._alive: list[Any] = []
         pending: deque[tuple[str, Any]] = deque(roots.items())
@@ -160,9 +164,8 @@ class PythonState:
             if self._is_new(cell):
                 self._holders.append(_Attributes("", cell, ["cell_contents"], shown=variable))
                 yield variable, value
-        if function.__dict__:
-            self._holders.append(_Entries(function.__name__, function.__dict__, _attribute))
-            yield from ((_attribute(function.__name__, key), one) for key, one in list(function.__dict__.items()))
+        self._holders.append(_Entries(function.__name__, function.__dict__, _attribute))
+        yield from ((_attribute(function.__name__, key), one) for key, one in list(function.__dict__.items()))
         yield from ((name, one) for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         names = _names(code)
         yield from self._visit_names("", function.__globals__, names, names)
@@ -176,6 +179,8 @@ class PythonState:
                 continue
             self._seen.add((id(namespace), key))
             value, shown = namespace[key], _attribute(name, key)
+            if clocks.is_clock(value):
+                self.clocks.append((namespace, key))
             if isinstance(value, types.ModuleType):
                 if explaining.is_users(getattr(value, "__file__", None) or "<built-in>"):
                     yield from self._visit_names(shown, vars(value), names, names)

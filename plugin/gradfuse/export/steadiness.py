@@ -23,15 +23,21 @@ from torch import Tensor
 
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, dropout, explaining, host_draws
+from gradfuse.export import branches, clocks, dropout, explaining, host_draws
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.shared_memory import Aliases, refuse_shared
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 
 _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls that are tried: beyond most bounds, and multiples of most numbers that code takes remainders by."""
+_TIMES = (
+    datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
+    datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
+)
+_SMALLER = 0.75
 _ROUNDINGS, _ROUNDINGS_OF_LARGEST = 64, 8
 """By how many roundings of an output, and of the largest one, two runs may differ."""
 _ROUNDINGS_OF_OPERATOR, _MOST_OF_OPERATOR = 2048, 0.25
@@ -52,13 +58,15 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
         state: Python's state; it is as before at the end.
 
     Raises:
-        ExportError: it would not, or it fails.
+        ExportError: it would not, it fails, or what it changes shares memory with something else.
     """
     try:
-        with _same_process():
+        with _same_process(), Aliases(step) as aliases:
             before = host_draws.states()
             first = step.run()
             draws = host_draws.states() != before
+        refuse_shared(step, first)
+        aliases.refuse(step, first)
         if draws:
             places = _Sources.of(step, state).text("draws")
             raise refusal(
@@ -67,6 +75,8 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
             )
         changed = state.changed()
         _compare(step, state, first, _again(step, changed), changed)
+        if state.clocks:
+            _compare_at_other_times(step, state, first, changed)
         if changed:
             _compare_later(step, state, first)
             _compare_on_others(step, state, changed)
@@ -75,30 +85,26 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
         state.restore()
 
 
-def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: PythonState, which: str) -> None:
-    """Require that what a function computes of a step's module is the same in each call.
+def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: PythonState) -> None:
+    """Require that what the module of a step gives in evaluation mode is the same in each call.
 
     Args:
         run: returns arrays by name.
         step: the step.
-        state: Python's state; it is as before at the end.
-        which: what to call the function in messages.
+        state: Python's state; the attributes of modules stay as the runs leave them.
 
     Raises:
         ExportError: it is not.
     """
-    try:
+    outputs = []
+    for _ in range(2):
         with _same_process():
-            first = {name: torch.as_tensor(one) for name, one in run().items()}
-        changed = state.changed()
-        with _same_process():
-            second = {name: torch.as_tensor(one) for name, one in run().items()}
-        if _differ(step, first, second):
-            found = _first_difference(step, run)
-            if found is not None:
-                raise _refused(step, state, f"{which} computes something else each time that it runs", found, changed)
-    finally:
-        state.restore()
+            outputs.append({name: torch.as_tensor(one) for name, one in run().items()})
+    if _differ(step, *outputs):
+        found = _first_difference(step, _recorded(run), _recorded(run))
+        if found is not None:
+            what = "the module computes something else each time that it runs in eval mode"
+            raise _refused(step, state, what, found, state.changed())
 
 
 def _run(step: TorchStep) -> Outcome:
@@ -120,11 +126,32 @@ def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcom
     if not _differ(step, _outputs(first), _outputs(second)):
         return
 
-    found = _first_difference(step, lambda: _run(step), state.restore)
+    state.restore()
+    found = _first_difference(step, _recorded(lambda: _run(step)), _recorded(lambda: _run(step)))
     if found is None:
         # Threads that add up in another order, and what follows from that.
         return
     raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
+
+
+def _compare_at_other_times(step: TorchStep, state: PythonState, first: Outcome, changed: list[str]) -> None:
+    """Compare with runs at another time of another day: a day and an hour stay long."""
+    for by in _TIMES:
+        with clocks.later(by, state.clocks):
+            try:
+                other = _run(step)
+            except ExportError:
+                continue
+        if _differ(step, _outputs(first), _outputs(other)):
+
+            def run(by: datetime.timedelta = by) -> None:
+                with clocks.later(by, state.clocks):
+                    _run(step)
+
+            recorded = [_recorded(lambda: _run(step)), _recorded(run)]
+            found = _first_difference(step, *recorded)
+            if found is not None:
+                raise _refused(step, state, "the step computes something else at another time", found, changed)
 
 
 def _compare_later(step: TorchStep, state: PythonState, first: Outcome) -> None:
@@ -146,7 +173,10 @@ def _compare_later(step: TorchStep, state: PythonState, first: Outcome) -> None:
         if not _differ(step, _outputs(first), _outputs(other)):
             continue
 
-        found = _first_difference(step, lambda: _run(step), state.restore, set_numbers)
+        state.restore()
+        fresh = _recorded(lambda: _run(step))
+        set_numbers()
+        found = _first_difference(step, fresh, _recorded(lambda: _run(step)))
         if found is not None:
             changed = [name for name, *_ in numbers]
             raise _refused(step, state, "the step computes something else in later calls", found, changed)
@@ -170,14 +200,17 @@ def _compare_on_others(step: TorchStep, state: PythonState, changed: list[str]) 
         # Tensors that the module refuses.
         return
     if _differ(step, _outputs(first), _outputs(second)):
-        found = _first_difference(step, lambda: _run(others), state.restore, use)
+        state.restore()
+        fresh = _recorded(lambda: _run(others))
+        use()
+        found = _first_difference(step, fresh, _recorded(lambda: _run(others)))
         if found is not None:
             raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
 
 
 def _with_others(step: TorchStep) -> TorchStep:
-    """Return a step with other parameters, and with its batch in another order."""
-    state = {name: (step.state[name].detach() * 0.75).requires_grad_() for name in step.trainable}
+    """Return a step with other parameters, and with a batch in another order and of smaller numbers."""
+    state = {name: (step.state[name].detach() * _SMALLER).requires_grad_() for name in step.trainable}
 
     def turned(tensor: Tensor) -> Tensor:
         return tensor.detach().flip(0) if tensor.dim() else tensor.detach()
@@ -185,7 +218,7 @@ def _with_others(step: TorchStep) -> TorchStep:
     return dataclasses.replace(
         step,
         state=step.state | state,
-        inputs=tuple(map(turned, step.inputs)),
+        inputs=tuple(turned(one) * _SMALLER if one.is_floating_point() else turned(one) for one in step.inputs),
         targets=tuple(map(turned, step.targets)),
     )
 
@@ -232,23 +265,18 @@ def _magnitude(tensor: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Callable[[], object]) -> Call | None:
-    """Return the first call of an operator that differs between two runs; None: by no more than rounding.
+def _recorded(run: Callable[[], object]) -> list[Call]:
+    """Run a step, and return what its operators do."""
+    recorded = Recorded()
+    with recorded:
+        run()
+    return recorded.calls
 
-    Args:
-        step: the step.
-        run: runs it.
-        prepare: what is done ahead of the first run, and of the second.
-    """
-    recorded = []
-    for number in range(2):
-        if number < len(prepare):
-            prepare[number]()
-        with Recorded() as one:
-            run()
-        recorded.append(one.calls)
+
+def _first_difference(step: TorchStep, first: list[Call], second: list[Call]) -> Call | None:
+    """Return the first call of an operator that differs between two runs; None: by no more than rounding."""
     share = min(_ROUNDINGS_OF_OPERATOR * step.eps_of_activations, _MOST_OF_OPERATOR)
-    for a, b in zip(*recorded, strict=False):
+    for a, b in zip(first, second, strict=False):
         if (a.name, a.numbers, len(a.results)) != (b.name, b.numbers, len(b.results)):
             return b
         for one, other in zip(a.results, b.results, strict=True):
@@ -257,19 +285,18 @@ def _first_difference(step: TorchStep, run: Callable[[], object], *prepare: Call
             if not torch.equal(one, other):
                 is_close = _magnitude(one - other) <= share * _magnitude(one)
                 return b if not is_close or bool((one.isnan() != other.isnan()).any()) else None
-    longer = max(recorded, key=len)
-    shorter = min(map(len, recorded))
-    return longer[shorter] if len(longer) > shorter else None
+    longer, count = max(first, second, key=len), min(len(first), len(second))
+    return longer[count] if len(longer) > count else None
 
 
 def _refused(step: TorchStep, state: PythonState, what: str, found: Call, changed: list[str]) -> ExportError:
     """Return the refusal of a step that changes."""
     sources = _Sources.of(step, state)
-    draws, clocks = sources.text("draws"), sources.text("clocks")
+    draws, times = sources.text("draws"), sources.text("clocks")
     changed = [one for one in changed if f" {one} in " not in draws]
     causes = [f"draws random numbers by{draws}"] if draws else []
     causes += [f"changes {_listed(changed)} in Python"] if changed else []
-    causes += [f"asks for the time by{clocks}"] if clocks else []
+    causes += [f"asks for the time by{times}"] if times else []
     why = f", as it {' and '.join(causes)}" if causes else ""
     return refusal(f"{what}{_in(found.place)}{why}; {_EXPECTED}")
 
@@ -336,7 +363,7 @@ class _Sources:
         """See calls of functions in C."""
         owner = getattr(function, "__self__", None) if event == "c_call" else None
         is_clock = owner is time or (isinstance(owner, type) and issubclass(owner, datetime.date))
-        if is_clock and function.__name__ in _CLOCKS:
+        if owner is not None and is_clock and function.__name__ in clocks.ASKED:
             self._note("clocks", f"{owner.__name__}.{function.__name__}")
         elif event == "c_call" and function is os.urandom:
             self._note("draws", "os.urandom")
@@ -345,14 +372,6 @@ class _Sources:
         place = explaining.current_place()
         if place is not None:
             self._found[kind][f"{name} in {place}"] = None
-
-
-_CLOCKS = frozenset(
-    """
-    time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time localtime
-    gmtime strftime ctime now utcnow today
-    """.split()
-)
 
 
 class _OwnGenerators(private.TorchDispatchMode):  # type: ignore[no-untyped-call]

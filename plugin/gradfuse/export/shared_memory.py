@@ -1,0 +1,153 @@
+"""Tensors that share memory, of which a step changes one: in a model each has memory of its own.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradfuse.export import _torch_private as private
+from gradfuse.export import explaining
+from gradfuse.export.leaves import ABOUT
+from gradfuse.export.reporting import refusal
+from gradfuse.export.torch_step import Outcome, TorchStep
+
+_MOST_ELEMENTS = 1 << 24
+"""Of tensors whose places in memory lie among each other, and are more, none is taken for free of the other."""
+
+
+def refuse_shared(step: TorchStep, native: Outcome) -> None:
+    """Refuse a step whose parameters and buffers share memory, if it changes or trains what is there.
+
+    One tensor under several names is no other tensor.
+
+    Raises:
+        ExportError: two of them do, or several elements of one.
+    """
+    live = {*step.trainable, *native.changed}
+    spans = sorted((*_span(tensor), name) for name, tensor in step.state.items() if _has_memory(tensor))
+    for name in live & {name for _, _, name in spans}:
+        if _overlaps_itself(step.state[name]):
+            raise refusal(
+                f"several elements of {name!r} have one place in memory, which {_what(step, name)}; expected a tensor "
+                "with memory of its own for each, as expand(...).clone() gives"
+            )
+    reached: list[tuple[int, str]] = []
+    for start, end, name in spans:
+        reached = [(until, other) for until, other in reached if until > start]
+        for _, other in reached:
+            first, second = (other, name) if name in live else (name, other)
+            if second in live and _overlap(step.state[name], step.state[other]):
+                raise refusal(
+                    f"{first!r} shares memory with {second!r}, which {_what(step, second)}; expected "
+                    f"{_advice(step, first)}"
+                )
+        reached.append((end, name))
+
+
+class Aliases(TorchFunctionMode):
+    """Notes where code reads the memory of a step's own tensors, in whose place a run has put copies.
+
+    It gets there by an attribute that is no buffer, a list of parameters, or the like.
+    """
+
+    def __init__(self, step: TorchStep) -> None:
+        super().__init__()
+        self._tensors = {name: one for name, one in step.state.items() if _has_memory(one)}
+        self._spans = sorted((*_span(one), name) for name, one in self._tensors.items())
+        self._longest = max((end - start for start, end, _ in self._spans), default=0)
+        self._found: dict[str, str | None] = {}
+
+    def refuse(self, step: TorchStep, native: Outcome) -> None:
+        """Refuse a step that reads what it changes or trains in this way.
+
+        Raises:
+            ExportError: it does.
+        """
+        for name in (*step.trainable, *native.changed):
+            if name in self._found:
+                raise refusal(
+                    f"the step reads the memory of {name!r}, which {_what(step, name)}, by another tensor, in "
+                    f"{self._found[name]}; expected the module's own attribute there, or a copy"
+                )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in ABOUT and (name != "__get__" or isinstance(result, Tensor)):
+            for one in private.tensors_in((args, kwargs)):
+                if isinstance(one, Tensor) and _has_memory(one):
+                    self._note(one)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        start, end = _span(tensor)
+        first = bisect.bisect_left(self._spans, (start - self._longest,))
+        for begins, ends, name in self._spans[first:]:
+            if begins >= end:
+                break
+            if ends > start and name not in self._found and _overlap(tensor, self._tensors[name]):
+                place = explaining.current_place()
+                if place is not None:
+                    self._found[name] = place
+
+
+def _what(step: TorchStep, name: str) -> str:
+    return "is trained" if name in step.trainable else "the step changes"
+
+
+def _advice(step: TorchStep, name: str) -> str:
+    if name in step.buffers:
+        return f"a copy, as {name!r} made by detach().clone(), or the other one in its place in forward"
+    return "one and the same Parameter under both names, or copies"
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not tensor.is_meta and not private.is_wrapped(tensor)
+    return plain and not private.is_made_of_others(tensor) and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses at which the memory of a tensor begins and ends."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return start, start + extent * tensor.element_size()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have an element in common."""
+    (start, end), (other, until) = _span(a), _span(b)
+    if a.device != b.device or start >= until or other >= end:
+        return False
+    width = a.element_size()
+    dense = all(until - start == one.numel() * width for one, start, until in ((a, start, end), (b, other, until)))
+    if dense or width != b.element_size() or (start - other) % width or a.numel() + b.numel() > _MOST_ELEMENTS:
+        return True
+    first = min(start, other)
+    places = [_places(one, (begin - first) // width) for one, begin in ((a, start), (b, other))]
+    return bool(torch.isin(*places).any())
+
+
+def _places(tensor: Tensor, offset: int) -> Tensor:
+    """Return where the elements of a tensor are, counted in elements."""
+    places = torch.tensor([offset])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places[:, None] + stride * torch.arange(size)).reshape(-1)
+    return places
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor have one place in memory."""
+    pairs = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0
+    for stride, size in pairs:
+        if stride <= reach:
+            return tensor.numel() > _MOST_ELEMENTS or len({*_places(tensor, 0).tolist()}) < tensor.numel()
+        reach += stride * (size - 1)
+    return False
