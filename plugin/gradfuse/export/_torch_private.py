@@ -176,6 +176,90 @@ def own_functions(value: Tensor) -> list[str]:
     return list(found)
 
 
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""What `torch.no_grad` and its kin call."""
+
+
+def set_grad_enabled_unseen(enabled: bool) -> None:
+    """Turn gradients on or off without a trace in what is traced."""
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Turn autocast off without a trace in what is traced, as backward passes run."""
+    before = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+
+
+def has_setup_context(function: Any) -> bool:
+    """Tell whether the forward pass of a `torch.autograd.Function` gets no context."""
+    return function.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+
+
+def has_backward(function: Any) -> bool:
+    """Tell whether the backward pass of a `torch.autograd.Function` is called so, not `vjp`."""
+    return function.backward is not torch.autograd.function._SingleLevelFunction.backward
+
+
+@contextlib.contextmanager
+def functions_applied_by(apply: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+    """Let `apply` of every `torch.autograd.Function` be another function, of the class, its arguments and named ones.
+
+    Code may hold the method of a class from before, which is found again by its code alone.
+    """
+    original: Any = torch.autograd.Function.apply
+    code = original.__func__.__code__
+    _APPLYING.append(apply)
+    original.__func__.__code__ = _Applied.apply.__code__
+    try:
+        yield
+    finally:
+        original.__func__.__code__ = code
+        _APPLYING.pop()
+
+
+_APPLYING: list[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = []
+
+
+class _Applied:
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        # Like the code that it takes the place of, it knows its class, and no other variables from around it.
+        __class__  # noqa: B018
+        from gradfuse.export._torch_private import _APPLYING
+
+        return _APPLYING[-1](cls, args, kwargs)
+
+
+@contextlib.contextmanager
+def checkpoints_replaced() -> Iterator[None]:
+    """Let `torch.utils.checkpoint` call functions as if there were none."""
+    from torch.utils import checkpoint
+
+    module: Any = checkpoint
+    originals = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+
+    class Called:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def generator(function: Any, preserve_rng_state: Any, context_fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with context_fn()[0] if context_fn is not None else contextlib.nullcontext():
+            yield
+
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Called, generator
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = originals
+
+
 # Operators and trees of tensors.
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import batch_norms, dropout, explaining, host_draws
+from gradfuse.export import batch_norms, dropout, explaining, host_draws, own_gradients
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.reporting import WHO, refusal
@@ -297,7 +297,7 @@ def answered(
     fixed = [
         (state[name], step.state[name]) for name in step.buffers if name not in changed and is_fixed(step.state[name])
     ]
-    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative():
+    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), own_gradients.traced():
         with both_sides(step, branches) as decisions, _Decided(branches, fixed, decisions):
             yield
 

@@ -22,7 +22,16 @@ from gradfuse.custom_ops import functions
 from gradfuse.differentiation.differentiate import infer
 from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
-from gradfuse.export import dropout, explaining, gradients, narrow_types, recurrences, standins, watching
+from gradfuse.export import (
+    dropout,
+    explaining,
+    gradients,
+    narrow_types,
+    own_gradients,
+    recurrences,
+    standins,
+    watching,
+)
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
@@ -50,6 +59,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
             **standins.translations(),
             **watching.translations(),
             torch.ops.aten.grid_sampler_3d.default: grid_sampler_3d,
+            **own_gradients.translations(),
         }
     )
 
@@ -123,6 +133,7 @@ def completed(
             model = gradients.append(model, trained, fuse=fuse)
         except ModelError as error:
             raise refusal(one_line(error)) from error
+    own_gradients.resolve(model)
     standins.put_bodies_in(model)
     simplify(model)
     narrow_types.compute_wider(model, step)

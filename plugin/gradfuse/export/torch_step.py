@@ -20,6 +20,7 @@ from gradfuse.export import explaining, host_draws
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
+from gradfuse.export.own_gradients import recomputed_never
 from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
@@ -352,6 +353,7 @@ def undisturbed(step: TorchStep) -> Iterator[None]:
         torch.enable_grad(),
         traceable_ctc(),
         left_unflattened(),
+        recomputed_never(),
     ):
         yield
 

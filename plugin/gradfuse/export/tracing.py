@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import (
     batch_norms,
@@ -103,6 +104,8 @@ def forward_program(
 
     try:
         traced = trace(*arguments[2:4])
+    except ExportError:
+        raise
     except (Exception, CannotSelectError) as error:
         # torch.export has no common base class for what it refuses.
         known = explaining.untraceable(step)

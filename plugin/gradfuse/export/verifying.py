@@ -95,8 +95,8 @@ def traced_as_run(step: TorchStep) -> Iterator[None]:
             raise refusal(f"{asks} its loss is {traced:.6g} where that is so, but {loss:.6g} else; {wanted}") from error
         if native.functions and GRADIENT_SUFFIX in str(error):
             raise refusal(
-                f"{str(error).removeprefix(f'{WHO}: ')}; {native.functions[0]} has a backward pass of its own, which "
-                "is not exported: expected PyTorch's operators instead, with detach() as in x + (f(x) - x).detach()"
+                f"{str(error).removeprefix(f'{WHO}: ')}; {native.functions[0]} has a backward pass of its own, of "
+                "which not all is exported: expected PyTorch's operators instead, with detach() as in x + (f(x) - x).detach()"
             ) from error
         with undisturbed(step):
             tied = explaining.tied(step) if "differs from PyTorch" in str(error) else None
