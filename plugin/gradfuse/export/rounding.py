@@ -84,8 +84,11 @@ class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(seed)
         self._moving = False
 
-    def moved(self, tensor: Tensor) -> Tensor:
-        """Return a moved copy of a tensor of any type; one that is not floating point as it is."""
+    def moved(self, tensor: Tensor, *, whole: bool = False) -> Tensor:
+        """Return a moved copy of a tensor of any type; one that is not floating point as it is.
+
+        Whole numbers stay, unless `whole` says that they move as well, and 0 as if it were 1.
+        """
         if not tensor.is_floating_point():
             return tensor
         self._moving = True
@@ -94,6 +97,9 @@ class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = max(self._size, self._narrow * torch.finfo(tensor.dtype).eps if tensor.dtype in NARROW else 0.0)
             factors = 1.0 + size * (2.0 * amounts - 1.0)
             moved = (tensor * factors.to(tensor.device)).to(tensor.dtype)
+            if whole:
+                others = tensor + (factors - 1.0).to(tensor.device, tensor.dtype) * tensor.abs().clamp(min=1.0)
+                return torch.where(tensor == tensor.round(), others, moved)
             return torch.where(tensor == tensor.round(), tensor, moved)
         finally:
             self._moving = False

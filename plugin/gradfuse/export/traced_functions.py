@@ -5,7 +5,7 @@ They are replaced where they are called, as a traced program would not show what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from gradfuse.export import _torch_private as private
 
 _NEAREST, _BICUBIC = 1, 2
+_ZEROS, _REFLECTION = 0, 2
+"""ATen's numbers of interpolations and paddings."""
 _AXES_OF_PICTURES = 4
 
 
@@ -26,14 +28,94 @@ def grid_sample(
 
 
 def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:
+    """Sample pictures as PyTorch's kernel does, to the last digit of a place and with its gradients at exact pixels."""
     if input.dim() != _AXES_OF_PICTURES or mode == _BICUBIC:
         return torch.grid_sampler(input, grid, mode, padding, align_corners)
-    overload = torch.ops.aten.grid_sampler_2d.default
-    sampled: Tensor = private.known_decompositions([overload])[overload](input, grid, mode, padding, align_corners)
-    if mode == _NEAREST and grid.requires_grad:
+    items, channels, *sizes = input.shape
+    x, y = (
+        _place(one, size, padding, align_corners).unsqueeze(1)
+        for one, size in zip(grid.unbind(-1), reversed(sizes), strict=True)
+    )
+    item, channel = (
+        torch.arange(size, device=input.device).view(shape)
+        for size, shape in ((items, (-1, 1, 1, 1)), (channels, (1, -1, 1, 1)))
+    )
+    height, width = sizes
+
+    def pixels(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+        column, row = (torch.where(inside, one, 0.0).to(torch.int64) for one in (x, y))
+        weight = inside.to(input.dtype) if weight is None else torch.where(inside, weight, 0.0)
+        return input[item, channel, row, column] * weight
+
+    if mode == _NEAREST:
+        sampled = pixels(x.round(), y.round(), None)
         # PyTorch's gradient of the grid is zeros, where none would be refused.
-        sampled = sampled + 0.0 * grid.sum()
-    return sampled
+        return sampled + 0.0 * grid.sum() if grid.requires_grad else sampled
+    left, top = x.detach().floor(), y.detach().floor()
+    to_right, to_bottom = x - left, y - top
+    columns = ((left, 1.0 - to_right), (left + 1.0, to_right))
+    rows = ((top, 1.0 - to_bottom), (top + 1.0, to_bottom))
+    corners = [pixels(column, row, across * down) for row, down in rows for column, across in columns]
+    return corners[0] + corners[1] + corners[2] + corners[3]
+
+
+def affine_grid(theta: Tensor, size: Sequence[int], align_corners: Any = None) -> Tensor:
+    """Return where pixels come from, by places that are PyTorch's own to the last digit where sizes are known."""
+    if len(size) != _AXES_OF_PICTURES or not all(isinstance(one, int) for one in size[2:]):
+        return F.affine_grid(theta, size, align_corners)  # type: ignore[arg-type]
+    with private.untraced():
+        columns, rows = (_centres(one, theta.dtype, bool(align_corners)) for one in (size[3], size[2]))
+        y, x = torch.meshgrid(rows, columns, indexing="ij")
+        places = torch.stack([x, y, torch.ones_like(x)], -1).view(-1, 3)
+    grid: Tensor = places @ theta.transpose(1, 2)
+    return grid.view(-1, *size[2:], 2)
+
+
+def _centres(count: int, dtype: torch.dtype, align_corners: bool) -> Tensor:
+    if count <= 1:
+        return torch.zeros(count, dtype=dtype)
+    corners = torch.linspace(-1, 1, count, dtype=dtype)
+    return corners if align_corners else corners * (count - 1) / count
+
+
+def _place(coordinate: Tensor, size: Any, padding: int, align_corners: bool) -> Tensor:
+    """Return where a coordinate of [-1, 1] is in pixels; it has no gradient at the border or beyond it."""
+    place = (coordinate + 1.0) * ((size - 1) / 2) if align_corners else _fused(coordinate + 1.0, size / 2)
+    if padding == _ZEROS:
+        return place
+    if padding == _REFLECTION:
+        first, span = (0.0, size - 1) if align_corners else (-0.5, size)
+        # Reflected once at the first border, and then at the last one as often as it takes.
+        distance = torch.where(place < first, first - place, place - first)
+        distance = distance - torch.trunc(distance.detach() / (2 * span)) * (2 * span)
+        place = torch.where(distance > span, 2 * span - distance, distance) + first
+        if align_corners and isinstance(size, int) and size == 1:
+            place = torch.zeros_like(coordinate)
+    last = size - 1
+    return torch.where((place > 0.0) & (place < last), place, place.detach().clamp(0, last))
+
+
+def _fused(tensor: Tensor, factor: Any) -> Tensor:
+    """Return `tensor * factor - 0.5`, rounded once, as the processor does where PyTorch's kernel computes it.
+
+    The factor has few digits. With a second rounding a pixel's place would lie in the pixel before it.
+    """
+    wide = tensor.detach().double()
+    product = wide * factor
+    # The first half of the digits of a number, by which its product is exact.
+    scaled = wide * _HALF_OF_DIGITS
+    first = scaled - (scaled - wide)
+    rest = (first * factor - product) + (wide - first) * factor
+    difference = product - 0.5
+    moved = difference - product
+    rest = rest + ((product - (difference - moved)) + (-0.5 - moved))
+    exact = (difference + rest).to(tensor.dtype)
+    rounded = tensor * factor - 0.5
+    return rounded + (exact - rounded).detach()
+
+
+_HALF_OF_DIGITS = 2.0**27 + 1.0
 
 
 def linspace(start: Any, end: Any, steps: Any, **settings: Any) -> Tensor:
@@ -232,6 +314,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     F.grid_sample: grid_sample,
     torch.grid_sampler: grid_sampler,
+    F.affine_grid: affine_grid,
     torch.linspace: linspace,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,

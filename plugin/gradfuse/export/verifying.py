@@ -96,7 +96,8 @@ def traced_as_run(step: TorchStep) -> Iterator[None]:
         if native.functions and GRADIENT_SUFFIX in str(error):
             raise refusal(
                 f"{str(error).removeprefix(f'{WHO}: ')}; {native.functions[0]} has a backward pass of its own, of "
-                "which not all is exported: expected PyTorch's operators instead, with detach() as in x + (f(x) - x).detach()"
+                "which not all is exported: expected PyTorch's operators instead, with detach() as in "
+                "x + (f(x) - x).detach()"
             ) from error
         with undisturbed(step):
             tied = explaining.tied(step) if "differs from PyTorch" in str(error) else None
@@ -166,9 +167,15 @@ class Truth:
         )
 
     def elsewhere(self, seed: int) -> Truth:
-        """Return the same for parameters, buffers and a batch that are a thousandth larger or smaller."""
+        """Return the same for parameters, buffers and a batch that are a thousandth larger or smaller.
+
+        Odd seeds also move parameters that are whole numbers, as those that begin as an identity.
+        """
         rounding = Rounding(bounds.OTHER_SIZE, seed)
-        state = {name: rounding.moved(self.step.state[name].detach()) for name in self.free}
+        state = {
+            name: rounding.moved(self.step.state[name].detach(), whole=seed % 2 == 1 and name in self.step.trainable)
+            for name in self.free
+        }
         inputs, targets = (
             tuple(rounding.moved(tensor.detach()) for tensor in part) for part in (self.step.inputs, self.step.targets)
         )
