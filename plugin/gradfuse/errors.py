@@ -59,6 +59,17 @@ def cut(text: str) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
+def few(names: Iterable[str]) -> str:
+    """Return names for a message: all, or the first of them and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - _FEW} more" if len(every) > _FEW + 1 else ""
+    return ", ".join(every[:_FEW] if more else every) + more
+
+
+_FEW = 8
+"""So many names are worth reading."""
+
+
 def _printable(text: str) -> str:
     """The text in one line: names that it quotes come from files, and may hold anything."""
     if text.isprintable():

@@ -70,12 +70,16 @@ def export_training_step(
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
             under the first of their names, with the summed gradient.
-        loss: a module or function; `loss(output, *targets)` is a scalar (shape ()).
-        batch: `(inputs, targets)`, each a tensor or a tuple of tensors; `inputs` are the positional arguments of the
-            module. Values matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says otherwise.
-        optimizer: `torch.optim.SGD`, `Adam` or `AdamW` over trainable parameters of the module or the loss. Its update
-            becomes part of the model, and starts from the optimizer's state. As in PyTorch, parameters that it does not
-            have, or that the loss does not depend on, stay as they are. None: the model ends at the gradients.
+        loss: a module or function; `loss(output, *targets)` is a tensor of one element.
+        batch: `(inputs, targets)`: the arguments of the module, and those of the loss after its first. Each is a tensor,
+            a tuple of arguments, or a dictionary of them by name; None: there are none. Arguments may be nested in
+            tuples, lists, dictionaries and named tuples, and hold None, booleans and strings besides, which are part
+            of the step. Values of tensors matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says
+            otherwise.
+        optimizer: `torch.optim.SGD`, `Adam` or `AdamW` over parameters of the module or the loss. Its update becomes
+            part of the model, and starts from the optimizer's state. As in PyTorch, parameters that it does not have,
+            that require no gradient, or that the loss does not depend on, stay as they are. None: the model ends at the
+            gradients.
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
             tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
@@ -281,10 +285,12 @@ def _collection_paused_for(module: Any) -> contextlib.AbstractContextManager[Non
     """Pause the search for cyclic garbage, which takes a fifth of an export, if what stays until its end is small."""
     import torch
 
+    from gradfuse.export import _torch_private as private
     from gradfuse.models.memory import collection_paused
 
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
-    small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors if not private.is_lazy(tensor)]
+    small = sum(sizes) <= _SMALL
     return collection_paused() if small else contextlib.nullcontext()
 
 

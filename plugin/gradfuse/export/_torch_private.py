@@ -52,6 +52,20 @@ def buffer_entries(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def unwrapped(owner: Any) -> Any:
+    """Return the module or function that one stands for: compiled, or on several devices."""
+    inside: Any = owner
+    while True:
+        if isinstance(inside, torch._dynamo.OptimizedModule):
+            inside = inside._orig_mod
+        elif isinstance(inside, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inside = inside.module
+        elif not isinstance(inside, nn.Module) and hasattr(inside, "_torchdynamo_orig_callable"):
+            inside = inside._torchdynamo_orig_callable
+        else:
+            return inside
+
+
 def version(tensor: Tensor) -> int:
     """Return a number that grows with each change of a tensor in place."""
     return tensor._version
@@ -435,6 +449,22 @@ def decompositions_of_export(opset: int, translated: Collection[Any]) -> dict[An
         registry = ONNXRegistry.from_torchlib(opset_version=opset)
     known = {*_decomp.get_onnx_implemented_overloads(registry), *translated}
     return _decomp.create_onnx_friendly_decomposition_table(known)
+
+
+def operators_without_translation(
+    program: torch.export.ExportedProgram, opset: int, translated: Collection[Any]
+) -> list[str]:
+    """Return the overloads in a program that torch.onnx.export neither translates nor decomposes, by name."""
+    from torch.onnx._internal.exporter import _decomp
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with translations_read_once():
+        registry = ONNXRegistry.from_torchlib(opset_version=opset)
+    known = {*_decomp.get_onnx_implemented_overloads(registry), *translated}
+    known.update(_decomp.create_onnx_friendly_decomposition_table(known))
+    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    found = [node.target for module in modules for node in module.graph.nodes if is_operator(node.target)]
+    return [str(target) for target in dict.fromkeys(found) if target not in known]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradfuse.errors import few
 from gradfuse.export import _torch_private as private
 from gradfuse.export.reporting import kind, refusal
 
@@ -95,6 +96,26 @@ class Arguments:
             [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         )
         return function(*first, *positional, **keywords)
+
+    def require_taken(self, function: Callable[..., Any], skipped: int, what: str, which: str) -> None:
+        """Refuse arguments that a function does not take, before it runs.
+
+        Raises:
+            ExportError: there are too many or too few.
+        """
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            # A function of C's.
+            return
+        try:
+            self.call(signature.bind, (None,) * skipped, self.tensors)
+        except TypeError as error:
+            given = few(name for name, _ in self.nesting["arguments"]) or "none"
+            wanted = few(list(signature.parameters)[skipped:]) or "none"
+            raise refusal(
+                f"{what} does not take the {which} of the batch, {given}: {error}; expected {wanted}"
+            ) from error
 
 
 def argument_names(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.export import Dim
 
+from gradfuse.errors import few
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.torch_step import TorchStep
@@ -82,7 +83,8 @@ def _parts(given: Any, step: TorchStep) -> tuple[Sequence[Any], Sequence[Any]]:
         known = [name for part in parts for name in (*part.names, *dict(part.nesting["arguments"]))]
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise refusal(f"dynamic_shapes names {unknown[0]!r}; expected names among {sorted(step.batch)}")
+            names = few(map(repr, sorted(step.batch)))
+            raise refusal(f"dynamic_shapes names {unknown[0]!r}; expected names among [{names}]")
         return _by_name(parts[0], given), _by_name(parts[1], given)
     if isinstance(given, (tuple, list)) and len(given) == 2:
         return _each(parts[0], given[0]), _each(parts[1], given[1])

@@ -264,7 +264,10 @@ def _untranslated(step: TorchStep, program: ExportedProgram, error: BaseExceptio
     while cause is not None:
         operator = private.untranslated_operator(cause)
         if operator is not None:
-            return refusal(explaining.untranslated(step, program, operator))
+            # torch.onnx.export names the first one alone.
+            others = private.operators_without_translation(program, OPSET, translations())
+            every = dict.fromkeys((operator, *others))
+            return refusal("; ".join(explaining.untranslated(step, program, one) for one in every))
         of_size = explaining.from_a_size(step, program, private.untranslated_node(cause))
         if of_size is not None:
             return refusal(of_size)

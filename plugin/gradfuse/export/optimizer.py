@@ -43,7 +43,10 @@ def described(
     # A subclass may compute anything.
     algorithm = _ALGORITHMS.get(type(optimizer))
     if algorithm is None:
-        raise refusal(f"optimizer is {type(optimizer).__name__}; expected torch.optim.SGD, Adam or AdamW, no subclass")
+        raise refusal(
+            f"optimizer is {type(optimizer).__name__}; expected torch.optim.SGD, Adam or AdamW, no subclass; or None, "
+            "for a step that ends at the gradients"
+        )
     if private.has_step_hooks(optimizer):
         raise refusal("optimizer has a hook on its step; expected none")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):

@@ -124,10 +124,13 @@ class TorchStep:
         Raises:
             ExportError: an argument is not as described there.
         """
+        module, loss = private.unwrapped(module), private.unwrapped(loss)
         if not isinstance(module, nn.Module):
             raise refusal(f"module is {type(module).__name__}; expected torch.nn.Module")
         if not callable(loss):
             raise refusal(f"loss is {type(loss).__name__}; expected a module or function")
+        for what, owner in (("module", module), ("loss", loss)):
+            _refuse_scripts(what, owner)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise refusal(f"batch is {kind(batch)}; expected (inputs, targets)")
 
@@ -152,6 +155,8 @@ class TorchStep:
         loss_function = loss.forward if isinstance(loss, nn.Module) else loss
         inputs = Arguments.of(batch[0], "inputs", module.forward, 0, "input", taken)
         targets = Arguments.of(batch[1], "targets", loss_function, 1, "target", taken)
+        inputs.require_taken(module.forward, 0, "module", "inputs")
+        targets.require_taken(loss_function, 1, "loss", "targets")
         return cls(
             module=module,
             loss=loss,
@@ -377,6 +382,18 @@ def _restored(owner: object) -> Iterator[None]:
                 holder.extend(before)
             else:
                 holder.update(before)
+
+
+def _refuse_scripts(what: str, owner: Any) -> None:
+    """Refuse what TorchScript has compiled: its code is no longer Python's, which could be traced."""
+    parts = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
+    for name, part in parts:
+        if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+            where = f"the part {name!r} of {what}" if name else what
+            raise refusal(
+                f"{where} is a {type(part).__name__}, which torch.export cannot trace; expected the module or function "
+                "that torch.jit.script or torch.jit.trace was given"
+            )
 
 
 def _refuse_lazy(owner: Any) -> None:

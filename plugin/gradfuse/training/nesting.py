@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, few
 from gradfuse.training.arguments import in_short
 
 
@@ -52,18 +52,18 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
             elif key in every:
                 found[key] = one
             else:
-                raise ArgumentError(f"{where} have {in_short(key)}; expected {', '.join(every) or 'none'}")
+                raise ArgumentError(f"{where} have {in_short(key)}; expected {few(every) or 'none'}")
         missing = [name for name in every if name not in found]
         if missing:
-            raise ArgumentError(f"{where} lack {missing[0]!r}; expected {', '.join(every)}")
+            raise ArgumentError(f"{where} lack {missing[0]!r}; expected {few(every)}")
         return found
     if nesting["keywords"]:
-        raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {', '.join(arguments)}")
+        raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {few(arguments)}")
     values = list(given) if isinstance(given, (tuple, list)) else [] if given is None and not every else [given]
     # What is no tensor may be left out at the end, as in a call.
     needed = max((index for index, one in enumerate(arguments.values(), 1) if any(names_in(one))), default=0)
     if not needed <= len(values) <= len(arguments):
-        wanted = f"{len(arguments)}: {', '.join(arguments)}" if arguments else "none"
+        wanted = f"{len(arguments)}: {few(arguments)}" if arguments else "none"
         raise ArgumentError(f"{where} are {len(values)}; expected {wanted}")
     for (name, one), value in zip(arguments.items(), values, strict=False):
         found |= leaves(one, value, f"{where} {name}")
@@ -91,13 +91,13 @@ def leaves(nesting: Any, given: Any, where: str) -> dict[str, Any]:
             # A named tuple, or one without names.
             given = dict(zip(keys, given, strict=True))
         if isinstance(given, Mapping) and (other := [key for key in given if key not in keys]):
-            raise ArgumentError(f"{where} has {in_short(other[0])}; expected {', '.join(map(str, keys))}")
+            raise ArgumentError(f"{where} has {in_short(other[0])}; expected {few(map(str, keys))}")
         for key, one in nesting["entries"]:
             lacks = key not in given if isinstance(given, Mapping) else not hasattr(given, str(key))
             if lacks and not any(names_in(one)):
                 continue
             if lacks:
-                raise ArgumentError(f"{where} lacks {key!r}; expected {', '.join(map(str, keys))}")
+                raise ArgumentError(f"{where} lacks {key!r}; expected {few(map(str, keys))}")
             value = given[key] if isinstance(given, Mapping) else getattr(given, str(key))
             found |= leaves(one, value, f"{where}.{key}")
     elif type(given) is not type(nesting["value"]) or given != nesting["value"]:
