@@ -103,11 +103,11 @@ def operators() -> dict[str, Any]:
 def samples_of(op: Any) -> Iterator[Sample]:
     """Return the first samples of an operator that differ in shapes, types or other arguments.
 
-    What PyTorch itself refuses, or gives no gradient for, is no sample.
+    Those with a tensor without elements come last. What PyTorch itself refuses, or gives no gradient for, is no sample.
     """
     seen = set()
     torch.manual_seed(0)
-    every = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+    every = sorted(op.sample_inputs("cpu", torch.float32, requires_grad=True), key=_is_empty)
 
     def distinct() -> Iterator[Any]:
         for sample in every:
@@ -140,6 +140,11 @@ def _made(op: Any, samples: Iterator[Any]) -> Iterator[Sample]:
         if changed:
             call = Call(op, sample, changed)
         yield Sample(call, tuple(call.inputs), weights)
+
+
+def _is_empty(sample: Any) -> bool:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in leaves)
 
 
 def _kind(leaf: Any) -> Any:

@@ -34,7 +34,8 @@ class _Reduction:
             given = [int(axis) for axis in found]
         if given:
             rank = self.call.rank(self.x)
-            return sorted(axis % rank for axis in given)
+            # Reducing a number along its axis 0 leaves it.
+            return sorted(axis % rank for axis in given) if rank else []
         return [] if self.call.attribute("noop_with_empty_axes", 0) else None
 
     def _kept(self, tensor: Tensor) -> Tensor:

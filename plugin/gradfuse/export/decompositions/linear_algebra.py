@@ -49,6 +49,8 @@ def cholesky(self: Tensor, *, upper: bool = False, check_errors: bool = False) -
 
     Each triangle gets half of the gradient.
     """
+    if _is_empty(self):
+        return self.clone(), _no_errors(self)
     if not _is_small(self):
         return NotImplemented  # type: ignore[no-any-return]
     size = self.shape[-1]
@@ -76,6 +78,8 @@ def cholesky_factor(self: Tensor, upper: bool = False) -> Tensor:
 
 def solve_triangular(self: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """aten::linalg_solve_triangular: A X = B, or X A = B, row by row."""
+    if 0 in B.shape[-2:]:
+        return B.new_zeros([*_shape(self, B), *B.shape[-2:]])
     if not _is_small(self):
         return NotImplemented  # type: ignore[no-any-return]
     if not left:
@@ -120,6 +124,8 @@ def triangular_solve(
 
 def lu_factor(A: Tensor, *, pivot: bool = True, check_errors: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """aten::linalg_lu_factor_ex: both factors in one (*, M, N) matrix, and with which row each was exchanged, from 1."""
+    if _is_empty(A):
+        return A.clone(), A.new_zeros([*A.shape[:-2], 0], dtype=torch.int32), _no_errors(A)
     if not all(isinstance(size, int) and 0 < size <= _LARGEST for size in A.shape[-2:]) or A.is_complex():
         return NotImplemented  # type: ignore[no-any-return]
     rows, columns = A.shape[-2:]
@@ -299,6 +305,8 @@ def matrix_exponential(self: Tensor) -> Tensor:
 
 def inverse(A: Tensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """aten::linalg_inv_ex."""
+    if _is_empty(A):
+        return A.clone(), _no_errors(A)
     if not _is_small(A):
         return NotImplemented  # type: ignore[no-any-return]
     one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
@@ -322,6 +330,8 @@ def solve(
 
 def determinant(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """aten::_linalg_det."""
+    if _is_empty(A):
+        return A.new_ones(A.shape[:-2]), A, _pivots(A)
     if not _is_small(A):
         return NotImplemented  # type: ignore[no-any-return]
     _, pivots, sign = _eliminated(A, A[..., :0])
@@ -333,6 +343,8 @@ def determinant(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def log_determinant(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """aten::_linalg_slogdet: the sign and the logarithm of the determinant."""
+    if _is_empty(A):
+        return A.new_ones(A.shape[:-2]), A.new_zeros(A.shape[:-2]), A, _pivots(A)
     if not _is_small(A):
         return NotImplemented  # type: ignore[no-any-return]
     _, pivots, sign = _eliminated(A, A[..., :0])
@@ -365,6 +377,10 @@ def _eliminated(matrix: Tensor, columns: Tensor) -> tuple[Tensor, list[Tensor], 
 def _shape(one: Tensor, other: Tensor) -> tuple[Any, ...]:
     """Return how many matrices two tensors have together."""
     return tuple(torch.broadcast_shapes(one.shape[:-2], other.shape[:-2]))  # type: ignore[no-untyped-call]
+
+
+def _is_empty(matrix: Tensor) -> bool:
+    return 0 in matrix.shape[-2:]
 
 
 def _is_small(matrix: Tensor) -> bool:

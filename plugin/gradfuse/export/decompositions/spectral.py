@@ -23,8 +23,10 @@ aten = torch.ops.aten
 
 _LARGEST = 12
 """A matrix of so many columns takes some thousands of nodes."""
+_FEW = 6
+"""So many columns are orthogonal after as many sweeps over all pairs of them, and two after one."""
 _SWEEPS = 8
-"""How often every pair of columns is made orthogonal; convergence is quadratic in the end."""
+"""How many sweeps more columns have; convergence is quadratic in the end."""
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -41,6 +43,11 @@ def svd(
     A: Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """aten::_linalg_svd: U, the singular values, of which the largest is first, and the transposed V."""
+    if A.numel() == 0 and A.shape[-1] * A.shape[-2] == 0:
+        sizes = A.shape[-2:] if full_matrices else (0, 0)
+        left, right = (torch.eye(k, size, dtype=A.dtype) for k, size in zip(A.shape[-2:], sizes, strict=True))
+        batch = A.shape[:-2]
+        return left.expand([*batch, *left.shape]), A.new_zeros([*batch, 0]), right.mT.expand([*batch, *right.mT.shape])
     if not _is_small(A):
         return NotImplemented  # type: ignore[no-any-return]
     if A.shape[-2] < A.shape[-1]:
@@ -67,6 +74,8 @@ def svd(
 
 def eigh(A: Tensor, UPLO: str = "L", compute_v: bool = True) -> tuple[Tensor, Tensor]:
     """aten::_linalg_eigh: the eigenvalues, of which the least is first, and the eigenvectors as columns."""
+    if A.shape[-1] == 0:
+        return A.sum(-1), A.clone()
     if not _is_small(A):
         return NotImplemented  # type: ignore[no-any-return]
     fixed = standins.STOP_GRADIENT(A)
@@ -91,6 +100,8 @@ def pseudoinverse(
 
     Golub and Pereyra (1973) have its change: that is right as long as the rank stays.
     """
+    if 0 in self.shape[-2:]:
+        return self.transpose(-1, -2).clone()
     if not _is_small(self):
         return NotImplemented  # type: ignore[no-any-return]
     fixed = standins.STOP_GRADIENT(self).double()
@@ -146,7 +157,8 @@ def _rotated(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if columns % 2:
         table = torch.nn.functional.pad(table, (0, 1))
     half = table.shape[-1] // 2
-    for _ in range(_SWEEPS * (2 * half - 1) if columns > 1 else 0):
+    sweeps = columns - 1 if columns <= 2 else _FEW if columns <= _FEW else _SWEEPS
+    for _ in range(sweeps * (2 * half - 1)):
         left, right = table[..., :half], table[..., half:].flip(-1)
         a, b = left[..., :rows, :], right[..., :rows, :]
         first, second, product = a.square().sum(-2), b.square().sum(-2), (a * b).sum(-2)
