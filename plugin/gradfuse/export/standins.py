@@ -86,6 +86,122 @@ BODIES = {
             y = Where(lost, x, product)
         }
     """,
+    # Jacobi's method, of one side: in each round half of the columns are paired with the others, and all but the first
+    # move on by one place. A column of zeros makes their number even.
+    "Rotated": """
+        Rotated (matrix) => (u, s, v) {
+            first_axis = Constant<value_ints=[0]>()
+            row_axis = Constant<value_ints=[-2]>()
+            last_axis = Constant<value_ints=[-1]>()
+            none = Constant<value_int=0>()
+            step = Constant<value_int=1>()
+            two = Constant<value_ints=[2]>()
+            sweeps = Constant<value_ints=[10]>()
+            ahead = Constant<value_ints=[1]>()
+            batch = Shape<start=0, end=-2>(matrix)
+            rows = Shape<start=-2, end=-1>(matrix)
+            columns = Shape<start=-1>(matrix)
+            count = Squeeze(columns, first_axis)
+            places = Range(none, count, step)
+            across = Unsqueeze(places, first_axis)
+            down = Unsqueeze(places, last_axis)
+            diagonal = Equal(across, down)
+            identity = CastLike(diagonal, matrix)
+            square = Concat<axis=0>(batch, columns, columns)
+            identities = Expand(identity, square)
+            tall = Concat<axis=-2>(matrix, identities)
+            odd = Mod(columns, two)
+            lines = Shape<start=0, end=-1>(tall)
+            missing = Concat<axis=0>(lines, odd)
+            zero_number = Constant<value_float=0.0>()
+            one_number = Constant<value_float=1.0>()
+            zero = CastLike(zero_number, matrix)
+            one = CastLike(one_number, matrix)
+            zeros = Expand(zero, missing)
+            table = Concat<axis=-1>(tall, zeros)
+            even = Add(columns, odd)
+            half = Div(even, two)
+            before_half = Sub(half, ahead)
+            rounds = Sub(even, ahead)
+            all_rounds = Mul(sweeps, rounds)
+            trips = Squeeze(all_rounds, first_axis)
+            going = Constant<value = bool {1}>()
+            rotated = Loop<body = round (int64 index, bool on, double[] held) => (bool still, double[] moved) {
+                still = Identity(on)
+                left = Slice(held, first_axis, half, last_axis)
+                right = Slice(held, last_axis, before_half, last_axis, last_axis)
+                a = Slice(left, first_axis, rows, row_axis)
+                b = Slice(right, first_axis, rows, row_axis)
+                aa = Mul(a, a)
+                bb = Mul(b, b)
+                ab = Mul(a, b)
+                first = ReduceSum<keepdims=1>(aa, row_axis)
+                second = ReduceSum<keepdims=1>(bb, row_axis)
+                product = ReduceSum<keepdims=1>(ab, row_axis)
+                sizes = Mul(first, second)
+                rounding = Constant<value = double {4.9e-32}>()
+                least = Mul(sizes, rounding)
+                squared = Mul(product, product)
+                needed = Greater(squared, least)
+                divisor = Where(needed, product, one)
+                twice = Add(divisor, divisor)
+                difference = Sub(second, first)
+                zeta = Div(difference, twice)
+                positive = GreaterOrEqual(zeta, zero)
+                minus_one = Neg(one)
+                sign = Where(positive, one, minus_one)
+                absolute = Abs(zeta)
+                zeta_square = Mul(zeta, zeta)
+                under_root = Add(zeta_square, one)
+                root = Sqrt(under_root)
+                below = Add(absolute, root)
+                slope = Div(sign, below)
+                tangent = Where(needed, slope, zero)
+                tangent_square = Mul(tangent, tangent)
+                length_square = Add(tangent_square, one)
+                length = Sqrt(length_square)
+                cosine = Div(one, length)
+                sine = Mul(cosine, tangent)
+                left_cosine = Mul(cosine, left)
+                right_sine = Mul(sine, right)
+                new_left = Sub(left_cosine, right_sine)
+                left_sine = Mul(sine, left)
+                right_cosine = Mul(cosine, right)
+                new_right = Add(left_sine, right_cosine)
+                fixed = Slice(new_left, first_axis, ahead, last_axis)
+                rest = Slice(new_left, ahead, half, last_axis)
+                far = Constant<value_ints=[-9223372036854775807]>()
+                back = Slice(new_right, last_axis, far, last_axis, last_axis)
+                circle = Concat<axis=-1>(rest, back)
+                end = Slice(circle, last_axis, rounds, last_axis)
+                others = Slice(circle, first_axis, last_axis, last_axis)
+                moved = Concat<axis=-1>(fixed, end, others)
+            }>(trips, going, table)
+            all_lines = Shape<start=-2, end=-1>(rotated)
+            upper = Slice(rotated, first_axis, rows, row_axis)
+            lower = Slice(rotated, rows, all_lines, row_axis)
+            upper_square = Mul(upper, upper)
+            lower_square = Mul(lower, lower)
+            sums = ReduceSum<keepdims=1>(upper_square, row_axis)
+            parts = ReduceSum<keepdims=1>(lower_square, row_axis)
+            lengths = Sqrt(sums)
+            half_number = Constant<value_float=0.5>()
+            share = CastLike(half_number, matrix)
+            real = Greater(parts, share)
+            negative = Neg(one)
+            ranked = Where(real, lengths, negative)
+            kept, order = TopK<axis=-1>(ranked, columns)
+            wide = Concat<axis=0>(lines, columns)
+            chosen_places = Expand(order, wide)
+            chosen = GatherElements<axis=-1>(rotated, chosen_places)
+            us = Slice(chosen, first_axis, rows, row_axis)
+            v = Slice(chosen, rows, all_lines, row_axis)
+            vanished = Equal(kept, zero)
+            divisors = Where(vanished, one, kept)
+            u = Div(us, divisors)
+            s = Squeeze(kept, row_axis)
+        }
+    """,
     "GroupedRows": ROWS,
     "GroupedInner": INNER,
 }
@@ -105,6 +221,26 @@ _library.impl("stop_gradient", lambda input: input.clone(), "CompositeExplicitAu
 _library.define("pass_gradient(Tensor input, Tensor source) -> Tensor")
 torch.library.register_fake("gradfuse::pass_gradient", lambda input, source: torch.empty_like(input), lib=_library)
 _library.impl("pass_gradient", lambda input, source: input.clone(), "CompositeExplicitAutograd")
+
+_library.define("rotated(Tensor matrix) -> (Tensor, Tensor, Tensor)")
+
+
+def _rotated(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u, s, v.transpose(-1, -2).contiguous()
+
+
+def _shapes_of_rotated(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    columns = matrix.shape[-1]
+    v = matrix.new_empty([*matrix.shape[:-2], columns, columns])
+    return matrix.new_empty(matrix.shape), matrix.new_empty([*matrix.shape[:-2], columns]), v
+
+
+torch.library.register_fake("gradfuse::rotated", _shapes_of_rotated, lib=_library)
+_library.impl("rotated", _rotated, "CompositeExplicitAutograd")
+
+ROTATED = torch.ops.gradfuse.rotated.default
+"""U, the singular values, the largest first, and V of float64 matrices, (*, M, N) with M >= N > 0."""
 
 STOP_GRADIENT = torch.ops.gradfuse.stop_gradient.default
 _PASS_GRADIENT = torch.ops.gradfuse.pass_gradient.default
@@ -216,8 +352,14 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def expm1(self: Any) -> Any:
         return _node("Expm1", self)
 
+    def rotated(matrix: Any) -> Any:
+        node = ir.node("Rotated", [matrix], domain=LOCAL_DOMAIN, num_outputs=3)
+        private.record_node(node)
+        return tuple(node.outputs)
+
     table: dict[Any, Callable[..., Any]] = {
         STOP_GRADIENT: stop_gradient,
+        ROTATED: rotated,
         aten.log1p.default: log1p,
         aten.expm1.default: expm1,
         _PASS_GRADIENT: pass_gradient,
@@ -254,7 +396,7 @@ def put_bodies_in(model: ir.Model) -> None:
         model.opset_imports[LOCAL_DOMAIN] = 1
 
 
-no_gradient("StopGradient", domain=LOCAL_DOMAIN)
+no_gradient("StopGradient", "Rotated", domain=LOCAL_DOMAIN)
 
 
 @gradient("PassGradient", domain=LOCAL_DOMAIN)

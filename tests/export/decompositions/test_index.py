@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from export.decompositions.test_products import assert_same
 from torch import Tensor
 
 from gradfuse.export.decompositions import index
@@ -154,3 +155,70 @@ def test_reductions_of_whole_numbers_by_index() -> None:
             index.scatter_reduce(x, 0, places, src, reduce, include_self=False),
             x.scatter_reduce(0, places, src, reduce, include_self=False),
         )
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_most_frequent_elements(dim: int, keepdim: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(0, 3, (4, 5, 6)).float()
+    for ours, native in zip(index.mode(x, dim, keepdim), torch.mode(x, dim, keepdim), strict=True):
+        _assert_same(ours, native)
+    assert_same(lambda x: index.mode(x, dim, keepdim)[0], lambda x: torch.mode(x, dim, keepdim)[0], x)
+    assert index.mode(torch.tensor(3.0))[0] == 3.0
+
+
+@pytest.mark.parametrize("reduce", ["mean", "prod", "amin", "amax"])
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reductions_of_rows_by_their_index(reduce: str, include_self: bool, dim: int) -> None:
+    torch.manual_seed(0)
+    place = torch.tensor([2, 0, 2, 2])
+    x, source = torch.randn(4, 4), torch.randn(4, 4)
+
+    def native(x: Tensor, source: Tensor) -> Tensor:
+        return x.index_reduce(dim, place, source, reduce, include_self=include_self)
+
+    assert_same(
+        lambda x, source: index.index_reduce(x, dim, place, source, reduce, include_self=include_self),
+        native,
+        x,
+        source,
+    )
+
+
+def test_a_number_reduced_by_an_index() -> None:
+    assert_same(
+        lambda x, y: index.index_reduce(x, 0, torch.tensor(0), y, "prod"),
+        lambda x, y: x.index_reduce(0, torch.tensor(0), y, "prod"),
+        torch.tensor(3.0),
+        torch.tensor(2.0),
+    )
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_elements_put_at_places(accumulate: bool) -> None:
+    places = torch.tensor([[0, -1], [4, 2]])
+    assert_same(
+        lambda x, y: index.put(x, places, y, accumulate),
+        lambda x, y: x.put(places, y, accumulate),
+        torch.randn(2, 3),
+        torch.randn(2, 2),
+    )
+
+
+@pytest.mark.parametrize("offset", [-2, -1, 0, 2])
+@pytest.mark.parametrize("dims", [(0, 1), (2, 0), (-1, 1)])
+def test_replaced_diagonals(offset: int, dims: tuple[int, int]) -> None:
+    x = torch.randn(4, 5, 3)
+    assert_same(
+        lambda x, y: index.diagonal_scatter(x, y, offset, *dims),
+        lambda x, y: torch.diagonal_scatter(x, y, offset, *dims),
+        x,
+        torch.randn(torch.diagonal(x, offset, *dims).shape),
+    )
+
+
+def test_a_diagonal_without_elements() -> None:
+    x = torch.randn(2, 3)
+    assert torch.equal(index.diagonal_scatter(x, torch.randn(0), 3), x)

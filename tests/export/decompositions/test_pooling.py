@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from export.decompositions.test_products import assert_same
 from torch import Tensor
 
 from gradfuse.export.decompositions import pooling
@@ -110,3 +111,44 @@ def test_replication_pad_backward(padding: tuple[int, ...]) -> None:
     grad_output = torch.randn_like(F.pad(images, padding, mode="replicate"))
     backward = getattr(aten, f"replication_pad{axes}d_backward").default
     _assert_equal(TABLE[backward](grad_output, images, padding), backward(grad_output, images, padding))
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [
+        (2, ((3,), (), (0,), True, True, 2)),
+        (2, ((3, 3), (2, 2), (1, 1), True, False, 5)),
+        (2, ((6, 6), (3, 3), (2, 3), True, True, 2)),
+        (3, ((2, 3, 2), (2, 2, 1), (1, 1, 0), False, True, -3)),
+    ],
+)
+def test_means_with_a_divisor_of_their_own(axes: int, settings: tuple[Any, ...]) -> None:
+    native = getattr(torch.ops.aten, f"avg_pool{axes}d")
+    assert_same(
+        lambda x: pooling.avg_pool(axes, x, *settings), lambda x: native(x, *settings), torch.randn(2, 9, 9, 10)
+    )
+
+
+def test_other_means_are_left_alone() -> None:
+    assert pooling.avg_pool(2, torch.ones(1, 4, 4), (2, 2)) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "sizes"),
+    [((2, 3, 7, 9), (2, 3), (3, 4)), ((3, 7, 9), (2, 2), (1, 4)), ((2, 2, 6, 7, 8), (2, 3, 2), (3, 2, 1))],
+)
+def test_maxima_at_random_distances(shape: tuple[int, ...], kernel: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    pool: Any = F.fractional_max_pool2d if len(kernel) == 2 else F.fractional_max_pool3d
+    items = shape[0] if len(shape) == len(kernel) + 2 else 1
+    draws = torch.rand(items, shape[-len(kernel) - 1], len(kernel), dtype=torch.float64)
+    x = torch.randn(shape)
+    assert_same(
+        lambda x: pooling.fractional_max_pool(x, kernel, sizes, draws)[0],
+        lambda x: pool(x, kernel, sizes, _random_samples=draws),
+        x,
+    )
+    assert torch.equal(
+        pooling.fractional_max_pool(x, kernel, sizes, draws.float())[1],
+        pool(x, kernel, sizes, return_indices=True, _random_samples=draws.float())[1],
+    )

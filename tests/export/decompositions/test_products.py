@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_running_products_of_whole_numbers_and_of_one() -> None:
     assert products.cumprod(whole.int(), 0).dtype == torch.int64
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0])
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("mode", [None, 1, 2])
 @pytest.mark.parametrize("rows", [4, 40])
 def test_distances(p: float, mode: int | None, rows: int) -> None:
@@ -59,14 +60,35 @@ def test_distances(p: float, mode: int | None, rows: int) -> None:
     )
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0])
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 2.0, 3.0, math.inf])
 def test_the_distance_of_a_row_from_itself_has_no_gradient(p: float) -> None:
     a = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
     assert_same(lambda a: products.cdist(a, a.detach(), p, 2), lambda a: torch.cdist(a, a.detach(), p=p), a)
 
 
-def test_other_norms_are_left_alone() -> None:
-    assert products.cdist(torch.ones(2, 2), torch.ones(2, 2), 3.0, None) is NotImplemented
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, math.inf])
+def test_distances_of_all_pairs(p: float) -> None:
+    x = torch.tensor([[1.0, 2.0, -1.0], [1.0, 2.0, -1.0], [0.5, 1.0, 3.0], [2.0, 0.0, -2.0]])
+    assert_same(lambda x: products.pdist(x, p), lambda x: F.pdist(x, p), x)
+    assert products.pdist(x[:1], p).shape == (0,)
+
+
+def test_counts_of_what_differs() -> None:
+    a, b = torch.tensor([[1.0, 2.0, -1.0], [0.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, -1.0]])
+    assert torch.equal(products.cdist(a, b, 0.0, None), torch.cdist(a, b, p=0.0))
+    assert torch.equal(products.pdist(a, 0.0), F.pdist(a, 0.0))
+
+
+def test_products_over_nothing() -> None:
+    none = torch.zeros(2, 0), torch.zeros(0, 3)
+    assert_same(lambda a, b: products.of_nothing(torch.ops.aten.mm.default, a, b) + a.sum() + b.sum(), torch.mm, *none)
+    bias = torch.randn(3)
+    assert_same(
+        lambda c: products.added_product(c, *(one.double() for one in none), beta=0.5),
+        lambda c: torch.addmm(c, *(one.double() for one in none), beta=0.5),
+        bias,
+    )
+    assert products.added_product(bias, torch.ones(2, 1), torch.ones(1, 3)) is NotImplemented
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
@@ -102,4 +124,5 @@ def test_margins_of_several_labels(reduction: str) -> None:
 
 def test_the_table_has_each() -> None:
     table: dict[Any, Any] = products.table()
-    assert len(table) == 5
+    names = "cumprod _cdist_forward _pdist_forward bilinear mm bmm addmm hypot multilabel_margin_loss_forward".split()
+    assert {getattr(torch.ops.aten, name).default for name in names} <= set(table)

@@ -1,6 +1,8 @@
-"""Gamma functions are those of PyTorch, and steps of distributions that need them export."""
+"""Special functions are those of PyTorch, and steps of distributions that need them export."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from training_models import autograd, run
 
 from gradfuse import export_training_step
+from gradfuse.export import standins
 from gradfuse.export.decompositions import special
 from gradfuse.testing import assert_gradients_close
 
@@ -40,6 +43,76 @@ def test_gamma_functions_at_their_poles(name: str) -> None:
     torch.testing.assert_close(getattr(special, name)(EDGES), getattr(torch, name)(EDGES), equal_nan=True)
     whole = torch.arange(1, 5)
     torch.testing.assert_close(getattr(special, name)(whole), getattr(torch, name)(whole))
+
+
+def _slopes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    given = x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(function(given).sum(), given)
+    return slopes
+
+
+@pytest.fixture
+def gradients_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program, a rule of its own ends gradients."""
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
+
+
+def _trigamma(x: Tensor) -> Tensor:
+    return special.polygamma(1, x)
+
+
+LINE = torch.linspace(-24.9, 24.9, 250, dtype=torch.float64)
+SHARES = torch.cat(
+    [torch.linspace(0.001, 0.999, 99, dtype=torch.float64), 10.0 ** -torch.arange(4.0, 60.0, 5).double()]
+)
+
+
+@pytest.mark.parametrize(
+    ("ours", "native", "points"),
+    [
+        (special.erfc, torch.erfc, LINE),
+        (special.erfcx, torch.special.erfcx, LINE[LINE > -9.0]),
+        (special.log_ndtr, torch.special.log_ndtr, LINE),
+        (special.erfinv, torch.erfinv, 2.0 * SHARES[SHARES > 1e-12] - 1.0),
+        (special.ndtri, torch.special.ndtri, SHARES),
+        (lambda x: special.bessel(x, 0, scaled=False), torch.i0, LINE),
+        (lambda x: special.bessel(x, 0, scaled=True), torch.special.i0e, LINE),
+        (lambda x: special.bessel(x, 1, scaled=False), torch.special.i1, LINE),
+        (lambda x: special.bessel(x, 1, scaled=True), torch.special.i1e, LINE),
+        *(
+            (lambda x, n=n: special.polygamma(n, x), lambda x, n=n: torch.polygamma(n, x), LINE[LINE > 0.2])
+            for n in (0, 2, 3, 4)
+        ),
+        # PyTorch's trigamma has ten digits.
+        (_trigamma, lambda x: torch.special.zeta(2.0, x), LINE[LINE > 0.2]),
+    ],
+    ids="erfc erfcx log_ndtr erfinv ndtri i0 i0e i1 i1e digamma 2 3 4 trigamma".split(),
+)
+def test_values_and_slopes(
+    ours: Callable[[Tensor], Tensor], native: Callable[[Tensor], Tensor], points: Tensor, gradients_end: None
+) -> None:
+    torch.testing.assert_close(ours(points), native(points), rtol=2e-13, atol=0.0)
+    # PyTorch's own slopes cancel in the tails.
+    slopes = torch.special.zeta(3.0, points) * -2.0 if ours is _trigamma else _slopes(native, points)
+    torch.testing.assert_close(_slopes(ours, points), slopes, rtol=1e-9, atol=1e-15)
+    narrow = ours(points.float())
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow.double(), native(points.float().double()), rtol=1e-7, atol=1e-37)
+
+
+def test_values_at_the_ends(gradients_end: None) -> None:
+    ends = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0, torch.inf, torch.nan], dtype=torch.float64)
+    for ours, native in (
+        (special.erfinv, torch.erfinv),
+        (special.ndtri, torch.special.ndtri),
+        (special.log_ndtr, torch.special.log_ndtr),
+        (special.erfc, torch.erfc),
+        (lambda x: special.bessel(x, 0, scaled=True), torch.special.i0e),
+    ):
+        torch.testing.assert_close(ours(ends), native(ends), equal_nan=True)
+    below = torch.tensor([-3.5, -8.25], dtype=torch.float64)
+    torch.testing.assert_close(special.polygamma(2, below), torch.polygamma(2, below))
+    assert special.polygamma(2, torch.tensor(-40.5)).isnan()
 
 
 class StudentT(nn.Module):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from export.decompositions.test_products import assert_same
-from torch import Tensor
+from torch import Tensor, nn
+from training_models import autograd, run
 
+from gradfuse import export_training_step
 from gradfuse.export import standins
 from gradfuse.export.decompositions import spectral
+from gradfuse.testing import assert_gradients_close
 
 SHAPES = [(1, 1), (4, 4), (5, 3), (3, 6), (12, 12), (30, 2)]
 
@@ -84,3 +89,45 @@ def test_least_squares(shape: tuple[int, int]) -> None:
         _matrices(*shape),
         _matrices(shape[0], 2),
     )
+
+
+class _Values(nn.Module):
+    def __init__(self, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(matrix)
+        self.function = function
+
+    def forward(self) -> Tensor:
+        return self.function(self.matrix)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "function"),
+    [
+        (torch.arange(1.0, 13.0).reshape(4, 3).sin(), torch.linalg.svdvals),
+        (torch.arange(1.0, 31.0).reshape(2, 3, 5).sin(), lambda a: torch.linalg.svd(a, full_matrices=False)[2].abs()),
+        (torch.arange(1.0, 26.0).reshape(5, 5).sin(), lambda a: torch.linalg.eigh(a + a.mT)[1].abs()),
+        (torch.arange(1.0, 145.0).square().reshape(12, 12).sin(), lambda a: torch.linalg.eigvalsh(a + a.mT)),
+        (torch.tensor([[2.0]]), torch.linalg.pinv),
+        # Of rank 1, and with eigenvalues of one size and either sign.
+        (torch.tensor([[1.0], [2.0], [3.0]]), lambda a: torch.linalg.pinv(a @ a.mT)),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.linalg.eigvalsh),
+    ],
+)
+def test_steps_rotate_by_a_loop(
+    matrix: Tensor, function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    module = _Values(matrix, function)
+
+    def loss(values: Tensor, weights: Tensor) -> Tensor:
+        return (values * weights).sum()
+
+    weights = torch.rand(function(matrix).shape, generator=torch.Generator().manual_seed(0))
+    batch: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), (weights,))
+    step = export_training_step(module, loss, batch)
+    assert len(step.model.graph.node) < 120
+    results = run(step, batch, kernels=True)
+    native, exact = (autograd(module, loss, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in results.items():
+        assert_gradients_close(result, native[name], exact[name], "float32")

@@ -123,7 +123,7 @@ def triangular_solve(
 
 
 def lu_factor(A: Tensor, *, pivot: bool = True, check_errors: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """aten::linalg_lu_factor_ex: both factors in one (*, M, N) matrix, and with which row each was exchanged, from 1."""
+    """aten::linalg_lu_factor_ex: both factors in one matrix, and with which row each was exchanged, from 1."""
     if _is_empty(A):
         return A.clone(), A.new_zeros([*A.shape[:-2], 0], dtype=torch.int32), _no_errors(A)
     if not all(isinstance(size, int) and 0 < size <= _LARGEST for size in A.shape[-2:]) or A.is_complex():
@@ -380,7 +380,7 @@ def _shape(one: Tensor, other: Tensor) -> tuple[Any, ...]:
 
 
 def _is_empty(matrix: Tensor) -> bool:
-    return 0 in matrix.shape[-2:]
+    return 0 in matrix.shape
 
 
 def _is_small(matrix: Tensor) -> bool:

@@ -69,14 +69,14 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.digamma.default: digamma,
         prims.digamma.default: digamma,
         aten.polygamma.default: polygamma,
-        prims.bessel_i0.default: lambda self: _bessel(self, 0, scaled=False),
-        prims.bessel_i0e.default: lambda self: _bessel(self, 0, scaled=True),
-        prims.bessel_i1.default: lambda self: _bessel(self, 1, scaled=False),
-        prims.bessel_i1e.default: lambda self: _bessel(self, 1, scaled=True),
-        aten.i0.default: lambda self: _bessel(self, 0, scaled=False),
-        aten.special_i0e.default: lambda self: _bessel(self, 0, scaled=True),
-        aten.special_i1.default: lambda self: _bessel(self, 1, scaled=False),
-        aten.special_i1e.default: lambda self: _bessel(self, 1, scaled=True),
+        prims.bessel_i0.default: lambda self: bessel(self, 0, scaled=False),
+        prims.bessel_i0e.default: lambda self: bessel(self, 0, scaled=True),
+        prims.bessel_i1.default: lambda self: bessel(self, 1, scaled=False),
+        prims.bessel_i1e.default: lambda self: bessel(self, 1, scaled=True),
+        aten.i0.default: lambda self: bessel(self, 0, scaled=False),
+        aten.special_i0e.default: lambda self: bessel(self, 0, scaled=True),
+        aten.special_i1.default: lambda self: bessel(self, 1, scaled=False),
+        aten.special_i1e.default: lambda self: bessel(self, 1, scaled=True),
         prims.erf_inv.default: erfinv,
         aten.erfinv.default: erfinv,
         aten.erfc.default: erfc,
@@ -151,7 +151,7 @@ def polygamma(n: int, self: Tensor) -> Tensor:
     return result.to(_result_type(self))
 
 
-def _bessel(self: Tensor, order: int, *, scaled: bool) -> Tensor:
+def bessel(self: Tensor, order: int, *, scaled: bool) -> Tensor:
     """aten::i0, aten::special_i1 or those times exp(-|x|): modified Bessel functions of the first kind.
 
     By their series up to 20, whose terms are all positive, and by the asymptotic one from there on.
