@@ -771,3 +771,15 @@ def test_no_other_module_uses_a_private_api_of_torch() -> None:
             if any(name.startswith("torch.") and any(map(_is_private, name.split("."))) for name in names):
                 found.append(f"{path}: {ast.unparse(node)}")
     assert found == []
+
+
+def test_operators_are_collected_once() -> None:
+    from torch._export import utils
+
+    with private.operators_collected_once():
+        once = utils._collect_all_valid_cia_ops()
+        with private.operators_collected_once():
+            assert utils._collect_all_valid_cia_ops() == once
+    assert utils._collect_all_valid_cia_ops() == once
+    assert torch.ops.aten.softplus.default not in once
+    assert torch.ops.aten.conv2d.default in once

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         print(f"no operator {unknown[0]!r}; expected some of {', '.join(every)}", file=sys.stderr)
         return 2
     unfinished = options.results.with_suffix(".part.json")
-    known = unfinished if unfinished.exists() and not options.names else options.results
+    known = unfinished if unfinished.exists() else options.results
     results: dict[str, list[Outcome]] = {}
     if known.exists() and (options.names or known == unfinished):
         results = {name: [(kind, why) for kind, why in found] for name, found in json.loads(known.read_text()).items()}
@@ -164,7 +164,7 @@ def _run(name: str, begin: int, pipe: Connection) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     warnings.simplefilter("ignore")
-    with private.translations_read_once():
+    with private.translations_read_once(), private.operators_collected_once():
         for number, sample in enumerate(samples_of(operators()[name])):
             if number >= begin:
                 pipe.send(outcome(sample))

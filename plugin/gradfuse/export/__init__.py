@@ -111,6 +111,7 @@ def export_training_step(
         raise ExportError(
             f"export_training_step: {error.name} is not installed; expected what gradfuse[torch] installs"
         ) from error
+    from gradfuse.export import _torch_private as private
     from gradfuse.export import explaining, verifying
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
@@ -138,7 +139,8 @@ def export_training_step(
             float64=float64,
         )
 
-    with mistakes_named(), Parts.shown(progress) as parts, _collection_paused_for(module):
+    once = private.operators_collected_once()
+    with mistakes_named(), Parts.shown(progress) as parts, _collection_paused_for(module), once:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.

@@ -311,6 +311,19 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     return result
 
 
+def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """Solve by the pseudoinverse; the rank and the singular values, which no gradient reads, are empty."""
+    is_vector = B.dim() == A.dim() - 1
+    columns = B.unsqueeze(-1) if is_vector else B
+    solution = torch.linalg.pinv(A, rtol=rcond) @ columns
+    residuals = A.new_zeros((0,))
+    if driver not in (None, "gelsy") and A.shape[-2] > A.shape[-1]:
+        residuals = (A @ solution - columns).square().sum(-2)
+    none = A.new_zeros((0,))
+    found = solution.squeeze(-1) if is_vector else solution
+    return torch.return_types.linalg_lstsq((found, residuals, none.to(torch.int64), none))
+
+
 INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     F.grid_sample: grid_sample,
     torch.grid_sampler: grid_sampler,
@@ -332,6 +345,7 @@ INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.inverse: inverse,
     torch.linalg.cholesky: cholesky,
     torch.linalg.solve: solve,
+    torch.linalg.lstsq: least_squares,
     Tensor.data.__get__: data,  # type: ignore[attr-defined]
     torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor_affine,
     torch.fake_quantize_per_channel_affine: fake_quantize_per_channel_affine,

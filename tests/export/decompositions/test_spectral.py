@@ -81,16 +81,6 @@ def test_tolerances_of_pseudoinverses(tolerances: dict[str, float]) -> None:
     torch.testing.assert_close(spectral.pseudoinverse(matrix, **given), torch.linalg.pinv(matrix, **given))
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 6)])
-def test_least_squares(shape: tuple[int, int]) -> None:
-    assert_same(
-        lambda a, b: spectral.least_squares(a, b)[0],
-        lambda a, b: torch.linalg.lstsq(a, b)[0],
-        _matrices(*shape),
-        _matrices(shape[0], 2),
-    )
-
-
 class _Values(nn.Module):
     def __init__(self, matrix: Tensor, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -78,6 +78,8 @@ def cholesky_factor(self: Tensor, upper: bool = False) -> Tensor:
 
 def solve_triangular(self: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """aten::linalg_solve_triangular: A X = B, or X A = B, row by row."""
+    if 0 in B.shape:
+        return B.new_zeros([*_shape(self, B), *B.shape[-2:]])
     if 0 in B.shape[-2:]:
         return B.new_zeros([*_shape(self, B), *B.shape[-2:]])
     if not _is_small(self):
@@ -101,6 +103,8 @@ def solve_triangular(self: Tensor, B: Tensor, *, upper: bool, left: bool = True,
 
 def cholesky_solve(self: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
     """aten::cholesky_solve: A X = B for a factor of A."""
+    if 0 in self.shape:
+        return self.new_zeros([*_shape(self, input2), *self.shape[-2:]])
     if not _is_small(input2):
         return NotImplemented  # type: ignore[no-any-return]
     lower = input2.transpose(-1, -2) if upper else input2

@@ -28,7 +28,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._linalg_svd.default: svd,
         aten._linalg_eigh.default: eigh,
         aten.linalg_pinv.atol_rtol_tensor: pseudoinverse,
-        aten.linalg_lstsq.default: least_squares,
     }
 
 
@@ -124,20 +123,6 @@ def pseudoinverse(
         total = total + found @ found @ (change - change @ fixed @ found)
         total = total + (change - found @ fixed @ change) @ found @ found
     return (found + total).to(self.dtype)
-
-
-def least_squares(
-    self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """aten::linalg_lstsq: the solution alone; PyTorch gives residuals where they are asked for, which are not."""
-    is_vector = b.dim() == self.dim() - 1
-    rtol = None if rcond is None else torch.full((), rcond, dtype=torch.float64, device=self.device)
-    found = pseudoinverse(self, rtol=rtol)
-    if found is NotImplemented:
-        return NotImplemented  # type: ignore[no-any-return]
-    solution = found @ (b.unsqueeze(-1) if is_vector else b)
-    nothing = self.new_zeros((0,))
-    return (solution.squeeze(-1) if is_vector else solution), nothing, nothing.to(torch.int64), nothing
 
 
 def _inverse_of_differences(values: Tensor) -> Tensor:
