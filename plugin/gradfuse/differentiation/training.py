@@ -43,7 +43,7 @@ from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
-from gradfuse.training import optimizers
+from gradfuse.training import index_checks, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
@@ -204,6 +204,8 @@ def _built(
     result, targets = _loss(work, tape, criterion)
     graph.extend(tape.nodes)
     infer(work)
+    given = {value: str(value.name) for value in graph.inputs if value.name in {*batch, *targets}}
+    checks = index_checks.checks_of(_labels(graph, criterion), given)
     if criterion is not None and not isinstance(criterion, losses.Loss):
         loss_models.require_scalar(result, graph.outputs[0])
     if fuse:
@@ -247,6 +249,7 @@ def _built(
         check_gradients(work, values, {**buffers, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
+    index_checks.append(work, checks, free_prefix(work.graph, "index_checks/")[:-1])
     return TrainingStep(
         model=ir.to_proto(work),
         parameters=values,
@@ -259,6 +262,7 @@ def _built(
         constants={},
         state_dict_names={name: name for name in (*values, *buffers)},
         evaluation_model=_evaluation(evaluation, [*parameters, *(name for name in buffers if name not in seeds)]),
+        index_ranges=index_checks.ranges_of(checks),
     )
 
 
@@ -331,6 +335,27 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
     result = criterion.forward(tape.of(output), added, len(dims)).value
     result.shape = ir.Shape([])
     return result, [target.name for target in criterion.targets]
+
+
+def _labels(graph: ir.Graph, criterion: Any) -> list[index_checks.Index]:
+    """Return the labels that losses in a graph take, where the number of classes is known."""
+    found = []
+    for node in graph:
+        if node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss") and not node.domain:
+            scores, labels = node.inputs[:2]
+            assert scores is not None and labels is not None
+            ignored = node.attributes.get_int("ignore_index") if "ignore_index" in node.attributes else None
+            found.append((scores, labels, ignored))
+    if isinstance(criterion, losses.CrossEntropyLoss) and criterion.label_smoothing:
+        (label,) = (value for value in graph.inputs if value.name == criterion.targets[0].name)
+        output = next(value for value in graph.outputs if value.dtype in FLOATS)
+        found.append((output, label, criterion.ignore_index))
+    sizes = [None if scores.shape is None else scores.shape[1] for scores, _, _ in found]
+    return [
+        index_checks.Index(labels, size, ignored)
+        for (_, labels, ignored), size in zip(found, sizes, strict=True)
+        if isinstance(size, int)
+    ]
 
 
 def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any) -> tuple[ir.Value, list[str]]:

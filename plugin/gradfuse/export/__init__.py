@@ -168,12 +168,14 @@ def _exported(
     """Export a step whose arguments have been read."""
     import onnx_ir as ir
 
-    from gradfuse.export import branches, comparing_sizes, onnx_model, steadiness, tracing, verifying, watching
+    from gradfuse.differentiation.differentiate import free_prefix
+    from gradfuse.export import branches, comparing_sizes, indices, onnx_model, steadiness, tracing, verifying, watching
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
+    from gradfuse.training import index_checks
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import TrainingStep
 
@@ -201,9 +203,12 @@ def _exported(
         free = {*step.trainable, *native.changed}
         parts.begin("translating")
         translated, shared = onnx_model.translate(program, step), None
+        names = (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
+        batch = {value: name for value, name in zip(translated.graph.inputs, names, strict=True) if name in step.batch}
+        checks = index_checks.checks_of(indices.taken_out(translated), batch)
         if returned:
             translated, module = watching.divided(translated, returned)
-            shared = module, (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
+            shared = module, names
         translated = onnx_model.completed(translated, step, order, free, len(native.gradients), fuse=fuse)
         onnx_model.arrange_step(translated, step, native, shapes)
         parts.begin("running the step in float64")
@@ -266,6 +271,7 @@ def _exported(
         parts.begin("comparing the update with PyTorch")
         verifying.compare_update(opened, truths[0].step, described, optimizer, moments | hyperparameters)
 
+    index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
     return TrainingStep(
         model=ir.to_proto(complete),
@@ -280,6 +286,7 @@ def _exported(
         state_dict_names=step.state_dict_names,
         evaluation_model=evaluating,
         nesting={"inputs": step.given_inputs.nesting, "targets": step.given_targets.nesting},
+        index_ranges=index_checks.ranges_of(checks),
     )
 
 

@@ -26,6 +26,7 @@ from gradfuse.export import (
     dropout,
     explaining,
     gradients,
+    indices,
     narrow_types,
     own_gradients,
     recurrences,
@@ -60,6 +61,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
             **watching.translations(),
             torch.ops.aten.grid_sampler_3d.default: grid_sampler_3d,
             **own_gradients.translations(),
+            **indices.translations(),
         }
     )
 

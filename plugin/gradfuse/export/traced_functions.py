@@ -243,6 +243,8 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     if input.dim() != indices.dim():
         return torch.take_along_dim(input, indices, dim)
     dim = dim % input.dim()
+    # Along an axis PyTorch takes any index modulo the size.
+    indices = indices % input.shape[dim]
     shape = _broadcast(input.narrow(dim, 0, 1), indices.narrow(dim, 0, 1))
     sizes = [(*shape[:dim], one.shape[dim], *shape[dim + 1 :]) for one in (input, indices)]
     return input.expand(sizes[0]).gather(dim, indices.expand(sizes[1]))

@@ -21,6 +21,7 @@ from gradfuse.export import (
     decomposing,
     dropout,
     explaining,
+    indices,
     layouts,
     onnx_model,
     pools,
@@ -128,6 +129,7 @@ def forward_program(
         if not watch.mark_dropouts(program, (*used, *others), step.input_names):
             program, returned = private.with_fewer_outputs(program, returned), 0
     standins.keep_stops(program)
+    indices.mark(program)
     program = decomposed(
         program, fuse=fuse, batch_norm=True, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
     )

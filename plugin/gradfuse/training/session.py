@@ -35,6 +35,7 @@ from gradfuse.training.arguments import (
     require_shapes,
 )
 from gradfuse.training.in_place import BARRIER, with_updates_last
+from gradfuse.training.index_checks import require_in_range
 from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
 
@@ -173,7 +174,8 @@ class TrainingSession:
             targets: the batch's targets, likewise by `training_step.target_names`.
 
         Raises:
-            ArgumentError: a tensor is missing, or has another type or shape; or all inputs are empty.
+            ArgumentError: a tensor is missing, or has another type or shape; a label or index is out of range, as far
+                as PyTorch refuses it; or all inputs are empty.
             ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost. Or an
                 earlier `save(wait=False)` has failed.
             GradfuseError: a signal's handler calls it while its thread is in a step.
@@ -190,6 +192,7 @@ class TrainingSession:
         feeds = self._batch_of(inputs, names, "step", "inputs", known)
         feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", known)
         require_shapes(f"{_WHO}.step", feeds, known)
+        require_in_range(f"{_WHO}.step", feeds, self._step.index_ranges)
         if names and not any(feeds[name].size for name in names):
             # The mean of nothing is NaN, which would stay in running statistics.
             first = feeds[names[0]]
@@ -221,7 +224,7 @@ class TrainingSession:
             An array; where the module returns several tensors a tuple of them.
 
         Raises:
-            ArgumentError: a tensor is missing, or has another type or shape.
+            ArgumentError: a tensor is missing, or has another type or shape; or an index is out of range.
             GradfuseError: the step was exported without an evaluation model, or its file is missing.
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
@@ -230,6 +233,7 @@ class TrainingSession:
         known = {value.name: TensorType.of(value) for value in model.graph.input}
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
+        require_in_range(f"{_WHO}.evaluate", feeds, self._step.index_ranges)
         if self._evaluation is None:
             with collection_paused():
                 self._evaluation = self._inference_session(ir.from_proto(model))

@@ -39,8 +39,17 @@ _EVALUATION = ".eval"
 _VALUES = ".safetensors"
 _EVALUATION_FILE, _VALUES_FILE = "evaluation_model", "values"
 """Where the metadata name the files beside a step."""
+_INDEX_RANGES = "index_ranges"
 _TENSORS = ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants")
 """The fields of a step that hold arrays by name; all but the constants are inputs of its model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexRange:
+    """What an input's elements may be: from 0 to below `size`, or `ignored`."""
+
+    size: int
+    ignored: int | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +86,8 @@ class TrainingStep:
             it was not asked for.
         nesting: how the tensors of "inputs" and "targets" are nested, as `gradfuse.training.nesting` has it; where
             nothing is said, each tensor is an argument itself.
+        index_ranges: name of an input of the batch -> the ranges that each of its elements must lie in, for labels and
+            indices: a session refuses others, as PyTorch does.
     """
 
     model: onnx.ModelProto
@@ -91,6 +102,7 @@ class TrainingStep:
     state_dict_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     evaluation_model: onnx.ModelProto | None = None
     nesting: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    index_ranges: Mapping[str, Sequence[IndexRange]] = dataclasses.field(default_factory=dict)
 
     def save(
         self,
@@ -148,6 +160,9 @@ class TrainingStep:
                 "targets": self.target_names,
                 "state_dict": dict(self.state_dict_names),
                 "nesting": dict(self.nesting),
+                _INDEX_RANGES: {
+                    name: [[one.size, one.ignored] for one in ranges] for name, ranges in self.index_ranges.items()
+                },
                 _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
                 _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
@@ -236,6 +251,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         # Steps of older versions have none.
         nesting = dict(stored.get("nesting", {}))
         state_dict_names, evaluation_file = dict(stored["state_dict"]), _file_beside(stored, _EVALUATION_FILE)
+        index_ranges = _ranges(stored.get(_INDEX_RANGES, {}), {*input_names, *target_names})
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         reason = one_line(ValueError(repr(error)))
         raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
@@ -264,6 +280,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         hyperparameters=arrays["hyperparameters"],
         constants=arrays["constants"],
         state_dict_names=state_dict_names,
+        index_ranges=index_ranges,
         evaluation_model=evaluation_model,
         nesting=nesting,
     )
@@ -371,6 +388,16 @@ def _array(value: ir.Value) -> npt.NDArray[Any]:
 def _compact(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array that takes no memory where it is zeros that nobody writes, as an optimizer's first state."""
     return array if np.any(array) else np.zeros(array.shape, array.dtype)
+
+
+def _ranges(stored: Any, names: Collection[str]) -> dict[str, tuple[IndexRange, ...]]:
+    if not isinstance(stored, dict) or not set(names) >= stored.keys():
+        raise TypeError(f"{stored!r} are no ranges of inputs of the batch")
+    found = {name: tuple(IndexRange(size, ignored) for size, ignored in ranges) for name, ranges in stored.items()}
+    for one in (one for ranges in found.values() for one in ranges):
+        if type(one.size) is not int or type(one.ignored) not in (int, type(None)):
+            raise TypeError(f"{one} has other things than numbers")
+    return found
 
 
 def _names(stored: Any) -> tuple[str, ...]:

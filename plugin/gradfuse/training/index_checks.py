@@ -1,0 +1,225 @@
+"""Labels and indices of a batch: the range that each of them must lie in, checked before a step and within its model.
+
+Where PyTorch raises, onnxruntime takes -1 for the last class. A check within a model is nodes that count what is out of
+range, and look an element up that is not there if it is any: in every runtime, the step fails before it changes
+anything. What a step computes indices from is copied for that, so that it may be fused, or rewritten otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.custom_ops import DOMAIN
+from gradfuse.errors import ArgumentError
+from gradfuse.models.arrays import Arrays
+from gradfuse.training.nodes import GraphTensor, Nodes
+from gradfuse.training.step import LOSS, IndexRange
+
+_VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity"}
+"""Operators whose results have each element of their operand once."""
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
+_MOST_NODES = 64
+_MOST_BYTES = 4096
+_CHECKED = {"CrossEntropyLossGrad": 2}
+"""Operators that fail themselves where an input is out of range, by which one that is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """A value of a graph whose elements must lie from 0 to below `size`, or be `ignored`."""
+
+    value: ir.Value
+    size: int | ir.Value
+    ignored: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """An index as it is computed from the inputs of a batch.
+
+    Attributes:
+        index: of values that nothing else computes.
+        inputs: the inputs that it is computed from, by name.
+        nodes: what computes it, in order.
+        of: the input that it has each element of; None where it is something else.
+    """
+
+    index: Index
+    inputs: Mapping[str, ir.Value]
+    nodes: tuple[ir.Node, ...]
+    of: str | None
+
+
+def checks_of(indices: Iterable[Index], batch: Mapping[ir.Value, str]) -> list[Check]:
+    """Return checks of the indices that are computed from the batch alone.
+
+    Args:
+        indices: values of a graph.
+        batch: the inputs of the graph that are the batch's, with their names.
+    """
+    found = [_copied(index, batch) for index in indices]
+    return [check for check in found if check is not None]
+
+
+def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
+    """Return the ranges of whole inputs, by name."""
+    found: dict[str, dict[IndexRange, None]] = {}
+    for check in checks:
+        if check.of is not None and isinstance(check.index.size, int):
+            found.setdefault(check.of, {})[IndexRange(check.index.size, check.index.ignored)] = None
+    return {name: tuple(ranges) for name, ranges in found.items()}
+
+
+def require_in_range(where: str, feeds: Arrays, ranges: Mapping[str, Sequence[IndexRange]]) -> None:
+    """Refuse an array with an element out of range."""
+    for name, known in ranges.items():
+        array = feeds.get(name)
+        for one in known if array is not None and array.size else ():
+            assert array is not None
+            if array.min() < 0 or array.max() >= one.size:
+                _refuse(where, name, array, one)
+
+
+def _refuse(where: str, name: str, array: npt.NDArray[np.integer], one: IndexRange) -> None:
+    wrong = (array < 0) | (array >= one.size)
+    ignored = ""
+    if one.ignored is not None:
+        wrong &= array != one.ignored
+        ignored = "" if 0 <= one.ignored < one.size else f", or {one.ignored}, which is ignored"
+    if not wrong.any():
+        return
+    place = tuple(np.argwhere(wrong)[0])
+    shown = f"[{', '.join(map(str, place))}]" if place else ""
+    raise ArgumentError(f"{where}: {name!r}{shown} is {array[place]}; expected 0 to {one.size - 1}{ignored}")
+
+
+def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
+    """Let a step's model fail where an index is out of range, unless an operator in it does so itself.
+
+    Args:
+        model: a step, with the inputs that the checks are of.
+        checks: they become part of the model.
+        prefix: what no name in the graph begins with.
+    """
+    graph = model.graph
+    inputs = {str(value.name): value for value in graph.inputs}
+    loss = next(value for value in graph.outputs if value.name == LOSS)
+    if loss.dtype is None or loss.dtype == ir.DataType.BFLOAT16:
+        # onnxruntime has no arithmetic in it on the CPU.
+        return
+    nodes = Nodes(prefix)
+    result = nodes.of(loss)
+    for number, check in enumerate(check for check in checks if not _is_checked(graph, check)):
+        given = {value: inputs[name] for name, value in check.inputs.items()}
+        for position, output in enumerate(output for node in check.nodes for output in node.outputs):
+            output.name = f"{prefix}/{number}/{position}"
+        for node in check.nodes:
+            for place, value in enumerate(node.inputs):
+                if value in given:
+                    node.replace_input_with(place, given[value])
+            graph.append(node)
+        index = given.get(check.index.value, check.index.value)
+        result = result + _nothing(nodes, index, check, loss.dtype)
+    if result.value is loss:
+        return
+    graph.extend(nodes.tape.nodes)
+    place = list(graph.outputs).index(loss)
+    loss.name = f"{prefix}/{LOSS}"
+    result.value.name = LOSS
+    graph.outputs[place] = result.value
+
+
+def _nothing(nodes: Nodes, index: ir.Value, check: Check, dtype: ir.DataType) -> GraphTensor:
+    """Return 0, of shape (), unless an index is out of range."""
+    ignored, size = check.index.ignored, check.index.size
+    elements = nodes.of(index)
+    last = nodes.of(size).cast(elements.dtype) if isinstance(size, ir.Value) else size
+    high = elements.op("GreaterOrEqual", last, dtype=ir.DataType.BOOL)
+    wrong = elements.less(0).op("Or", high)
+    if ignored is not None:
+        wrong = wrong.op("And", elements.equals(ignored).op("Not"))
+    count = nodes.op("ReduceSum", [wrong.cast(ir.DataType.INT64).value], ir.DataType.INT64, (), {"keepdims": 0})
+    zeros = nodes.shared("zeros", lambda: nodes.op("Constant", [], dtype, (1,), {"value": _zeros(dtype)}))
+    nothing = nodes.op("Gather", [zeros.value, count.value], dtype, ())
+    node = nothing.value.producer()
+    assert node is not None
+    names = " and ".join(sorted(check.inputs))
+    node.name = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
+    return nothing
+
+
+def _zeros(dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.tensor(np.zeros(1, dtype.numpy()), dtype=dtype)
+
+
+def _is_checked(graph: ir.Graph, check: Check) -> bool:
+    """Whether an operator in the graph checks a whole input for the same."""
+    for node in graph:
+        if node.domain != DOMAIN or node.op_type not in _CHECKED or check.of is None:
+            continue
+        read = _viewed(node.inputs[_CHECKED[node.op_type]])
+        if read is not None and read.name == check.of and read.is_graph_input():
+            return node.attributes.get_int("ignore_index", -100) == check.index.ignored
+    return False
+
+
+def _viewed(value: ir.Value | None) -> ir.Value | None:
+    """Return what a value is a view of, with each element once."""
+    while value is not None and (node := value.producer()) is not None and not node.domain:
+        if node.op_type not in _VIEWS and not (node.op_type == "Cast" and value.dtype in _INTEGERS):
+            break
+        value = node.inputs[0]
+    return value
+
+
+def _copied(index: Index, batch: Mapping[ir.Value, str]) -> Check | None:
+    """Return a check of an index; None if it is computed from something else than the batch, or of many nodes."""
+    size = index.size if isinstance(index.size, ir.Value) else None
+    inputs: dict[str, ir.Value] = {}
+    copies: dict[ir.Value, ir.Value] = {}
+    nodes: list[ir.Node] = []
+    wanted = [index.value] if size is None else [index.value, size]
+    todo = list(wanted)
+    while todo:
+        value = todo[-1]
+        node = value.producer()
+        if value in copies:
+            todo.pop()
+        elif value in batch:
+            name = batch[value]
+            copies[value] = inputs[name] = ir.Value(name=name, type=value.type, shape=value.shape)
+        elif value.const_value is not None and value.const_value.nbytes <= _MOST_BYTES:
+            nodes.append(ir.node("Constant", [], {"value": ir.tensor(value.const_value.numpy())}))
+            copies[value] = _like(nodes[-1].outputs[0], value)
+        elif node is None or node.domain or len(nodes) >= _MOST_NODES or _has_graph(node):
+            return None
+        elif missing := [one for one in node.inputs if one is not None and one not in copies]:
+            todo += missing
+        else:
+            given = [None if one is None else copies[one] for one in node.inputs]
+            nodes.append(ir.node(node.op_type, given, dict(node.attributes), num_outputs=len(node.outputs)))
+            copies |= {old: _like(new, old) for old, new in zip(node.outputs, nodes[-1].outputs, strict=True)}
+    value = copies[index.value]
+    if not inputs or value.dtype not in _INTEGERS or any(copies[one].shape is None for one in wanted):
+        return None
+    source = _viewed(index.value)
+    of = None if source is None else batch.get(source)
+    copied = Index(value, index.size if size is None else copies[size], index.ignored)
+    return Check(copied, inputs, tuple(nodes), of)
+
+
+def _like(value: ir.Value, other: ir.Value) -> ir.Value:
+    value.type, value.shape = other.type, other.shape
+    return value
+
+
+def _has_graph(node: ir.Node) -> bool:
+    return any(
+        not attribute.is_ref() and attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+        for attribute in node.attributes.values()
+    )
