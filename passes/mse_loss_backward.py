@@ -14,28 +14,23 @@ from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site,
 from gradfuse.passes.reading import Form, is_float
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
-_SAME = {
-    "Cast",
-    "Flatten",
-    "Gather",
-    "Identity",
-    "Neg",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "Transpose",
-    "Unsqueeze",
+_MOVES = {
+    *("Cast", "CastLike", "Compress", "DepthToSpace", "DequantizeLinear", "Flatten", "Gather"),
+    *("GatherElements", "GatherND", "Identity", "Neg", "Pad", "Reshape", "ReverseSequence", "Slice", "SpaceToDepth"),
+    *("Split", "Squeeze", "Transpose", "Unsqueeze"),
 }
+"""Operators whose results are the elements of their first operand, elsewhere or in another type or sign."""
+_STEPS_OF_TARGET = 32
 _NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for
 
 
 class FuseMseLossBackwardPass(FusePass):
     """Finds, in a value P, a difference d = x - t of two tensors of the graph with P = r d, r a single term, and
 
-    1. r depends on no index, x and t have P's shape, and one of them comes from an input of the graph as the target of
-       a loss does: as it is, in another view or type, or times a number; or d * d times r goes into an output. Many
-       computations, normalisations and sampling among them, have the loose form of a product with a difference;
+    1. r depends on no index, x and t have P's shape, and one of them comes from inputs of the graph as the target of a
+       loss does: moved, converted, or scaled and shifted by numbers; or d * d times r goes into an output, or into a
+       YieldOp, by which a training graph hands its loss to PyTorch. Many computations, normalisations and sampling
+       among them, have the loose form of a product with a difference;
     2. d is a subtraction of the graph; or r depends on no index and is not one, and x and t are of P's shape;
     3. x and t are values of P's type.
 
@@ -233,18 +228,37 @@ def _has_target(site: Site, root: ir.Value, *operands: ir.Value) -> bool:
 
 
 def _is_given(site: Site, value: ir.Value) -> bool:
-    """Whether a value is an input of the graph, but for a view, its type and a number that multiplies it."""
-    while (node := value.producer()) is not None:
-        inputs = () if node.domain else node.inputs
-        source = inputs[0] if inputs and node.op_type in _SAME else None
-        if len(inputs) == 2 and node.op_type in ("Mul", "Div"):
-            factors = [inputs[1]] if node.op_type == "Div" else inputs
-            number = next((value for value in factors if value is not None and _is_number(site, value)), None)
-            source = None if number is None else inputs[0] if number is inputs[1] else inputs[1]
-        if source is None:
+    """Whether a value is an input of the graph, moved or converted, or several inputs in one.
+
+    A number may be added to it, or multiply it, as where a target is normalized.
+    """
+    todo = [value]
+    for value in todo:
+        node = value.producer()
+        if node is None:
+            if not value.is_graph_input():
+                return False
+            continue
+        inputs = [one for one in node.inputs if one is not None]
+        if node.domain or not inputs or len(todo) > _STEPS_OF_TARGET:
             return False
-        value = source
-    return value.is_graph_input()
+        if node.op_type == "Concat":
+            todo += inputs
+        elif node.op_type in _MOVES or (node.op_type == "Expand" and _is_alike(site, value, inputs[0])):
+            # What has the same for all of a row is rather a mean.
+            todo.append(inputs[0])
+        elif node.op_type in ("Add", "Sub", "Mul", "Div") and len(inputs) == 2:
+            numbers = [one for one in inputs[1 if node.op_type == "Div" else 0 :] if _is_number(site, one)]
+            if not numbers:
+                return False
+            todo.append(inputs[0] if numbers[0] is inputs[1] else inputs[1])
+        else:
+            return False
+    return True
+
+
+def _is_alike(site: Site, value: ir.Value, other: ir.Value) -> bool:
+    return site.knows(value) and site.knows(other) and site.extents(value) == site.extents(other)
 
 
 def _is_number(site: Site, value: ir.Value) -> bool:

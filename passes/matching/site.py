@@ -74,7 +74,7 @@ class Site:
                 self.enter(value, k)
         self._differences = self._subtractions()
         self.parts_of_outputs = self._linear_parts()
-        """The values that linear operations alone take into an output of the graph as it was given."""
+        """The values that linear operations alone take into an output of the graph as it was given, or a YieldOp."""
 
     # What the graph holds
 
@@ -263,6 +263,9 @@ class Site:
     def _linear_parts(self) -> set[ir.Value]:
         graphs = {self.graph, *self.graph.subgraphs()}
         todo = [v for graph in graphs for v in graph.outputs]
+        # By these, onnxruntime-training hands results to PyTorch in the middle of a graph.
+        yields = (node for graph in graphs for node in graph if node.op_type == "YieldOp")
+        todo += [v for node in yields for v in node.inputs if v is not None]
         found = set(todo)
         while todo:
             node = todo.pop().producer()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import pytest
+from gradient_graphs import in_standard_operators
+from producers import run
 
 from gradfuse import check, fuse
+from gradfuse.testing import assert_gradients_close
 
 
 def gradient(target: str, difference: str = "Sub(y, target)") -> onnx.ModelProto:
@@ -14,7 +19,7 @@ def gradient(target: str, difference: str = "Sub(y, target)") -> onnx.ModelProto
     return onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
         m (float[64,32] x, float[32,16] w, float[64,16] t, float16[64,16] half, float[64,16,1] long, float[16] row,
-           float[64,3,16] three, float[1] n) => (float[64,16] r) {{
+           float[64,3,16] three, float[1] n, float[32,16] part) => (float[64,16] r) {{
           y = MatMul(x, w)  second = Constant<value_int=1>()  last = Constant<value_ints=[-1]>()  {target}
           two = Constant<value_float=0.5>()  d = {difference}  r = Mul(d, two)
         }}"""
@@ -30,6 +35,10 @@ def gradient(target: str, difference: str = "Sub(y, target)") -> onnx.ModelProto
         "target = Gather<axis=1>(three, second)",
         "target = Div(t, n)",
         "target = Neg(t)",
+        "shape = Shape(y)  target = Expand(t, shape)",
+        "target = Concat<axis=0>(part, part)",
+        "shifted = Sub(t, n)  target = Div(shifted, n)",
+        "turned = Transpose(t)  target = Transpose(turned)",
     ],
 )
 def test_a_difference_from_what_the_caller_gives_is_a_loss(target: str) -> None:
@@ -95,3 +104,30 @@ def test_operators_that_a_model_came_with_are_in_the_report() -> None:
     again = fuse(fused.model).report
     assert again.to_dict()["given"] == {"MseLossBackward": 1} and fused.report.to_dict()["given"] == {}
     assert "  operators that the model came with: MseLossBackward" in str(again).splitlines()
+
+
+def test_a_loss_that_leaves_by_yield_op_is_a_loss_whatever_the_target_is() -> None:
+    """As in the training graphs of ORTModule: the loss goes to PyTorch, and its gradient comes back."""
+    text = """
+        <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+        g (float[6,4] x, float[4,4] w, float[6,4] t) => (float[4,4] dw) <float loss_grad> {
+          y = MatMul(x, w)  smooth = Tanh(t)  shape = Shape(y)  target = Expand(smooth, shape)
+          d = Sub(y, target)  square = Mul(d, d)  loss = ReduceMean<keepdims=0>(square)
+          loss_grad = com.microsoft.YieldOp<full_shape_outputs = [0]>(loss)
+          size = Size(square)  one = Size(loss_grad)  scale = Div(size, one)
+          mean_grad = com.microsoft.Scale<scale_down = 1>(loss_grad, scale)
+          each = Expand(mean_grad, shape)  first = Mul(each, d)  second = Mul(each, d)  dy = Sum(first, second)
+          dw = Gemm<transA = 1>(x, dy)
+        }
+    """
+    model = onnx.parser.parse_model(text)
+    result = fuse(ir.from_proto(model), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["MseLossBackward"], result.report
+    numbers = np.random.default_rng(0)
+    shapes = {"x": (6, 4), "w": (4, 4), "t": (6, 4)}
+    feeds = {name: numbers.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    got = run(in_standard_operators(result.model), feeds)
+    x, w, t = (feeds[name].astype(np.float64) for name in ("x", "w", "t"))
+    wide = x.T @ (x @ w - np.tanh(t)) * (2 / 24)
+    narrow = (feeds["x"].T @ (feeds["x"] @ feeds["w"] - np.tanh(feeds["t"])) * np.float32(2 / 24)).astype(np.float32)
+    assert_gradients_close(got["dw"], narrow, wide, np.float32, terms=np.abs(wide).max() * 4)
