@@ -125,8 +125,9 @@ class FuseCrossEntropyLossGradPass(FusePass):
     ) -> Rewrite:
         _, target = _hit(site.algebra, form, rest, j)
         classes = form.sizes[j]
-        form = Form(form.groups, site.algebra.assuming_inside(form.poly, target, classes))
-        rest = site.algebra.assuming_inside(rest, target, classes)
+        assume = partial(_assuming_class, site.algebra, target=target, classes=classes)
+        wraps = _wrapped(site.algebra, rest, j, target + classes)
+        form, rest = Form(form.groups, assume(form.poly, wraps=wraps)), assume(rest, wraps=wraps)
         loss = _read(site.algebra, form, p, j, rest, ignored, masked=True)
         if loss.masks:
             try:
@@ -397,9 +398,27 @@ def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:
     hits = [(a, x) for a, x in hits if algebra.tensors(x)] or [
         (a, x) for a, x in hits if algebra.is_count(x) and algebra.inside_proven(x, sizes[j], sizes)
     ]
+    if len(hits) == 2:
+        # A number below 0 may count from the end. It is no class, and the operator refuses it.
+        hits = [(a, x) for a, x in hits if _wrapped(algebra, r, j, x + sizes[j])] or hits
     if len(hits) != 1:
         raise Mismatch(f"it has {len(hits) or 'no'} one-hot targets; the operator takes one, of class indices")
     return hits[0]
+
+
+def _wrapped(algebra: Algebra, r: Poly, j: int, end: Poly) -> bool:
+    """Whether there is a one-hot of a target that counts from the end, beside the one of the target itself."""
+    return any(a.kind == "eq" and algebra.solve(a, j) == end for a in _atoms(algebra, r))
+
+
+def _assuming_class(algebra: Algebra, poly: Poly, target: Poly, classes: Poly, wraps: bool) -> Poly:
+    """The polynomial where the target is a class; not below 0 either, if that asks whether it counts from the end."""
+    poly = algebra.assuming_inside(poly, target, classes)
+    if not wraps:
+        return poly
+    for atom in _atoms(algebra, algebra.less_than_zero(target)):
+        poly = algebra.given(poly, atom, False)
+    return poly
 
 
 def _parts(algebra: Algebra, hit: Atom, target: Poly, j: int, r: Poly) -> tuple[Poly, Poly]:

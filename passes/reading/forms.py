@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import ChainMap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import Poly, Renaming, Reordered, TooComplex
+from gradfuse.passes.algebra import Poly, Renaming, Reordered, TooComplex, number
 from gradfuse.passes.progress import Progress, counted
 from gradfuse.passes.reading import unread
 from gradfuse.passes.reading.dims import LOSSES, live, rank_of
@@ -22,6 +22,8 @@ from gradfuse.passes.reading.replay import likeness
 
 _ROW_OPERATORS = {"Softmax", "LogSoftmax", "ReduceMax", "ReduceLogSumExp"}
 """Operators whose operand gets a name, however it is computed: rules look for what is done with rows of it."""
+_FEW_ELEMENTS = 4
+"""So many elements of a shape are told apart, as where each counts from the end for an index below 0."""
 
 
 @dataclass
@@ -108,6 +110,8 @@ class Forms(KnownForms):
                     vector = self.vector(value)
                     if vector is not None and len(vector) == 1:
                         form = Form(((),) * len(value.shape), vector[0])
+                    elif vector is not None and form is None and 1 < len(vector) <= _FEW_ELEMENTS:
+                        form = self._by_position(vector)
                 if form is None:
                     form = unread.opaque(self, node, k)
                     self.opaque.add(value)
@@ -120,6 +124,15 @@ class Forms(KnownForms):
                 self.dims.resolve(value, form.groups)
             # Tensors that are always empty are left alone: there is nothing to gain, and size 0 is no size 1.
             self._forms[value] = None if form is None or any(s.constant == 0 for s in form.sizes) else form
+
+    def _by_position(self, vector: Sequence[Poly]) -> Form:
+        """The form of a vector that follows from shapes: what it has at each of its positions."""
+        algebra, index = self.algebra, self.algebra.var(0)
+        poly = vector[0]
+        for position, element in enumerate(vector[1:], 1):
+            here = algebra.equal_zero(index - number(position))
+            poly = poly + algebra.mul(here, element - vector[0])
+        return Form(((number(len(vector)),),), poly)
 
     def _expressed(self, node: ir.Node) -> list[Form | None]:
         """The forms of a node's outputs by the reader of its operation; None for what is to be named instead.

@@ -109,6 +109,9 @@ def cross_entropy_graphs(draw: Draw) -> tuple[onnx.ModelProto, Feeds]:
         index = g.op("Where", hit, zero, column) if keep is None else g.op("Where", keep, column, zero)
         keep = keep or g.op("Not", hit)
     if draw(st.booleans()):
+        below = g.op("Less", index, g.constant(0, np.int64))
+        index = g.op("Where", below, _commuted(draw, g, "Add", index, g.constant(c, np.int64)), index)
+    if draw(st.booleans()):
         blank = g.op("Expand", g.constant(0.0), g.op("Shape", z))
         ones = g.op("ConstantOfShape", g.op("Shape", index), value=_float(1.0))
         onehot = g.op("ScatterElements", blank, index, ones, axis=1)

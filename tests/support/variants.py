@@ -455,6 +455,80 @@ def _by_flat_index(g: GraphBuilder, step: int = C) -> str:
     return cross_entropy(g, g.op("Sub", g.op("Mul", p, g.sum(hot, 1)), hot))
 
 
+def _classes(g: GraphBuilder, z: str) -> str:
+    """The number of classes, from the shape of the logits."""
+    return g.op("Gather", g.op("Shape", z), g.constant(1, np.int64))
+
+
+def _below(g: GraphBuilder, t: str) -> str:
+    return g.op("Less", t, g.constant(0, np.int64))
+
+
+def _matrix_from_the_end(g: GraphBuilder, t: str, end: str | None = None) -> str:
+    """[N, 2]: row and class, each with the size of its axis added where it is below 0."""
+    index = _matrix(g, t)
+    shape = g.op("Shape", "z") if end is None else end
+    return g.op("Where", _below(g, index), g.op("Add", index, shape), index)
+
+
+def _scattered_hot(g: GraphBuilder, index: str, how: str = "none") -> str:
+    return g.op("ScatterND", g.constant(np.zeros((N, C))), index, g.constant(np.ones(N)), reduction=how)
+
+
+FROM_THE_END: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "the size added to t": lambda g, t: g.op("Where", _below(g, t), g.op("Add", t, g.constant(C, np.int64)), t),
+    "the size of the shape": lambda g, t: g.op("Where", _below(g, t), g.op("Add", t, _classes(g, "z")), t),
+    "t where it is not below 0": lambda g, t: g.op(
+        "Where", g.op("GreaterOrEqual", t, g.constant(0, np.int64)), t, g.op("Add", g.constant(C, np.int64), t)
+    ),
+    "the size times a truth value": lambda g, t: g.op(
+        "Add", t, g.op("Mul", g.op("Cast", _below(g, t), to=I64), g.constant(C, np.int64))
+    ),
+    "the size or 0": lambda g, t: g.op(
+        "Add", t, g.op("Where", _below(g, t), g.constant(C, np.int64), g.constant(0, np.int64))
+    ),
+    "0 above t": lambda g, t: g.op(
+        "Where", g.op("Greater", g.constant(0, np.int64), t), g.op("Sub", t, g.constant(-C, np.int64)), t
+    ),
+}
+
+
+def _hot_twice(g: GraphBuilder, index: Callable[[GraphBuilder, str], str]) -> str:
+    """The one-hot of an index that is made once for the class and once more for the sum over all."""
+    p, t = _p(g), given(g, "t")
+    first_hot, second_hot = (
+        g.op("ScatterElements", g.constant(np.zeros((N, C))), last(g, index(g, t)), g.constant(np.ones((N, 1))), axis=1)
+        for _ in range(2)
+    )
+    return cross_entropy(g, g.op("Sub", g.op("Mul", p, g.sum(first_hot, 1)), second_hot))
+
+
+BY_INDEX: dict[str, Build] = {
+    **{f"from the end: {k}": lambda g, w=w: _hot_twice(g, w) for k, w in FROM_THE_END.items()},  # type: ignore[misc]
+    "from the end: row and class": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), _scattered_hot(g, _matrix_from_the_end(g, given(g, "t"))))
+    ),
+    "from the end: row and class, added": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), _scattered_hot(g, _matrix_from_the_end(g, given(g, "t")), "add"))
+    ),
+    "from the end: row and class by a constant": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), _scattered_hot(g, _matrix_from_the_end(g, given(g, "t"), g.ints(N, C))))
+    ),
+    "from the end: -1 put to row and class": lambda g: cross_entropy(
+        g,
+        g.op(
+            "ScatterND", _p(g), _matrix_from_the_end(g, given(g, "t")), g.constant(-np.ones(N)), reduction="add"
+        ),
+    ),
+    "from the end: Equal": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), ONE_HOTS["Equal with Range"](g, FROM_THE_END["the size or 0"](g, given(g, "t"))))
+    ),
+    "from the end: OneHot": lambda g: cross_entropy(
+        g, g.op("Sub", _p(g), _onehot(g, FROM_THE_END["the size added to t"](g, given(g, "t"))))
+    ),
+}  # fmt: skip
+
+
 def _focal(g: GraphBuilder) -> str:
     """The loss of a row times its gradient; both are zero where the row is ignored."""
     t = given(g, "t_some")
@@ -513,6 +587,7 @@ CROSS_ENTROPY: dict[str, Build] = {
     ),
     "one class": lambda g: _one_class(g, C - 1),
     "two one-hots of one target": _two_one_hots,
+    **BY_INDEX,
     "smoothed weights": lambda g: _smoothed_weights(g, 0.02 * FEEDS["w"]),
     "smoothed weights, ignored": lambda g: _smoothed_weights(g, 0.02 * FEEDS["w"], ignored=True),
     "masked and ignored": _masked_and_ignored,
@@ -768,6 +843,21 @@ def _mixed(g: GraphBuilder) -> str:
 
 OTHERS: dict[str, tuple[str, Build]] = {
     "two targets of a row": ("CrossEntropyLossGrad", _mixed),
+    "an index below 0 that counts from another class than the last": (
+        "CrossEntropyLossGrad",
+        lambda g: _hot_twice(
+            g, lambda g, t: g.op("Where", _below(g, t), g.op("Add", t, g.constant(C - 1, np.int64)), t)
+        ),
+    ),
+    "an index above 2 that counts from the end": (
+        "CrossEntropyLossGrad",
+        lambda g: _hot_twice(
+            g,
+            lambda g, t: g.op(
+                "Where", g.op("Less", g.constant(2, np.int64), t), g.op("Sub", t, g.constant(C, np.int64)), t
+            ),
+        ),
+    ),
     "more rows than classes": (
         "CrossEntropyLossGrad",
         lambda g: cross_entropy(
