@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale \
+.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (six minutes)"
 	@echo "make test    run the test suite, ten minutes on two cores (PYTEST_ARGS=... for pytest)"
 	@echo "make test-long   run the samples, sweeps and whole exports that the suite leaves out (a quarter of an hour)"
+	@echo "make matched  list what fuse matches in the graphs of tests/corpus and tests/findings, and write it down"
 	@echo "make test-slow   run the sweeps that both leave out (hours)"
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
@@ -86,6 +87,9 @@ samples: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+matched: $(INSTALLED)
+	$(BIN)/python -W ignore tests/support/matched.py
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m "long and not slow" $(PYTEST_ARGS)
