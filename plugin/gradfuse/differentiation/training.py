@@ -43,7 +43,7 @@ from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
-from gradfuse.training import index_checks, optimizers
+from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
@@ -181,6 +181,9 @@ def _built(
     if tie:
         tie_tensors(store, tie)
     choice = choose(store, trainable, frozen)
+    aside = names.set_aside([*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)])
+    for value in [*work.graph.initializers.values(), *work.graph.inputs]:
+        value.name = aside.get(str(value.name), value.name)
     work = in_new_opset(completed(work))
     if given is not None:
         check_forward(given, work, check if isinstance(check, Mapping) else None)
@@ -189,7 +192,7 @@ def _built(
     if train_batch_norm:
         by_batch = nodes_in_inference_mode(graph)
     separate_statistics(Store(work), by_batch)
-    initializers, asked = dict(graph.initializers), choice.names
+    initializers, asked = dict(graph.initializers), [aside.get(name, name) for name in choice.names]
     batch = [str(value.name) for value in graph.inputs]
     evaluation = copy_model(work)
     turn_off_dropout(evaluation.graph)
@@ -221,7 +224,7 @@ def _built(
         scale=None if scale is None else (scale, 1 / options.accumulate),
     )
     parameters = _with_gradients(asked, initializers, found, choice.named)
-    warn(store, choice, parameters)
+    warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})
     description = options.described(parameters)
     _require_free_names(graph, result, parameters, updated, description)
 
@@ -250,7 +253,7 @@ def _built(
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
     index_checks.append(work, checks, free_prefix(work.graph, "index_checks/")[:-1])
-    return TrainingStep(
+    step = TrainingStep(
         model=ir.to_proto(work),
         parameters=values,
         buffers=buffers,
@@ -264,6 +267,7 @@ def _built(
         evaluation_model=_evaluation(evaluation, [*parameters, *(name for name in buffers if name not in seeds)]),
         index_ranges=index_checks.ranges_of(checks),
     )
+    return names.finished(step, aside)
 
 
 def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: int, grad_scaler: Any) -> None:
@@ -324,17 +328,19 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
             f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
-    _require_free_targets(graph, [target.name for target in criterion.targets], name)
+    interface = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
+    free = {target.name: names.free(target.name, interface) for target in criterion.targets}
+    _require_free_targets(graph, free.values(), name)
     added: list[Tensor] = []
     for target in criterion.targets:
         dtype = target.dtype or output.dtype
         assert dtype is not None
-        value = ir.Value(name=target.name, type=ir.TensorType(dtype), shape=ir.Shape(target.shape(dims)))
+        value = ir.Value(name=free[target.name], type=ir.TensorType(dtype), shape=ir.Shape(target.shape(dims)))
         graph.inputs.append(value)
         added.append(tape.of(value))
     result = criterion.forward(tape.of(output), added, len(dims)).value
     result.shape = ir.Shape([])
-    return result, [target.name for target in criterion.targets]
+    return result, list(free.values())
 
 
 def _labels(graph: ir.Graph, criterion: Any) -> list[index_checks.Index]:
@@ -361,19 +367,19 @@ def _labels(graph: ir.Graph, criterion: Any) -> list[index_checks.Index]:
 def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any) -> tuple[ir.Value, list[str]]:
     graph = work.graph
     found = loss_models.behind(output, loss, graph, tape.opset)
-    names = [str(target.name) for target in found.targets]
-    _require_free_targets(graph, names, "the loss")
+    targets = [str(target.name) for target in found.targets]
+    _require_free_targets(graph, targets, "the loss")
     graph.inputs.extend(found.targets)
     for value in found.initializers:
         graph.register_initializer(value)
     tape.nodes.extend(found.nodes)
     work.opset_imports.update({domain: v for domain, v in found.opsets.items() if domain not in work.opset_imports})
-    return found.result, names
+    return found.result, targets
 
 
-def _require_free_targets(graph: ir.Graph, names: Iterable[str], who: str) -> None:
+def _require_free_targets(graph: ir.Graph, targets: Iterable[str], who: str) -> None:
     taken = {value.name for value in values_of(graph)}
-    for name in names:
+    for name in targets:
         if name in taken:
             raise ArgumentError(f"{_WHO}: the model has a value {name!r} already; expected that name for {who}")
 
@@ -411,10 +417,10 @@ def _require_free_names(
             raise ArgumentError(f"{_WHO}: the model has a value {value.name!r}; expected that name to be free")
 
 
-def _taken_out(graph: ir.Graph, names: Iterable[str]) -> Arrays:
+def _taken_out(graph: ir.Graph, changed: Iterable[str]) -> Arrays:
     """Turn initializers into values without one, and return theirs."""
     found: Arrays = {}
-    for name in names:
+    for name in changed:
         value = graph.initializers.pop(name)
         assert value.const_value is not None
         found[name] = np.array(value.const_value.numpy())

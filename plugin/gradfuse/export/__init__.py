@@ -176,6 +176,7 @@ def _exported(
     from gradfuse.export.torch_step import undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.training import index_checks
+    from gradfuse.training.names import finished
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import TrainingStep
 
@@ -273,7 +274,7 @@ def _exported(
 
     index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
-    return TrainingStep(
+    exported_step = TrainingStep(
         model=ir.to_proto(complete),
         parameters=parameters,
         buffers=_arrays(step.state, native.changed),
@@ -288,6 +289,7 @@ def _exported(
         nesting={"inputs": step.given_inputs.nesting, "targets": step.given_targets.nesting},
         index_ranges=index_checks.ranges_of(checks),
     )
+    return finished(exported_step, step.aside)
 
 
 def _collection_paused_for(module: Any) -> contextlib.AbstractContextManager[None]:

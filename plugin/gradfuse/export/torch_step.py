@@ -25,6 +25,7 @@ from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.export.watching import Watch
+from gradfuse.training.names import set_aside
 from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -89,6 +90,7 @@ class TorchStep:
         state_dict_names: each name of the `state_dict()` of module and loss -> the name in `state`.
         optimizer: the optimizer; None without one.
         autocast: the type that module and loss run in under `torch.autocast`; None: in their own types.
+        aside: the names of tensors that the step may need itself -> what they are called meanwhile.
     """
 
     module: nn.Module
@@ -105,6 +107,7 @@ class TorchStep:
     state_dict_names: dict[str, str]
     optimizer: Optimizer | None
     autocast: torch.dtype | None
+    aside: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -137,6 +140,8 @@ class TorchStep:
         for owner in (module, loss):
             _refuse_lazy(owner)
         owners = _Owners.of(module, loss)
+        aside = set_aside(owners.state)
+        owners = owners.renamed(aside)
         state, buffers = owners.state, owners.buffers
         trainable = tuple(name for name, tensor in state.items() if tensor.requires_grad and name not in buffers)
         if not trainable:
@@ -148,9 +153,6 @@ class TorchStep:
 
         optimizer = describe_optimizer({key: name for key, name in owners.names.items() if name in trainable})
         reserved = _reserved_names(trainable, buffers, optimizer)
-        clash = next((name for name in state if name in reserved), None)
-        if clash is not None:
-            raise refusal(f"the parameter or buffer {clash!r} has the name of an output; rename it")
         taken = {*state, *reserved}
         loss_function = loss.forward if isinstance(loss, nn.Module) else loss
         inputs = Arguments.of(batch[0], "inputs", module.forward, 0, "input", taken)
@@ -172,12 +174,11 @@ class TorchStep:
             state_dict_names=owners.state_dict_names(),
             optimizer=optimizer,
             autocast=autocast,
+            aside=aside,
         )
 
     def with_dropout_seed(self) -> TorchStep:
         """Return the step with the seed of its dropouts as one more buffer."""
-        if DROPOUT_SEED in {*self.state, *self.batch}:
-            raise refusal(f"a tensor has the name {DROPOUT_SEED!r}, which dropout needs; rename it")
         seed = torch.zeros((), dtype=torch.int64)
         return dataclasses.replace(
             self,
@@ -457,6 +458,16 @@ class _Owners:
                         places.setdefault(names[id(tensor)], []).append(Place(entries, key))
         return cls(owners, state, places, left_out, tuple(state)[parameters:], names)
 
+    def renamed(self, names: Mapping[str, str]) -> _Owners:
+        """Return the same with other names for some tensors."""
+        return dataclasses.replace(
+            self,
+            state={names.get(name, name): tensor for name, tensor in self.state.items()},
+            places={names.get(name, name): places for name, places in self.places.items()},
+            buffers=tuple(names.get(name, name) for name in self.buffers),
+            names={key: names.get(name, name) for key, name in self.names.items()},
+        )
+
     def state_dict_names(self) -> dict[str, str]:
         return {
             prefix + name: self.names[id(tensor)]
@@ -469,7 +480,7 @@ class _Owners:
 def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer: Optimizer | None) -> list[str]:
     """Return the names of the outputs, and of the inputs that the optimizer adds."""
     added = [] if optimizer is None else optimizer.input_names()
-    reserved = [LOSS, *(name + GRADIENT_SUFFIX for name in trainable)]
+    reserved = [LOSS, DROPOUT_SEED, *(name + GRADIENT_SUFFIX for name in trainable)]
     reserved += [name + UPDATED_SUFFIX for name in (*(trainable if optimizer else ()), *buffers)]
     return [*reserved, *added, *(name + UPDATED_SUFFIX for name in added)]
 

@@ -10,7 +10,7 @@ step are: whatever reads a parameter and matters is one of their ancestors, in e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
@@ -49,14 +49,17 @@ class _Update:
         return (value for value in self.node.inputs if value is not None and value not in self.overwritten)
 
 
-def with_updates_last(proto: onnx.ModelProto) -> tuple[ir.Model, frozenset[str]]:
+def with_updates_last(
+    proto: onnx.ModelProto, own_names: Mapping[str, str] | None = None
+) -> tuple[ir.Model, frozenset[str]]:
     """Return a copy of a step's model in which updates run last, and which inputs they may be written over.
 
-    There are none where no operator of ours updates anything.
+    There are none where no operator of ours updates anything. `own_names` are those of the step.
     """
+    named = own_names or {}
     model = ir.from_proto(proto)
     graph = model.graph
-    updates = [update for node in graph if (update := _update(node)) is not None]
+    updates = [update for node in graph if (update := _update(node, named)) is not None]
     shared = _may_share((value for update in updates for value in update.others), _varying(graph))
     updates = [update for update in updates if not update.overwritten & shared]
     if not updates:
@@ -64,7 +67,7 @@ def with_updates_last(proto: onnx.ModelProto) -> tuple[ir.Model, frozenset[str]]
     chosen = {update.node for update in updates}
     needed = [value for update in updates for value in update.others if value.producer() is not None]
     needed += [value for value in graph.outputs if value.producer() not in chosen]
-    _loss_first(graph)
+    _loss_first(graph, named.get(LOSS, LOSS))
     for rate in dict.fromkeys(_input(update.node, _ORDERED_BY) for update in updates):
         barrier = _barrier(rate, needed, "late")
         for update in updates:
@@ -85,13 +88,13 @@ def _barrier(value: ir.Value, needed: Iterable[ir.Value], suffix: str) -> ir.Nod
     return barrier
 
 
-def _loss_first(graph: ir.Graph) -> None:
+def _loss_first(graph: ir.Graph, name: str) -> None:
     """Make the gradients of cross entropies wait for the loss.
 
     Both read the log-probabilities, which may be the largest tensor of a step. onnxruntime would run the loss last,
     and keep them until then; their gradient takes their memory if nothing is to read them any more.
     """
-    loss = next(value for value in graph.outputs if value.name == LOSS)
+    loss = next(value for value in graph.outputs if value.name == name)
     ahead = _ancestors(loss)
     late: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
@@ -121,7 +124,7 @@ def _ancestors(value: ir.Value) -> set[ir.Node]:
     return found
 
 
-def _update(node: ir.Node) -> _Update | None:
+def _update(node: ir.Node, named: Mapping[str, str]) -> _Update | None:
     """Return the update that a node is, if it is one whose results are outputs of the graph and nothing else."""
     operator = OPS.get(node.op_type) if node.domain == DOMAIN else None
     if operator is None or not any(output.in_place for output in operator.outputs):
@@ -133,7 +136,8 @@ def _update(node: ir.Node) -> _Update | None:
         source = _input(node, described.in_place)
         if not (source.is_graph_input() and output.is_graph_output() and not output.uses()):
             return None
-        if output.name != f"{source.name}{UPDATED_SUFFIX}":
+        updated = f"{source.name}{UPDATED_SUFFIX}"
+        if output.name != named.get(updated, updated):
             return None
         overwritten.append(source)
     return _Update(node, frozenset(overwritten))

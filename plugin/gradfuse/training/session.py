@@ -124,16 +124,18 @@ class TrainingSession:
         kept = {
             name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
         }
-        changed = [name for name in kept if name + UPDATED_SUFFIX in outputs]
+        changed = [name for name in kept if step.own_name(name + UPDATED_SUFFIX) in outputs]
         other = {
             name: self._allocate(name, self._inputs[name], self._device) for name in changed if name not in in_place
         }
         self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
-        self._loss = self._allocate(LOSS, outputs[LOSS], ("cpu", 0))
+        loss = step.own_name(LOSS)
+        self._loss = self._allocate(loss, outputs[loss], ("cpu", 0))
+        gradients = {name: step.own_name(name + GRADIENT_SUFFIX) for name in step.parameters}
         self._gradients = {
-            name.removesuffix(GRADIENT_SUFFIX): self._allocate(name, tensor, self._device)
-            for name, tensor in outputs.items()
-            if name.endswith(GRADIENT_SUFFIX)
+            name: self._allocate(output, outputs[output], self._device)
+            for name, output in gradients.items()
+            if output in outputs
         }
         self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
         self._progress = 0, False
@@ -141,7 +143,7 @@ class TrainingSession:
         self._is_stepping = False
         self._steps_before = 0
         """The steps done by other sessions before `load`, less those that this one had done by then."""
-        self._no_loss = _no_result(outputs[LOSS].dtype)
+        self._no_loss = _no_result(outputs[loss].dtype)
         self._background = checkpoints.BackgroundWork(self)
         self._has_run = False
         values = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
@@ -470,7 +472,7 @@ class TrainingSession:
     def _training_session(self) -> tuple[Any, frozenset[str]]:
         """Return a session of the step, and the names of inputs that it writes in place."""
         if self._providers == ["CPUExecutionProvider"]:
-            model, in_place = with_updates_last(self._step.model)
+            model, in_place = with_updates_last(self._step.model, self._step.own_names)
             try:
                 if in_place:
                     return self._inference_session(model), in_place
@@ -495,10 +497,10 @@ class TrainingSession:
         for name, value in read.items():
             binding.bind_ortvalue_input(name, value)
         for name in changed:
-            binding.bind_ortvalue_output(name + UPDATED_SUFFIX, written[name])
+            binding.bind_ortvalue_output(self._step.own_name(name + UPDATED_SUFFIX), written[name])
         for name, value in self._gradients.items():
-            binding.bind_ortvalue_output(name + GRADIENT_SUFFIX, value)
-        binding.bind_ortvalue_output(LOSS, self._loss)
+            binding.bind_ortvalue_output(self._step.own_name(name + GRADIENT_SUFFIX), value)
+        binding.bind_ortvalue_output(self._step.own_name(LOSS), self._loss)
         return binding
 
     def _allocate(self, name: str, tensor: TensorType, device: tuple[str, int]) -> Any:
@@ -561,7 +563,8 @@ class TrainingSession:
         return {name: contiguous(as_array(values[name], f"{where}: {name!r}", str(known[name]))) for name in names}
 
     def _learning_rates(self) -> list[str]:
-        names = [n for n in self._step.hyperparameters if n.partition(".")[0] == LEARNING_RATE]
+        named = {other: name for name, other in self._step.own_names.items()}
+        names = [n for n in self._step.hyperparameters if named.get(n, n).partition(".")[0] == LEARNING_RATE]
         if not names:
             raise GradfuseError(f"{_WHO}.learning_rate: the step has no optimizer")
         return names

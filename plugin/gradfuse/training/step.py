@@ -88,6 +88,8 @@ class TrainingStep:
             nothing is said, each tensor is an argument itself.
         index_ranges: name of an input of the batch -> the ranges that each of its elements must lie in, for labels and
             indices: a session refuses others, as PyTorch does.
+        own_names: where a tensor of the user has a name that the step gives to something else, such as "loss" or
+            "step": that name -> what the step calls its own. Empty in most steps.
     """
 
     model: onnx.ModelProto
@@ -103,6 +105,11 @@ class TrainingStep:
     evaluation_model: onnx.ModelProto | None = None
     nesting: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     index_ranges: Mapping[str, Sequence[IndexRange]] = dataclasses.field(default_factory=dict)
+    own_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def own_name(self, name: str) -> str:
+        """Return what the step calls an input or output of its own, such as "loss", "step" or "weight.grad"."""
+        return self.own_names.get(name, name)
 
     def save(
         self,
@@ -163,6 +170,7 @@ class TrainingStep:
                 _INDEX_RANGES: {
                     name: [[one.size, one.ignored] for one in ranges] for name, ranges in self.index_ranges.items()
                 },
+                "own_names": dict(self.own_names),
                 _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
                 _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
@@ -216,8 +224,9 @@ class TrainingStep:
                 raise ModelError(f"{who}: the step has {name!r}, which is no input of its model; expected only inputs")
             if count > 1:
                 raise ModelError(f"{who}: the step has {name!r} in {count} places; expected one")
-        if LOSS not in [value.name for value in self.model.graph.output]:
-            raise ModelError(f"{who}: the model of the step has no output {LOSS!r}; expected one")
+        loss = self.own_name(LOSS)
+        if loss not in [value.name for value in self.model.graph.output]:
+            raise ModelError(f"{who}: the model of the step has no output {loss!r}; expected one")
         for name, source in self.state_dict_names.items():
             if source not in sources:
                 raise ModelError(f"{who}: the step has no value for {name!r} of its state_dict; expected one")
@@ -252,6 +261,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         nesting = dict(stored.get("nesting", {}))
         state_dict_names, evaluation_file = dict(stored["state_dict"]), _file_beside(stored, _EVALUATION_FILE)
         index_ranges = _ranges(stored.get(_INDEX_RANGES, {}), {*input_names, *target_names})
+        own_names = dict(stored.get("own_names", {}))
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         reason = one_line(ValueError(repr(error)))
         raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
@@ -283,6 +293,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         index_ranges=index_ranges,
         evaluation_model=evaluation_model,
         nesting=nesting,
+        own_names=own_names,
     )
     step.require_consistent(os.fspath(path))
     read_from = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), writing.data_path(of))]

@@ -1,0 +1,113 @@
+"""Names that a step gives to its own inputs and outputs, where tensors of the user have them already.
+
+While a step is made, the user's tensors stand aside. In the finished step they have their names, and what is the step's
+own has others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+import onnx
+import onnx_ir as ir
+
+from gradfuse.models.arrays import Arrays
+from gradfuse.training.step import DROPOUT_SEED, LEARNING_RATE, LOSS, STEP, UPDATED_SUFFIX, TrainingStep
+
+_ASIDE = "/own"
+_OURS = re.compile(
+    rf"((scaled_)?{LOSS}|{STEP}|micro_step|loss_scale|growth_tracker|{DROPOUT_SEED}|{LEARNING_RATE}(\.\d+)?)"
+    rf"({re.escape(UPDATED_SUFFIX)})?"
+)
+
+
+def set_aside(names: Collection[str]) -> dict[str, str]:
+    """Return which of the user's names a step may need, and what to call their tensors until it is finished."""
+    known = set(names)
+    taken = [name for name in names if _OURS.fullmatch(name) or name.rpartition(".")[0] in known]
+    return {name: free(name + _ASIDE, known) for name in taken}
+
+
+def free(name: str, taken: Collection[str]) -> str:
+    """Return a name that is not taken: this one, or with underscores behind it."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def finished(step: TrainingStep, aside: Mapping[str, str]) -> TrainingStep:
+    """Give the user's tensors their names again; what is the step's own and has one of them gets another.
+
+    Args:
+        step: a step.
+        aside: what `set_aside` gave.
+    """
+    if not aside:
+        return step
+    back = {other: name for name, other in aside.items()}
+    users = [*step.parameters, *(name for name in step.buffers if name != DROPOUT_SEED), *step.constants]
+    users += [*step.input_names, *step.target_names]
+    names = {name: back.get(name, name) for name in users}
+    in_state_dict = {name: back.get(name, name) for name, source in step.state_dict_names.items() if source in names}
+    taken = {*names.values(), *in_state_dict.values()}
+    moved: dict[str, str] = {}
+
+    def give(name: str, wanted: str) -> None:
+        names[name] = free(wanted, taken)
+        taken.add(names[name])
+        if names[name] != wanted:
+            moved[wanted] = names[name]
+
+    inputs = [value.name for value in step.model.graph.input]
+    outputs = [value.name for value in step.model.graph.output]
+    for name in (*inputs, *outputs):
+        if name not in names:
+            # What belongs to a tensor is named after it.
+            of, dot, what = name.rpartition(".")
+            give(name, f"{names[of]}{dot}{what}" if of in names else name)
+    evaluation = step.evaluation_model
+    return dataclasses.replace(
+        step,
+        model=_renamed(step.model, names),
+        parameters=_keys(step.parameters, names),
+        buffers=_keys(step.buffers, names),
+        input_names=tuple(names[name] for name in step.input_names),
+        target_names=tuple(names[name] for name in step.target_names),
+        optimizer_state=_keys(step.optimizer_state, names),
+        hyperparameters=_keys(step.hyperparameters, names),
+        constants=_keys(step.constants, names),
+        state_dict_names={
+            in_state_dict.get(name, names[source]): names[source] for name, source in step.state_dict_names.items()
+        },
+        evaluation_model=None if evaluation is None else _renamed(evaluation, names),
+        own_names=moved,
+    )
+
+
+def _keys(values: Arrays, names: Mapping[str, str]) -> Arrays:
+    return {names[name]: value for name, value in values.items()}
+
+
+def _renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+    model = ir.from_proto(proto)
+    interface = [*model.graph.inputs, *model.graph.outputs]
+    final = {names.get(str(value.name), str(value.name)) for value in interface}
+    known = {str(value.name) for value in _values(model.graph)} | final
+    for value in _values(model.graph):
+        if value.name in final and value not in interface:
+            value.name = free(f"{value.name}_inner", known)
+            known.add(value.name)
+    for value in interface:
+        value.name = names.get(str(value.name), value.name)
+    renamed: onnx.ModelProto = ir.to_proto(model)
+    return renamed
+
+
+def _values(graph: ir.Graph) -> Iterable[ir.Value]:
+    for part in (graph, *graph.subgraphs()):
+        yield from part.inputs
+        yield from part.initializers.values()
+        for node in part:
+            yield from node.outputs
