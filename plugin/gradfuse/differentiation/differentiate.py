@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import CONSTANT, FLOATS, constant_of, entry_of
 from gradfuse.differentiation.tensors import Tape, Tensor
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import Names, graphs_of, inline, put_branch
@@ -35,6 +37,9 @@ OLDEST_OPSET = 17
 """Older models are raised to it."""
 
 PREFIX = "gradient/"
+
+METADATA_KEY = "gradfuse.gradients"
+"""The model's metadata with the name of each output that is a gradient, by the name of what it is taken by."""
 
 _SMALL = 64
 """How many elements a constant has at most that a shape may depend on."""
@@ -57,7 +62,9 @@ def differentiate(
 
     Returns:
         The model, of the same kind, with an output `<name>.grad` for each name, of its shape and type, after its own
-        outputs. The nodes of the forward model keep their names.
+        outputs and in the order of `wrt`. Where the model has that name already, it is `<name>.grad_2`: the model's
+        metadata `gradfuse.gradients` has the names of all, as JSON. The nodes of the forward model keep their names.
+        The result can be differentiated again.
 
     Raises:
         ArgumentError: a name is unknown or no float, `of` is not clear, or the output does not depend on a name.
@@ -79,12 +86,19 @@ def _differentiated(
     given = {value: _seed(work.graph, tape, value, name) for value, name in outputs.items()}
     found = gradients(work.graph, tape, given, list(chosen.values()))
     work.graph.extend(tape.nodes)
+    missing = [name for name, value in chosen.items() if value not in found]
+    if missing:
+        named = " or ".join(repr(output.name) for output in outputs)
+        raise ArgumentError(f"differentiate: {named} does not depend on {listed(missing)}; expected what it depends on")
+    taken = {value.name for value in values_of(work.graph)}
+    names: dict[str, str] = {}
     for name, value in chosen.items():
-        gradient = found.get(value)
-        if gradient is None:
-            named = " or ".join(repr(output.name) for output in outputs)
-            raise ArgumentError(f"differentiate: {named} does not depend on {name!r}; expected what it depends on")
-        work.graph.outputs.append(named_output(work.graph, gradient, name + GRADIENT_SUFFIX, value))
+        numbered = (f"{name}{GRADIENT_SUFFIX}_{number}" for number in itertools.count(2))
+        free = itertools.chain([name + GRADIENT_SUFFIX], numbered)
+        names[name] = next(one for one in free if one not in taken)
+        taken.add(names[name])
+        work.graph.outputs.append(named_output(work.graph, found[value], names[name], value))
+    work.metadata_props[METADATA_KEY] = json.dumps(names)
     return loaded.restore(work)
 
 
@@ -321,7 +335,7 @@ def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -
         asked: dict[str, str | None] = dict(seeds)
     elif of is None:
         if len(outputs) != 1:
-            raise ArgumentError(f"differentiate: of is None; expected one of {_listed(outputs)}")
+            raise ArgumentError(f"differentiate: of is None; expected one of {listed(outputs)}")
         asked = dict.fromkeys(outputs)
     else:
         asked = {of: None}
@@ -329,7 +343,7 @@ def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -
     for name, seed in asked.items():
         value = outputs.get(name)
         if value is None:
-            raise ArgumentError(f"differentiate: {name!r} is no output; expected one of {_listed(outputs)}")
+            raise ArgumentError(f"differentiate: {name!r} is no output; expected one of {listed(outputs)}")
         if value.dtype not in FLOATS:
             raise ArgumentError(f"differentiate: output {name!r} is {value.dtype}; expected a float type")
         if seed is None and (value.shape is None or any(dim != 1 for dim in value.shape)):
@@ -374,7 +388,3 @@ def _chosen(values: Mapping[str, ir.Value], wrt: Iterable[str]) -> dict[str, ir.
     if not chosen:
         raise ArgumentError("differentiate: wrt is empty; expected names of inputs or initializers")
     return chosen
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
