@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gradfuse.differentiation.tensors import Tensor
 
 __all__ = [
+    "BCELoss",
     "BCEWithLogitsLoss",
     "CTCLoss",
     "CrossEntropyLoss",
@@ -64,6 +66,11 @@ class Loss(abc.ABC):
 
     least_rank: ClassVar[int] = 0
 
+    @property
+    def takes(self) -> str:
+        """What the output is to be: "logits", "log-probabilities" or "probabilities"; empty: any numbers."""
+        return ""
+
     def __post_init__(self) -> None:
         if self.reduction not in _REDUCTIONS:
             raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected 'mean' or 'sum'")
@@ -102,11 +109,13 @@ class CrossEntropyLoss(Loss):
         weight: C numbers, the weights of the classes; None: all 1.
         ignore_index: rows with this target do not count.
         label_smoothing: how much of the target is spread evenly over all classes, from 0 to 1.
+        from_logits: False: the output is probabilities, as of a model that ends in a softmax.
     """
 
     weight: npt.ArrayLike | None = None
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    from_logits: bool = True
 
     least_rank: ClassVar[int] = 2
 
@@ -121,7 +130,14 @@ class CrossEntropyLoss(Loss):
     def targets(self) -> tuple[Target, ...]:
         return (Target("target", ir.DataType.INT64, _classes),)
 
+    @property
+    def takes(self) -> str:
+        return "logits" if self.from_logits else "probabilities"
+
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        if not self.from_logits:
+            # The logarithms of probabilities are logits of them.
+            output = _before(output, "Softmax", axis=1, rank=rank) or _log(output)
         if not self.label_smoothing:
             weight = None if self.weight is None else output.tape.constant(self.weight, output.dtype)
             return output.op(
@@ -160,6 +176,10 @@ class NLLLoss(Loss):
     ignore_index: int = -100
 
     least_rank: ClassVar[int] = 2
+
+    @property
+    def takes(self) -> str:
+        return "log-probabilities"
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -216,6 +236,10 @@ class BCEWithLogitsLoss(Loss):
 
     pos_weight: npt.ArrayLike | None = None
 
+    @property
+    def takes(self) -> str:
+        return "logits"
+
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         target = targets[0]
         # -log sigmoid(x) = softplus(-x), and -log (1 - sigmoid(x)) = softplus(-x) + x.
@@ -224,6 +248,22 @@ class BCEWithLogitsLoss(Loss):
             return self._reduced((1 - target) * output + negative_log)
         weight = target * (output.tape.constant(self.pos_weight, output.dtype) - 1) + 1
         return self._reduced((1 - target) * output + negative_log * weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class BCELoss(Loss):
+    """Binary cross entropy of probabilities, as of a model that ends in a sigmoid: torch.nn.BCELoss."""
+
+    @property
+    def takes(self) -> str:
+        return "probabilities"
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        logits = _before(output, "Sigmoid")
+        if logits is not None:
+            return BCEWithLogitsLoss(self.reduction).forward(logits, targets, rank)
+        target = targets[0]
+        return self._reduced(-(target * _log(output) + (1 - target) * _log(1 - output)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +281,10 @@ class CTCLoss(Loss):
     zero_infinity: bool = False
 
     least_rank: ClassVar[int] = 3
+
+    @property
+    def takes(self) -> str:
+        return "log-probabilities"
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -271,12 +315,35 @@ class CTCLoss(Loss):
         return self._reduced(losses / lengths)
 
 
-_NAMED: Mapping[str, type[Loss]] = {
+def _before(output: Tensor, op_type: str, *, axis: int | None = None, rank: int = 0) -> Tensor | None:
+    """Return what an operator that a model ends in takes; None where the model ends otherwise."""
+    node = output.value.producer()
+    while node is not None and node.op_type == "Identity" and not node.domain and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or node.op_type != op_type or node.domain or node.inputs[0] is None:
+        return None
+    found = node.attributes.get("axis")
+    if axis is not None and (-1 if found is None else found.as_int()) % rank != axis:
+        return None
+    return output.tape.of(node.inputs[0])
+
+
+def _log(output: Tensor) -> Tensor:
+    """Return the logarithm of probabilities; that of 0 counts as -100, as in torch.nn.BCELoss, and has no gradient."""
+    tiny = float(np.finfo(output.dtype.numpy()).tiny) if output.dtype != ir.DataType.BFLOAT16 else 1e-38
+    zero = output.tape.constant(0.0, output.dtype)
+    return output.op("Greater", zero).where(output.op("Max", tiny).op("Log"), -100.0)
+
+
+_NAMED: Mapping[str, Callable[[], Loss]] = {
     "cross_entropy": CrossEntropyLoss,
     "mse": MSELoss,
     "l1": L1Loss,
     "huber": HuberLoss,
     "bce_with_logits": BCEWithLogitsLoss,
+    "bce": BCELoss,
+    "binary_crossentropy": BCELoss,
+    "sparse_categorical_crossentropy": functools.partial(CrossEntropyLoss, from_logits=False),
     "nll": NLLLoss,
     "ctc": CTCLoss,
 }

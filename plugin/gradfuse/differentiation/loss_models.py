@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -12,7 +13,7 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.differentiate import free_prefix, infer, prepared
 from gradfuse.differentiation.rules import FLOATS
-from gradfuse.errors import ArgumentError, ModelError, one_line
+from gradfuse.errors import ArgumentError, listed, one_line
 from gradfuse.models import reading
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import graphs_of
@@ -28,13 +29,15 @@ class AppendedLoss:
 
     Attributes:
         result: its value.
+        outputs: what it is taken of.
         targets: the inputs that it adds to the model, which have the names that it gives them.
         nodes: its nodes, in order.
         initializers: the initializers that these read.
-        opsets: the opsets of other domains than ONNX's.
+        opsets: the opsets of its domains; that of ONNX's may be newer than the graph's.
     """
 
     result: ir.Value
+    outputs: list[ir.Value]
     targets: list[ir.Value]
     nodes: list[ir.Node]
     initializers: list[ir.Value]
@@ -48,38 +51,56 @@ def is_model(loss: Any) -> bool:
     return isinstance(loss, (os.PathLike, onnx.ModelProto, ir.Model)) or _is_function(loss) or hasattr(loss, "model")
 
 
-def behind(output: ir.Value, loss: Any, graph: ir.Graph, opset: int) -> AppendedLoss:
-    """Return the nodes of a loss that takes an output of a graph.
+def behind(outputs: Sequence[ir.Value], loss: Any, graph: ir.Graph, opset: int) -> AppendedLoss:
+    """Return the nodes of a loss that takes outputs of a graph.
+
+    Its first inputs are outputs of the graph, by their names; where the first one has no such name, it is the first
+    output. The others are targets.
 
     Args:
-        output: what the loss is taken of, with type and shape.
-        loss: what `is_model` takes. Inputs without a type have that of the output.
-        graph: the graph of the output, whose names the nodes do not have.
+        outputs: what the loss may be taken of, with types and shapes; the one that it is taken of by default first.
+        loss: what `is_model` takes. Inputs without a type have that of their output, or of the first.
+        graph: the graph of the outputs, whose names the nodes do not have.
         opset: the graph's opset.
 
     Raises:
-        ArgumentError: the loss does not fit the output.
+        ArgumentError: the loss does not fit the outputs.
         ModelError: the loss cannot be read, or brought to the opset.
     """
+    by_name = {str(output.name): output for output in outputs}
     given = _calling(loss) if _is_function(loss) else loss
     if isinstance(given, onnx.ModelProto):
-        given = _typed(given, output)
-    model = _of_opset(prepared(reading.load(given)), opset)
+        given = _typed(given, outputs[0], by_name)
+    model = prepared(reading.load(given))
+    if model.opset_imports[""] < opset:
+        raise_opset(model, opset)
+        infer(model)
     own = model.graph
     inputs = [value for value in own.inputs if value.name not in own.initializers]
     if not inputs or len(own.outputs) != 1:
         raise ArgumentError(
             f"{_WHO}: the loss has {len(inputs)} inputs and {len(own.outputs)} outputs; "
-            "expected an output of the model and targets, and one scalar"
+            "expected outputs of the model and targets, and one scalar"
         )
-    first, *targets = inputs
+    taken = list(itertools.takewhile(lambda value: value.name in by_name, inputs)) or inputs[:1]
+    targets = inputs[len(taken) :]
+    late = [str(value.name) for value in targets if value.name in by_name]
+    if late:
+        raise ArgumentError(
+            f"{_WHO}: the loss takes {listed(late)} behind {targets[0].name!r} or {taken[-1].name!r}; expected outputs "
+            f"of the model first, by their names: {listed(by_name)}"
+        )
     prefix = free_prefix(graph, "loss/")
-    sizes = _sizes(first, output)
+    sizes: dict[str, int | str | None] = {}
+    for value in taken:
+        sizes = _sizes(value, by_name.get(str(value.name), outputs[0])) | sizes
     for value in targets:
         if value.dtype is None or value.shape is None:
             raise ArgumentError(f"{_WHO}: the target {value.name!r} of the loss has no type or shape; expected both")
         value.shape = ir.Shape([_size(dim, sizes, prefix) for dim in value.shape])
-    ir.convenience.replace_all_uses_with(first, output, replace_graph_outputs=True)
+    of = [by_name.get(str(value.name), outputs[0]) for value in taken]
+    for value, output in zip(taken, of, strict=True):
+        ir.convenience.replace_all_uses_with(value, output, replace_graph_outputs=True)
     (result,) = own.outputs
     initializers = list(own.initializers.values())
     nodes = list(own)
@@ -91,17 +112,16 @@ def behind(output: ir.Value, loss: Any, graph: ir.Graph, opset: int) -> Appended
         value.name = f"{prefix}{value.name}"
     for node in nodes:
         _rename(node, prefix)
-    opsets = {domain: version for domain, version in model.opset_imports.items() if domain}
-    return AppendedLoss(result, targets, nodes, initializers, opsets)
+    return AppendedLoss(result, of, targets, nodes, initializers, dict(model.opset_imports))
 
 
-def require_scalar(result: ir.Value, output: ir.Value) -> None:
+def require_scalar(result: ir.Value, outputs: Collection[ir.Value]) -> None:
     """Refuse a loss that is no float, or of more than one element.
 
     Raises:
         ArgumentError: it is refused.
     """
-    if result is output or result.dtype not in FLOATS or result.shape is None or any(d != 1 for d in result.shape):
+    if result in outputs or result.dtype not in FLOATS or result.shape is None or any(d != 1 for d in result.shape):
         shape = "unknown" if result.shape is None else str(result.shape)
         raise ArgumentError(f"{_WHO}: the loss gives {result.dtype} of shape {shape}; expected a float scalar")
 
@@ -129,14 +149,14 @@ def _calling(function: Any) -> onnx.ModelProto:
     return model
 
 
-def _typed(model: onnx.ModelProto, output: ir.Value) -> onnx.ModelProto:
-    """Return the model with types that onnxscript leaves out: inputs like the output, and a scalar result."""
+def _typed(model: onnx.ModelProto, output: ir.Value, by_name: Mapping[str, ir.Value]) -> onnx.ModelProto:
+    """Return the model with types that onnxscript leaves out: inputs like an output, and a scalar result."""
     typed = onnx.ModelProto()
     typed.CopyFrom(model)
     like = ir.serde.serialize_value(output).type
     for value in typed.graph.input:
         if not value.type.WhichOneof("value"):
-            value.type.CopyFrom(like)
+            value.type.CopyFrom(ir.serde.serialize_value(by_name.get(value.name, output)).type)
     for value in typed.graph.output:
         # What it is in fact follows from the nodes.
         if not value.type.tensor_type.HasField("shape"):
@@ -145,28 +165,14 @@ def _typed(model: onnx.ModelProto, output: ir.Value) -> onnx.ModelProto:
     return typed
 
 
-def _of_opset(model: ir.Model, opset: int) -> ir.Model:
-    own = model.opset_imports[""]
-    if own <= opset:
-        raise_opset(model, opset)
-        infer(model)
-        return model
-    try:
-        proto = onnx.version_converter.convert_version(ir.to_proto(model), opset)
-    except Exception as error:  # the converter's adapters raise exceptions without a common base
-        raise ModelError(
-            f"{_WHO}: the loss is of opset {own}; expected {opset}, as the model: {one_line(error)}"
-        ) from error
-    return prepared(reading.load(proto))
-
-
 def _sizes(first: ir.Value, output: ir.Value) -> dict[str, int | str | None]:
     """Return what the named dimensions of the loss's first input are in the model.
 
     Raises:
         ArgumentError: the output does not fit this input.
     """
-    assert output.shape is not None
+    if output.shape is None:
+        raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     if first.dtype is not None and first.dtype != output.dtype:
         raise ArgumentError(f"{_WHO}: the loss takes {first.dtype}; the output {output.name!r} is {output.dtype}")
     dims = [dim if isinstance(dim, int) else dim.value for dim in output.shape]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,10 @@ from gradfuse.differentiation.seeded_draws import in_new_opset, seed_draws, turn
 from gradfuse.differentiation.self_check import check_forward, check_gradients
 from gradfuse.differentiation.stored import Store
 from gradfuse.differentiation.tensors import Tape, Tensor
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
 from gradfuse.training import index_checks, names, optimizers
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from gradfuse.optimizers import OptimizerOptions
 
 _WHO = "build_training_step"
+_PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators that pass on what they take."""
 
 
 def build_training_step(
@@ -207,10 +211,10 @@ def _built(
     result, targets = _loss(work, tape, criterion)
     graph.extend(tape.nodes)
     infer(work)
-    given = {value: str(value.name) for value in graph.inputs if value.name in {*batch, *targets}}
-    checks = index_checks.checks_of(_labels(graph, criterion), given)
+    of_batch = {value: str(value.name) for value in graph.inputs if value.name in {*batch, *targets}}
+    checks = index_checks.checks_of(_labels(graph, criterion, targets), of_batch)
     if criterion is not None and not isinstance(criterion, losses.Loss):
-        loss_models.require_scalar(result, graph.outputs[0])
+        loss_models.require_scalar(result, graph.outputs)
     if fuse:
         mark_embeddings(graph)
     scale = None
@@ -328,6 +332,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
             f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
+    _warn_of_activation(output, criterion)
     interface = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
     free = {target.name: names.free(target.name, interface) for target in criterion.targets}
     _require_free_targets(graph, free.values(), name)
@@ -343,7 +348,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
     return result, list(free.values())
 
 
-def _labels(graph: ir.Graph, criterion: Any) -> list[index_checks.Index]:
+def _labels(graph: ir.Graph, criterion: Any, targets: Sequence[str]) -> list[index_checks.Index]:
     """Return the labels that losses in a graph take, where the number of classes is known."""
     found = []
     for node in graph:
@@ -353,7 +358,7 @@ def _labels(graph: ir.Graph, criterion: Any) -> list[index_checks.Index]:
             ignored = node.attributes.get_int("ignore_index") if "ignore_index" in node.attributes else None
             found.append((scores, labels, ignored))
     if isinstance(criterion, losses.CrossEntropyLoss) and criterion.label_smoothing:
-        (label,) = (value for value in graph.inputs if value.name == criterion.targets[0].name)
+        (label,) = (value for value in graph.inputs if value.name == targets[0])
         output = next(value for value in graph.outputs if value.dtype in FLOATS)
         found.append((output, label, criterion.ignore_index))
     sizes = [None if scores.shape is None else scores.shape[1] for scores, _, _ in found]
@@ -362,13 +367,55 @@ def _labels(graph: ir.Graph, criterion: Any) -> list[index_checks.Index]:
         for (_, labels, ignored), size in zip(found, sizes, strict=True)
         if isinstance(size, int)
     ]
+_GIVES = {
+    "HardSigmoid": "probabilities",
+    "LogSoftmax": "log-probabilities",
+    "Sigmoid": "probabilities",
+    "Softmax": "probabilities",
+}
+"""What a model gives that ends in an operator."""
+_FITTING = {
+    ("CrossEntropyLoss", "probabilities"): "losses.CrossEntropyLoss(from_logits=False)",
+    ("CrossEntropyLoss", "log-probabilities"): "losses.NLLLoss()",
+    ("BCEWithLogitsLoss", "probabilities"): "losses.BCELoss()",
+    ("NLLLoss", "probabilities"): "losses.CrossEntropyLoss(from_logits=False)",
+}
+
+
+def _warn_of_activation(output: ir.Value, criterion: losses.Loss) -> None:
+    """Tell the caller of a loss of logits behind a softmax and the like, which trains, but worse."""
+    node = output.producer()
+    while node is not None and not node.domain and node.op_type in _PASSING and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    gives = "" if node is None or node.domain else _GIVES.get(node.op_type, "")
+    if node is None or not gives or not criterion.takes or gives == criterion.takes:
+        return
+    name = type(criterion).__name__
+    fitting = _FITTING.get((name, gives), f"an output that is {criterion.takes}")
+    warnings.warn(
+        f"{_WHO}: the output {output.name!r} is {gives}, as the model ends in {node.op_type}; {name} takes "
+        f"{criterion.takes}. Expected {fitting}, or a model without its {node.op_type}",
+        stacklevel=5,
+    )
 
 
 def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any) -> tuple[ir.Value, list[str]]:
     graph = work.graph
-    found = loss_models.behind(output, loss, graph, tape.opset)
+    # The first one that is a float is what a loss without its name takes.
+    outputs = dict.fromkeys([output, *graph.outputs])
+    found = loss_models.behind(list(outputs), loss, graph, tape.opset)
+    if found.opsets[""] > tape.opset:
+        raise_opset(work, found.opsets[""])
+        tape.opset = found.opsets[""]
     targets = [str(target.name) for target in found.targets]
     _require_free_targets(graph, targets, "the loss")
+    left = [str(value.name) for value in outputs if value.dtype in FLOATS and value not in found.outputs]
+    if left and len(targets) > 1 and found.outputs == [output]:
+        warnings.warn(
+            f"{_WHO}: the loss takes the output {output.name!r} alone, and targets {listed(targets)}; outputs "
+            f"{listed(left)} are left out. A loss takes several outputs as its first inputs, under their names",
+            stacklevel=5,
+        )
     graph.inputs.extend(found.targets)
     for value in found.initializers:
         graph.register_initializer(value)
