@@ -16,7 +16,15 @@ from gradfuse.errors import ArgumentError, ModelError, one_line
 from gradfuse.models import default_values, validation
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
-from gradfuse.models.tensors import PROTOBUF_LIMIT, copy_model, every_tensor, serialized, to_proto
+from gradfuse.models.ordering import in_order
+from gradfuse.models.tensors import (
+    PROTOBUF_LIMIT,
+    copy_model,
+    every_tensor,
+    has_external_data,
+    serialized,
+    to_proto,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +98,7 @@ def load(model: ModelLike) -> LoadedModel:
         validation.check_tensors(model, "ModelProto", None)
         # The checker refuses larger messages.
         if model.ByteSize() <= PROTOBUF_LIMIT:
+            model = in_order(model)
             _check(model, None, "ModelProto")
         return _raised(LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None))
     kind, inner = (_Kind.IR, model) if isinstance(model, ir.Model) else (_Kind.PROGRAM, getattr(model, "model", None))
@@ -102,9 +111,14 @@ def load(model: ModelLike) -> LoadedModel:
     try:
         copy = copy_model(inner)
     except RuntimeError as error:
-        raise ModelError(
-            f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
-        ) from error
+        proto = None if has_external_data(inner) else serialized(inner)
+        ordered = None if proto is None else in_order(proto)
+        if ordered is None or ordered is proto:
+            raise ModelError(
+                f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
+            ) from error
+        copy = _from_proto(ordered, kind.value)
+    _free_negative_sizes(copy)
     return _raised(LoadedModel(_with_one_default_domain(copy), kind.value, kind, model))
 
 
@@ -168,11 +182,13 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
         what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
         raise ModelError(f"{path}: {what}; expected an ONNX file")
     proto = parse(path, defaults)
+    as_it_is = proto
+    proto = in_order(proto)
     _check_versions(proto, path)
     folder = os.path.dirname(path) or os.curdir
     # Before anything else, so that nothing reads a file outside the model's folder.
     validation.check_tensors(proto, path, folder)
-    _check(proto, path if is_binary(path) and defaults is None else None, path)
+    _check(proto, path if is_binary(path) and defaults is None and proto is as_it_is else None, path)
     model = _from_proto(proto, path)
     for tensor in every_tensor(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -234,7 +250,16 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
     except Exception as error:
         # The deserializer documents no exceptions; whatever it raises, the model is malformed.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
+    _free_negative_sizes(model)
     return _with_one_default_domain(model)
+
+
+def _free_negative_sizes(model: ir.Model) -> None:
+    """Make dimensions free that are -1: PaddlePaddle writes those that vary so, and onnxruntime takes it."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+                value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape])
 
 
 def _with_one_default_domain(model: ir.Model) -> ir.Model:

@@ -181,7 +181,8 @@ def check_tensors(model: onnx.ModelProto, source: str, folder: str | None) -> No
 
 def check_structure(model: onnx.ModelProto, path: str | None) -> None:
     """Run onnx's checker, which here takes operators of later opsets than the model's: onnxruntime's fusions put
-    LayerNormalization into older models, and onnxruntime-training operators of its own.
+    LayerNormalization into older models, and onnxruntime-training operators of its own. It takes outputs without a
+    shape too, as onnxruntime does.
 
     Args:
         model: the model.
@@ -193,15 +194,28 @@ def check_structure(model: onnx.ModelProto, path: str | None) -> None:
     try:
         onnx.checker.check_model(path or _without_external_data(model))
     except Exception as error:
-        if "No Op registered for" not in str(error):
+        if "No Op registered for" not in str(error) and "Field 'shape'" not in str(error):
             raise
-        moved = _without_external_data(model)
-        if moved is model:
-            moved = onnx.ModelProto()
-            moved.CopyFrom(model)
-        if not _move_later_operators(moved):
+        changed = _without_external_data(model)
+        if changed is model:
+            changed = onnx.ModelProto()
+            changed.CopyFrom(model)
+        is_moved, is_shaped = _move_later_operators(changed), _give_outputs_shapes(changed)
+        if not is_moved and not is_shaped:
             raise
-        onnx.checker.check_model(moved)
+        onnx.checker.check_model(changed)
+
+
+def _give_outputs_shapes(model: onnx.ModelProto) -> bool:
+    """Give outputs a shape that have a type and none; tell whether there are any."""
+    without = [
+        value.type.tensor_type
+        for value in model.graph.output
+        if value.type.WhichOneof("value") == "tensor_type" and not value.type.tensor_type.HasField("shape")
+    ]
+    for tensor_type in without:
+        tensor_type.shape.SetInParent()
+    return bool(without)
 
 
 def _without_external_data(model: onnx.ModelProto) -> onnx.ModelProto:
