@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradfuse import __version__
-from gradfuse.errors import CheckError, GradfuseError, WorkerError
+from gradfuse.errors import CheckError, GradfuseError, WorkerError, listed
 from gradfuse.models import files
 from gradfuse.models.memory import collection_paused
 from gradfuse.terminal import busy
@@ -43,6 +43,8 @@ EXIT_BAD_INPUT = 2
 EXIT_CHECK_FAILED = 3
 EXIT_BUG = 4
 
+_MOST_NAMES = 20
+"""How many parameters are named at the end of a command."""
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
@@ -273,7 +275,7 @@ def to_stock(
         step.save(target, defaults=not no_defaults, inputs=inputs, force=force)
     if step.report is not None:
         _print_report(step.report, verbose=False)
-    click.echo(f"parameters {', '.join(step.parameters)}")
+    click.echo(f"parameters {listed(step.parameters, quoted=False, most=_MOST_NAMES)}")
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
 
 
@@ -283,7 +285,7 @@ def to_stock(
 @click.option(
     "--loss",
     metavar="NAME|LOSS.onnx",
-    help="cross_entropy, mse, ..., or a model (output, targets) -> scalar; else the model's own scalar output.",
+    help="cross_entropy, mse, ..., or a model (outputs, targets) -> scalar; else the model's own scalar output.",
 )
 @click.option("--optimizer", type=click.Choice(["sgd", "adam", "adamw"]), help="Without one, STEP gives gradients.")
 @click.option("--lr", type=float, help="The learning rate.")
@@ -291,6 +293,7 @@ def to_stock(
 @click.option("--weight-decay", type=float, help="As in torch.optim.")
 @click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these initializers only; may be repeated.")
 @click.option("--frozen", multiple=True, metavar="PATTERN", help="Do not train these initializers; may be repeated.")
+@click.option("--tie", multiple=True, metavar="NAME=OTHER", help="Train a copy as one with OTHER; may be repeated.")
 @click.option("--lora", multiple=True, metavar="PATTERN", help="Train low-rank adapters of these; may be repeated.")
 @click.option("--lora-rank", type=int, help="The rank of the adapters; 8 by default.")
 @click.option("--lora-alpha", type=float, help="Adapters are scaled by alpha / rank; 8 by default.")
@@ -311,6 +314,7 @@ def training_step(
     optimizer: str | None,
     trainable: tuple[str, ...],
     frozen: tuple[str, ...],
+    tie: tuple[str, ...],
     lora: tuple[str, ...],
     lora_rank: int | None,
     lora_alpha: float | None,
@@ -328,6 +332,10 @@ def training_step(
     """Make a training step from a forward model, without PyTorch."""
     files.require_regular(target, "the training step")
     chosen = _optimizer(optimizer, options)
+    pairs = [one.partition("=") for one in tie]
+    if not all(name and other for name, _, other in pairs):
+        wrong = next(one for one, (name, _, other) in zip(tie, pairs, strict=True) if not name or not other)
+        raise click.UsageError(f"--tie is {wrong!r}; expected NAME=OTHER")
     if no_float64 and not no_fuse:
         raise click.UsageError("--no-float64 is given without --no-fuse; expected both or neither")
     if not lora and (lora_rank is not None or lora_alpha is not None):
@@ -353,6 +361,7 @@ def training_step(
             loss,
             trainable=trainable or None,
             frozen=frozen or None,
+            tie={name: other for name, _, other in pairs},
             optimizer=chosen,
             train_batch_norm=train_batch_norm,
             max_grad_norm=max_grad_norm,
@@ -368,7 +377,7 @@ def training_step(
         click.echo(f"warning: {warning.message}", err=True)
     if step.report is not None:
         _print_report(step.report, verbose=False)
-    click.echo(f"parameters {', '.join(step.parameters)}")
+    click.echo(f"parameters {listed(step.parameters, quoted=False, most=_MOST_NAMES)}")
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
 
 

@@ -56,7 +56,7 @@ def exported() -> TrainingStep:
     )
 
 
-NAMES = (*OURS, "w", "w.grad", "w.updated", "w.exp_avg", "step.updated")
+NAMES = (*OURS, "target", "w", "w.grad", "w.updated", "w.exp_avg", "step.updated")
 
 
 def chained(x: str, names: Sequence[str], last: str) -> onnx.ModelProto:
@@ -74,7 +74,7 @@ def chained(x: str, names: Sequence[str], last: str) -> onnx.ModelProto:
 
 
 def built() -> TrainingStep:
-    model = chained("target", NAMES, "Dropout(%s, r, t)")
+    model = chained("x", NAMES, "Dropout(%s, r, t)")
     rng = np.random.default_rng(0)
     for name in NAMES:
         array = rng.uniform(0.5, 1.5, 3).astype(np.float32)
@@ -97,7 +97,10 @@ def test_a_step_trains_is_saved_and_resumed_with_names_that_are_its_own(made: st
     onnx.checker.check_model(step.model)
     users = {*NAMES} if made == "built" else {*OURS[1:]}
     assert step.parameters.keys() == users
-    assert step.input_names == ("target",)
+    assert (step.input_names, step.target_names) == {
+        "exported": (("target",), ("target_target",)),
+        "built": (("x",), ("target_",)),
+    }[made]
     assert not {*step.optimizer_state, *step.hyperparameters} & users
     assert step.own_name("loss") == "loss_" and step.own_name("learning_rate") == "learning_rate_"
     session = TrainingSession(step)

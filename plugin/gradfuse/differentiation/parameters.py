@@ -435,13 +435,16 @@ def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] 
         name: verdict(store, value, store.readers(value)) for name, value in values.items() if name not in statistics
     }
     weights = [name for name, one in found.items() if one is Verdict.PARAMETER]
-    left_out: list[str] = []
+    names, left_out = [], []
     if trainable is None:
         names = weights or _numbers(store, values, found)
         left_out = [name for name, one in found.items() if one is Verdict.DOUBTFUL and name not in names]
-    else:
-        names = _matching(store, "trainable", trainable, values, found)
-    kept = set() if frozen is None else set(_matching(store, "frozen", frozen, values, found))
+    problems: list[str] = []
+    if trainable is not None:
+        names = _matching(store, "trainable", trainable, values, found, problems)
+    kept = set() if frozen is None else set(_matching(store, "frozen", frozen, values, found, problems))
+    if problems:
+        raise ArgumentError(f"{_WHO}: {listed(problems, quoted=False)}; expected float initializers")
     names = [name for name in names if name not in kept]
     if not names:
         raise ArgumentError(f"{_WHO}: no float initializer is left to train; expected at least one")
@@ -464,20 +467,21 @@ def _matching(
     patterns: Iterable[str],
     values: Mapping[str, ir.Value],
     found: Mapping[str, Verdict],
+    problems: list[str],
 ) -> list[str]:
-    """Return what patterns match: parameters, and where one matches none of these, what else it matches."""
+    """Return what patterns match: parameters, and where one matches none of these, what else it matches.
+
+    What is wrong with patterns is added to `problems`.
+    """
     matched: dict[str, None] = {}
-    problems = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):
             raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}; expected names or patterns")
         every = [name for name in found if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         weights = [name for name in every if found[name] is Verdict.PARAMETER or name == pattern]
         if not every:
-            problems.append(f"{pattern!r}, which {_unmatched(store, pattern, values)}")
+            problems.append(f"{argument} has {pattern!r}, which {_unmatched(store, pattern, values)}")
         matched |= dict.fromkeys(weights or every)
-    if problems:
-        raise ArgumentError(f"{_WHO}: {argument} has {listed(problems, quoted=False)}; expected float initializers")
     return list(matched)
 
 

@@ -10,6 +10,7 @@ from gradfuse.differentiation.control_flow import of_branches, of_turns
 from gradfuse.differentiation.dependence import captured_by, depending, is_branches, is_constant, repeated
 from gradfuse.differentiation.rules import Call, Entry, Gradient, entry_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.errors import ModelError, listed
 
 
 def gradients(
@@ -64,10 +65,12 @@ def _way_back(
     the values from outside that its subgraphs read and that need them.
 
     Raises:
-        ModelError: a node has no rule. This is known before any rule looks at a node that the other one feeds.
+        ModelError: nodes have no rule, all of which it names. This is known before any rule looks at a node that
+            another one feeds.
     """
     way = []
     reached = set(seeds)
+    refused: dict[ir.Node, ModelError] = {}
     for node in reversed(nodes):
         if reached.isdisjoint(node.outputs):
             continue
@@ -75,17 +78,24 @@ def _way_back(
         inward = is_branches(node) or repeated(node) is not None
         ends = [value for value in node.outputs if value in reached] if inward else []
         for value in (*node.inputs, *captured, *ends):
-            if value is not None and value in lost:
-                raise _no_derivative(lost[value], active)
+            if value is not None and value in lost and lost[value] not in refused:
+                refused[lost[value]] = _no_derivative(lost[value], active)
         needed = frozenset(k for k, value in enumerate(node.inputs) if value in active)
         if (not needed and not captured) or is_constant(node):
             continue
-        way.append((node, None if inward else _entry(node, needed, captured, active), needed, captured))
         reached.update(captured, (value for k in needed if (value := node.inputs[k]) is not None))
+        try:
+            way.append((node, None if inward else _entry(node, needed, captured, active), needed, captured))
+        except ModelError as error:
+            refused.setdefault(node, error)
+    if refused:
+        first, *others = refused.values()
+        names = [str(error).partition(": ")[0] for error in others]
+        raise first if not others else ModelError(f"{first}. Nor have these one: {listed(names, quoted=False)}")
     return way
 
 
-def _no_derivative(node: ir.Node, active: Collection[ir.Value]) -> Exception:
+def _no_derivative(node: ir.Node, active: Collection[ir.Value]) -> ModelError:
     entry = entry_of(node)
     why = entry.refused if entry is not None and entry.refused else f"gradients have no type {node.outputs[0].dtype}"
     return error_of(node, f"{why}; {_dependent(node.inputs, active)}")

@@ -185,8 +185,8 @@ def _built(
     if tie:
         tie_tensors(store, tie)
     choice = choose(store, trainable, frozen)
-    aside = names.set_aside([*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)])
-    for value in [*work.graph.initializers.values(), *work.graph.inputs]:
+    aside = names.set_aside(work.graph.initializers)
+    for value in list(work.graph.initializers.values()):
         value.name = aside.get(str(value.name), value.name)
     work = in_new_opset(completed(work))
     if given is not None:
@@ -333,8 +333,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
     _warn_of_activation(output, criterion)
-    interface = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
-    free = {target.name: names.free(target.name, interface) for target in criterion.targets}
+    free = {target.name: names.free(target.name, graph.initializers) for target in criterion.targets}
     _require_free_targets(graph, free.values(), name)
     added: list[Tensor] = []
     for target in criterion.targets:
@@ -425,10 +424,10 @@ def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any) -> t
 
 
 def _require_free_targets(graph: ir.Graph, targets: Iterable[str], who: str) -> None:
-    taken = {value.name for value in values_of(graph)}
-    for name in targets:
-        if name in taken:
-            raise ArgumentError(f"{_WHO}: the model has a value {name!r} already; expected that name for {who}")
+    values = {value.name for value in values_of(graph)}
+    taken = [name for name in targets if name in values]
+    if taken:
+        raise ArgumentError(f"{_WHO}: the model has a value {listed(taken)} already; expected that name for {who}")
 
 
 def _with_gradients(
@@ -439,8 +438,8 @@ def _with_gradients(
 ) -> list[str]:
     parameters = [name for name in asked if initializers[name] in found]
     if named and len(parameters) < len(asked):
-        missing = next(name for name in asked if name not in parameters)
-        raise ArgumentError(f"{_WHO}: the loss does not depend on {missing!r}; expected what it depends on")
+        missing = listed(name for name in asked if name not in parameters)
+        raise ArgumentError(f"{_WHO}: the loss does not depend on {missing}; expected what it depends on")
     if not parameters:
         raise ArgumentError(f"{_WHO}: the loss depends on no float initializer; expected at least one")
     return parameters
@@ -459,9 +458,9 @@ def _require_free_names(
     if description is not None:
         states = description.input_names()
         wanted |= {*states, *(name + UPDATED_SUFFIX for name in states)}
-    for value in values_of(graph):
-        if value.name in wanted and value is not loss:
-            raise ArgumentError(f"{_WHO}: the model has a value {value.name!r}; expected that name to be free")
+    taken = [str(value.name) for value in values_of(graph) if value.name in wanted and value is not loss]
+    if taken:
+        raise ArgumentError(f"{_WHO}: the model has a value {listed(taken)}; expected that name to be free")
 
 
 def _taken_out(graph: ir.Graph, changed: Iterable[str]) -> Arrays:
