@@ -82,6 +82,7 @@ def finished(step: TrainingStep, aside: Mapping[str, str]) -> TrainingStep:
             in_state_dict.get(name, names[source]): names[source] for name, source in step.state_dict_names.items()
         },
         evaluation_model=None if evaluation is None else _renamed(evaluation, names),
+        index_ranges={names[name]: ranges for name, ranges in step.index_ranges.items()},
         own_names=moved,
     )
 
