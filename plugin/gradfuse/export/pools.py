@@ -87,11 +87,11 @@ def _adaptive(func: Any, axes: int, input: Tensor, output_size: Any) -> Any:
         return func(input, output_size)
     for axis, (size, count) in enumerate(pairs, -axes):
         if count is not None and count is not size:
-            input = _averaged(input, axis, size, count)
+            input = averaged(input, axis, size, count)
     return input
 
 
-def _averaged(input: Tensor, axis: int, size: Any, count: Any) -> Tensor:
+def averaged(input: Tensor, axis: int, size: Any, count: Any) -> Tensor:
     """Return means along an axis, of windows from i size // count to ceil((i + 1) size / count)."""
     windows = torch.arange(count, device=input.device)
     begins, ends = windows * size // count, ((windows + 1) * size + count - 1) // count

@@ -166,7 +166,10 @@ class PythonState:
                 yield variable, value
         self._holders.append(_Entries(function.__name__, function.__dict__, _attribute))
         yield from ((_attribute(function.__name__, key), one) for key, one in list(function.__dict__.items()))
-        yield from ((name, one) for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        defaults = function.__defaults__ or ()
+        arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        yield from zip(arguments, defaults, strict=True)
+        yield from (function.__kwdefaults__ or {}).items()
         names = _names(code)
         yield from self._visit_names("", function.__globals__, names, names)
 

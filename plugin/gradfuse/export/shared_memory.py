@@ -30,25 +30,26 @@ def refuse_shared(step: TorchStep, native: Outcome) -> None:
     Raises:
         ExportError: two of them do, or several elements of one.
     """
-    live = {*step.trainable, *native.changed}
-    spans = sorted((*_span(tensor), name) for name, tensor in step.state.items() if _has_memory(tensor))
-    for name in live & {name for _, _, name in spans}:
-        if _overlaps_itself(step.state[name]):
+    live, names = {*step.trainable, *native.changed}, list(step.state)
+    spans = sorted((*_span(one), place) for place, one in enumerate(step.state.values()) if _has_memory(one))
+    for name in names:
+        if name in live and _has_memory(step.state[name]) and _overlaps_itself(step.state[name]):
             raise refusal(
                 f"several elements of {name!r} have one place in memory, which {_what(step, name)}; expected a tensor "
                 "with memory of its own for each, as expand(...).clone() gives"
             )
-    reached: list[tuple[int, str]] = []
-    for start, end, name in spans:
+    reached: list[tuple[int, int]] = []
+    for start, end, place in spans:
         reached = [(until, other) for until, other in reached if until > start]
         for _, other in reached:
-            first, second = (other, name) if name in live else (name, other)
-            if second in live and _overlap(step.state[name], step.state[other]):
+            pair = [names[one] for one in sorted((place, other))]
+            second, first = pair if pair[0] in live else reversed(pair)
+            if second in live and _overlap(step.state[first], step.state[second]):
                 raise refusal(
                     f"{first!r} shares memory with {second!r}, which {_what(step, second)}; expected "
                     f"{_advice(step, first)}"
                 )
-        reached.append((end, name))
+        reached.append((end, place))
 
 
 class Aliases(TorchFunctionMode):

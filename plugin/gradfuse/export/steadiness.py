@@ -96,7 +96,7 @@ def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: Pyth
     Raises:
         ExportError: it is not.
     """
-    outputs = []
+    outputs, before = [], state.changed()
     for _ in range(2):
         with _same_process():
             outputs.append({name: torch.as_tensor(one) for name, one in run().items()})
@@ -104,7 +104,7 @@ def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: Pyth
         found = _first_difference(step, _recorded(run), _recorded(run))
         if found is not None:
             what = "the module computes something else each time that it runs in eval mode"
-            raise _refused(step, state, what, found, state.changed())
+            raise _refused(step, state, what, found, [one for one in state.changed() if one not in before])
 
 
 def _run(step: TorchStep) -> Outcome:

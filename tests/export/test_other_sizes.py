@@ -1,0 +1,234 @@
+"""Steps whose axes may vary: right at every size, or refused by the name of the axis and the user's line."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_models import autograd, run
+
+from gradfuse import ExportError, export_training_step
+from gradfuse.export import comparing_sizes, pools
+from gradfuse.testing import assert_gradients_close
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Between(nn.Module):
+    """A function of images between two layers."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 3, 3, padding=1), nn.Linear(3, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(torch.tanh(self.first(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+SHAPES: Any = (({2: "height", 3: "width"},), (None,))
+
+
+def _batch(*size: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return (torch.randn(2, 1, *size),), (torch.randn(2, 4),)
+
+
+def _attention(h: Tensor) -> Tensor:
+    rows = h.flatten(2).transpose(1, 2)
+    return F.scaled_dot_product_attention(rows, rows, rows, scale=4 / h.shape[2]).transpose(1, 2).reshape(h.shape) ** 2
+
+
+FIXED: dict[str, Function] = {
+    "a window": lambda h: F.max_pool2d(h, (h.shape[2] // 2, 2)) ** 2,
+    "a stride": lambda h: F.avg_pool2d(h, 2, stride=(h.shape[2] // 3, 1)) ** 2,
+    "patches": lambda h: F.unfold(h, (h.shape[2] // 3, 1)).reshape(h.shape[0], 3, -1, 1) ** 2,
+    "windows": lambda h: h.unfold(2, h.shape[2] // 3, 1).mean(-1) ** 2,
+    "a scale": _attention,
+    "eps": lambda h: F.layer_norm(h, (h.shape[3],), eps=h.shape[2] / 60) ** 3,
+    "delta": lambda h: F.huber_loss(h, h.detach() * 0, reduction="none", delta=h.shape[2] / 12),
+    "a correction": lambda h: h / h.std((2, 3), keepdim=True, correction=h.shape[2] // 3),
+    "a share": lambda h: F.dropout(h, 1 / h.shape[2]),
+    "a root": lambda h: h * math.sqrt(h.shape[2]),
+    "a part": lambda h: h[:, :, : int(h.shape[2] * 0.3) + 1] ** 2,
+    "an exponent": lambda h: h / h.norm(p=h.shape[2] / 3),
+    "a slope": lambda h: F.elu(h, h.shape[2] / 6),
+    "rounded": lambda h: h[:, :, : round(h.shape[2] / 4)] ** 2,
+}
+
+
+@pytest.mark.parametrize("case", FIXED)
+def test_what_follows_from_a_size_and_is_fixed_is_refused_by_axis_and_line(case: str) -> None:
+    with pytest.raises(ExportError, match=r"axis 2 of 'x' .* \(test_other_sizes.py:\d+\)") as caught:
+        export_training_step(Between(FIXED[case]), F.mse_loss, _batch(6, 7), dynamic_shapes=SHAPES, fuse=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["a window", "eps"])
+def test_the_advice_to_make_the_axis_static_works(case: str) -> None:
+    shapes: Any = (({3: "width"},), (None,))
+    export_training_step(Between(FIXED[case]), F.mse_loss, _batch(6, 7), dynamic_shapes=shapes, fuse=False)
+
+
+FREE: dict[str, Function] = {
+    "adaptive average": lambda h: F.adaptive_avg_pool2d(h, 2) ** 2,
+    "adaptive average of one axis": lambda h: F.adaptive_avg_pool2d(h, (None, 3)) ** 2,
+    "adaptive average of a size": lambda h: F.adaptive_avg_pool2d(h, (h.shape[2] // 2, 4)) ** 2,
+    "adaptive average of all": lambda h: F.adaptive_avg_pool2d(h, 1) ** 2,
+    "adaptive maximum": lambda h: F.adaptive_max_pool2d(h, 3) ** 2,
+    "areas": lambda h: F.interpolate(h, size=(4, 5), mode="area") ** 2,
+    "areas by a factor": lambda h: F.interpolate(h, scale_factor=0.7, mode="area") ** 2,
+    "bounds": lambda h: h.clamp(-1 / h.shape[2], h.shape[3] / 20) ** 2,
+    "a root": lambda h: h * h.shape[2] ** 0.5,
+    "positions": lambda h: h * torch.arange(h.shape[2])[:, None],
+    "more": lambda h: torch.cat([h, h.new_zeros(h.shape[0], 3, h.shape[2], 2)], 3) ** 2,
+    "the largest": lambda h: h.topk(h.shape[2] // 2, 2)[0] ** 2,
+}
+
+
+@pytest.mark.parametrize("case", FREE)
+def test_what_follows_from_a_size_and_exports_is_right_at_other_sizes(case: str) -> None:
+    torch.manual_seed(0)
+    module = Between(FREE[case])
+    step = export_training_step(module, F.mse_loss, _batch(6, 7), dynamic_shapes=SHAPES, fuse=False)
+    for size in ((7, 6), (8, 9), (12, 5), (13, 20)):
+        batch = _batch(*size)
+        native, exact = (autograd(module, F.mse_loss, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+        terms = 8 * max(np.abs(array).max() for array in exact.values())
+        for name, result in run(step, batch, kernels=False).items():
+            assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+def test_adaptive_average_pooling_of_other_ranks(axes: int) -> None:
+    torch.manual_seed(0)
+    pool: Any = {1: F.adaptive_avg_pool1d, 3: F.adaptive_avg_pool3d}[axes]
+    for size in range(2, 12):
+        x = torch.randn(2, *range(size, size + axes), dtype=torch.float64)
+        for count in (2, 3, 5):
+            got = x
+            for axis in range(-axes, 0):
+                got = pools.averaged(got, axis, x.shape[axis], count)
+            assert (got - pool(x, count)).abs().max() <= 1e-14
+
+
+class InBatch(nn.Module):
+    """A function of rows after a layer."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(torch.tanh(self.layer(x)))
+
+
+ROWS: Any = (({0: "batch"},), ({0: "batch"},))
+
+
+def _rows(count: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return (torch.randn(count, 6),), (torch.randn(count, 6),)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by size": lambda output, y: (output - y).square().sum() / output.size(0),
+    "by len": lambda output, y: (output - y).square().sum() / len(y),
+    "by number": lambda output, y: (output - y).square().sum() / output.numel(),
+    "contrastive": lambda output, y: F.cross_entropy(output @ y.T, torch.arange(output.shape[0])),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_reads_the_size_of_the_batch_is_right_for_other_batches(case: str) -> None:
+    torch.manual_seed(0)
+    module, loss = InBatch(lambda h: h), LOSSES[case]
+    step = export_training_step(module, loss, _rows(4), dynamic_shapes=ROWS, fuse=False)
+    for count in (2, 7):
+        batch = _rows(count)
+        native, exact = (autograd(module, loss, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+        terms = 8 * max(np.abs(array).max() for array in exact.values())
+        for name, result in run(step, batch, kernels=False).items():
+            assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda h: h.view(4, -1).mean() * h, lambda h: torch.eye(4) @ h, lambda h: h + torch.zeros(4, 1)],
+    ids=["a view", "a matrix", "a table"],
+)
+def test_a_module_for_one_size_of_the_batch_is_refused_by_axis_and_line(function: Function) -> None:
+    with pytest.raises(ExportError, match=r"axis 0 of 'x' .* \(test_other_sizes.py:\d+\)"):
+        export_training_step(InBatch(function), F.mse_loss, _rows(4), dynamic_shapes=ROWS, fuse=False)
+
+
+def _looked_up(sizes: dict[str, float]) -> Function:
+    # A size that is not known while it is traced has another text.
+    return lambda h: h * sizes.get(str(h.shape[0]), 1.0)
+
+
+def test_a_model_that_is_right_at_the_size_of_the_batch_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"axis 0 of 'x'.* cannot vary as dynamic_shapes says: with size 9, output '\w+' of the "
+    with pytest.raises(ExportError, match=message):
+        export_training_step(
+            InBatch(_looked_up({"9": 2.0})), F.mse_loss, _rows(4), dynamic_shapes=ROWS, evaluation=False
+        )
+    # So is a model for evaluation.
+    with pytest.raises(ExportError, match=message + "evaluation model"):
+        export_training_step(InEvaluation(), F.mse_loss, _rows(4), dynamic_shapes=ROWS, evaluation=True)
+    monkeypatch.setattr(comparing_sizes, "compare", lambda *_: None)
+    export_training_step(InBatch(_looked_up({"9": 2.0})), F.mse_loss, _rows(4), dynamic_shapes=ROWS, evaluation=False)
+
+
+class InEvaluation(nn.Module):
+    """Looks a number up by the size of the batch in evaluation mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x)
+        return result if self.training else _looked_up({"9": 2.0})(result)  # type: ignore[no-any-return]
+
+
+def test_lengths_that_are_the_size_of_an_axis_grow_with_it() -> None:
+    """Those of CTC may be at most the size, and PyTorch refuses others."""
+
+    def loss(output: Tensor, labels: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+        return F.ctc_loss(output.log_softmax(-1), labels, lengths, counts)
+
+    torch.manual_seed(0)
+    inputs = (torch.randn(7, 2, 6),)
+    targets = torch.randint(1, 6, (2, 3)), torch.tensor([7, 6]), torch.tensor([3, 2])
+    shapes: Any = (({0: "time"},), (None, None, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_training_step(nn.Linear(6, 6), loss, (inputs, targets), dynamic_shapes=shapes, fuse=False)
+
+
+def test_sizes_have_nothing_to_do_with_those_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = comparing_sizes.compare
+
+    def compare(*args: Any) -> None:
+        seen.extend(args[4])
+        original(*args)
+
+    monkeypatch.setattr(comparing_sizes, "compare", compare)
+    module = Between(lambda h: h**2)
+    export_training_step(module, F.mse_loss, _batch(6, 8), dynamic_shapes=SHAPES, fuse=False, evaluation=False)
+    joint = [one for one in seen if one.names == ("height", "width")]
+    assert joint
+    for one in joint:
+        height, width = one.sizes["x", 2], one.sizes["x", 3]
+        assert math.gcd(height, 6) == math.gcd(width, 8) == 1
+        assert height != width

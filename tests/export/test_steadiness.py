@@ -1,0 +1,386 @@
+"""What changes from run to run without being a buffer is refused: in the model it would be a constant."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import functools
+import itertools
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import gradfuse
+from gradfuse import ExportError, TrainingSession, export_training_step
+from gradfuse.testing import assert_gradients_close
+
+
+class Scaled(nn.Module):
+    """A layer times what a function gives."""
+
+    def __init__(self, factor: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor()  # type: ignore[no-any-return]
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(6, 5), torch.randn(6, 4)
+
+
+def _export(module: nn.Module, loss: Callable[..., Tensor] = F.mse_loss, **options: Any) -> gradfuse.TrainingStep:
+    return export_training_step(module, loss, _batch(), fuse=False, **options)
+
+
+holder = {"n": 0}
+by_numpy, by_python, by_torch = np.random.default_rng(0), random.Random(0), torch.Generator()
+counts = itertools.count(1)
+
+
+def _counted() -> int:
+    holder["n"] += 1
+    return holder["n"]
+
+
+class Counting:
+    n = 0
+
+    def __call__(self) -> int:
+        Counting.n += 1
+        return Counting.n
+
+
+def _closure() -> Callable[[], int]:
+    n = 0
+
+    def count() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+def _with_attribute() -> int:
+    _with_attribute.n = getattr(_with_attribute, "n", 0) + 1  # type: ignore[attr-defined]
+    return _with_attribute.n  # type: ignore[attr-defined, no-any-return]
+
+
+def _with_default(kept: list[int] = [0]) -> int:  # noqa: B006
+    kept[0] += 1
+    return kept[0]
+
+
+def _yielding() -> Iterator[int]:
+    yield from range(1, 1000)
+
+
+yielding = _yielding()
+last = collections.deque([1.0], maxlen=3)
+
+
+def _queued() -> float:
+    last.append(last[-1] + 1)
+    return sum(last)
+
+
+CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
+    "a dictionary": (_counted, r"changes holder\['n'\]"),
+    "a class": (Counting(), r"changes Counting\.n"),
+    "a closure": (_closure(), "changes n in Python"),
+    "a function": (_with_attribute, r"changes _with_attribute\.n"),
+    "a default": (_with_default, "changes kept in Python"),
+    "a count": (lambda: next(counts), "changes counts"),
+    "a queue": (_queued, "changes last"),
+    "what yields": (lambda: next(yielding), r"in Scaled\.forward"),
+    "numpy's generator": (lambda: by_numpy.random() * 10, "draws random numbers by the generator by_numpy in <lambda>"),
+    "Python's generator": (lambda: by_python.gauss(0, 5), "draws random numbers by the generator by_python in"),
+    "torch's generator": (lambda: torch.rand((), generator=by_torch), r"draws random numbers by .*torch\.Generator in"),
+    "in place": (lambda: torch.empty(4).uniform_(generator=by_torch), r"draws random numbers by .*torch\.Generator in"),
+    "a permutation": (lambda: torch.randperm(4, generator=by_torch), r"draws random numbers by .*torch\.Generator in"),
+    "a clock": (lambda: time.time() % 7, r"asks for the time by time\.time in <lambda>"),
+    "a counter of time": (lambda: time.perf_counter() * 50 % 7, r"asks for the time by time\.perf_counter in <lambda>"),
+    "the hour": (lambda: 1 + datetime.datetime.now().hour, r"at another time.* asks for the time by datetime\.now in"),
+    "the day": (lambda: time.localtime().tm_yday, r"at another time.* asks for the time by time\.localtime in"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGING)
+def test_what_changes_from_run_to_run_is_refused_with_its_line(case: str) -> None:
+    factor, match = CHANGING[case]
+    with pytest.raises(ExportError, match=match) as caught:
+        _export(Scaled(factor))
+    assert "test_steadiness.py:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GLOBAL_DRAWS: dict[str, Callable[[], float]] = {
+    "gauss": lambda: random.gauss(0, 10),
+    "choice": lambda: random.choice([1, 5, 20]),
+    "randn": lambda: float(np.random.randn()),
+    "numpy's choice": lambda: float(np.random.choice([1.0, 5.0])),
+    "an array": lambda: float(np.random.rand(1)[0]),
+}
+
+
+@pytest.mark.parametrize("case", GLOBAL_DRAWS)
+def test_draws_of_the_processs_own_generators_are_refused_with_their_line(case: str) -> None:
+    with pytest.raises(ExportError, match=r"by numpy or by Python: .* in <lambda> \(test_steadiness.py:\d+\)"):
+        _export(Scaled(GLOBAL_DRAWS[case]))
+
+
+class Stepping(nn.Module):
+    """Counts its calls in Python, and multiplies by what a function makes of the count."""
+
+    def __init__(self, factor: Callable[[int], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.factor = factor
+        self.n = 0
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.log.append(self.n)
+        return self.layer(x) * self.factor(self.n)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda n: min(1.0, n / 100),
+        lambda n: 2.0 if n > 1000 else 1.0,
+        lambda n: 2.0 if n % 100 == 0 else 1.0,
+        lambda n: 0.5 if 100 < n < 200 else 1.0,
+    ],
+    ids=["warm-up", "a bound", "now and then", "for a while"],
+)
+def test_a_counter_that_a_number_follows_from_is_refused_however_late_it_does(factor: Callable[[int], float]) -> None:
+    module = Stepping(factor)
+    with pytest.raises(
+        ExportError, match=r"in Stepping\.forward \(test_steadiness.py:\d+\), as it changes Stepping\.n"
+    ):
+        _export(module)
+    assert (module.n, module.log) == (0, [])
+
+
+def test_a_counter_that_only_counts_is_none_of_the_steps_business() -> None:
+    module = Stepping(lambda n: 1.0)
+    module.n, module.log = 3, [1, 2, 3]
+    log = module.log
+    _export(module)
+    assert module.n == 3
+    assert module.log is log and log == [1, 2, 3]
+
+
+class Warming(nn.Module):
+    """The advice followed: the counter is a buffer, and torch computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.get_buffer("n")
+        n.add_(1)
+        return self.layer(x) * (n / 100).clamp(max=1.0)  # type: ignore[no-any-return]
+
+
+def test_the_advice_to_count_in_a_buffer_works() -> None:
+    module = Warming()
+    session = TrainingSession(_export(module))
+    x, y = _batch()
+    for _ in range(3):
+        session.step(x.numpy(), y.numpy())
+        module.zero_grad()
+        F.mse_loss(module(x), y).backward()
+    weight = module.layer.weight.grad
+    exact = _double_gradient(module, 3 / 100)
+    assert weight is not None
+    assert_gradients_close(session.gradients["layer.weight"], weight.numpy(), exact, np.float32)
+
+
+def _double_gradient(module: Warming, factor: float) -> Any:
+    x, y = (one.double() for one in _batch())
+    weight, bias = (one.detach().double() for one in module.layer.parameters())
+    error = (x @ weight.T + bias) * factor - y
+    return (2 * factor / error.numel() * error.T @ x).numpy()
+
+
+class Kept(nn.Module):
+    """Keeps what a function makes of its first batch or of its weight."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.made = made
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.made(x, self.layer.weight)
+        return self.layer(x) * self.kept  # type: ignore[no-any-return]
+
+
+def test_what_is_made_once_and_does_not_follow_from_the_batch_exports() -> None:
+    module = Kept(lambda x, _: torch.ones(1, x.shape[1] - 1).tril(2))
+    _export(module)
+    assert module.kept is None
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda x, _: x.detach().mean(), lambda _, weight: weight.detach().norm()],
+    ids=["of the batch", "of a parameter"],
+)
+def test_what_is_kept_of_the_first_call_is_refused(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(ExportError, match=r"keeps something of an earlier call, in .*, as it changes Kept\.kept"):
+        _export(Kept(made))
+
+
+class Remembering(nn.Module):
+    """Adds what it gave in the call before, as a recurrent layer does that keeps its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.before = torch.zeros(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x) + self.before
+        self.before = result.detach()
+        return result  # type: ignore[no-any-return]
+
+
+def test_a_state_in_an_attribute_is_refused() -> None:
+    with pytest.raises(ExportError, match=r"as it changes Remembering\.before"):
+        _export(Remembering())
+
+
+def test_a_tensor_in_an_attribute_that_is_written_into_is_refused_and_put_back() -> None:
+    tensor = torch.ones(1)
+
+    def factor() -> Tensor:
+        return tensor.add_(1)
+
+    with pytest.raises(ExportError, match="changes tensor in Python"):
+        _export(Scaled(factor))
+    assert tensor.item() == 1
+
+
+def test_a_counter_in_a_loss_function_is_refused() -> None:
+    calls = {"n": 0}
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        calls["n"] += 1
+        return F.mse_loss(output, y) * calls["n"]
+
+    with pytest.raises(ExportError, match=r"in .*loss \(test_steadiness.py:\d+\), as it changes calls\['n'\]"):
+        _export(nn.Linear(5, 4), loss)
+    assert calls == {"n": 0}
+
+
+def test_a_counter_in_a_hook_on_a_gradient_is_refused() -> None:
+    class Hooked(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            def scaled(gradient: Tensor) -> Tensor:
+                holder["n"] += 1
+                return gradient * holder["n"]
+
+            result = super().forward(input)
+            result.register_hook(scaled)
+            return result
+
+    with pytest.raises(ExportError, match=r"in .*scaled \(test_steadiness.py:\d+\)"):
+        _export(Hooked(5, 4))
+
+
+def test_a_generator_in_a_hook_of_a_module_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(5, 4))
+    module[0].register_forward_hook(lambda *given: given[2] * by_numpy.random())
+    with pytest.raises(ExportError, match="draws random numbers by the generator by_numpy"):
+        _export(module)
+
+
+@functools.lru_cache
+def _cached(seed: int) -> float:
+    return random.Random(seed).random()
+
+
+STEADY: dict[str, Callable[[], nn.Module]] = {
+    "a cached function": lambda: Scaled(lambda: _cached(3)),
+    "a vector that a normalisation changes": lambda: spectral_norm(nn.Linear(5, 4)),
+    "one layer twice": lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer))(nn.Linear(5, 5)),
+}
+
+
+@pytest.mark.parametrize("case", STEADY)
+def test_what_is_the_same_in_each_run_exports(case: str) -> None:
+    module = STEADY[case]()
+    x, _ = _batch()
+    export_training_step(module, lambda output: output.square().mean(), ((x,), ()), fuse=False)
+
+
+def test_two_exports_in_a_row_are_the_same() -> None:
+    module = Stepping(lambda n: 1.0)
+    first, second = (_export(module).model.SerializeToString() for _ in range(2))
+    assert first == second
+
+
+def test_the_states_of_generators_are_as_before() -> None:
+    before = random.getstate(), np.random.get_state()[1:3], torch.get_rng_state(), by_python.getstate()
+
+    def drawn() -> Tensor:
+        np.random.rand()
+        return torch.tensor(random.random())
+
+    with pytest.raises(ExportError):
+        _export(Scaled(lambda: drawn() * random.gauss(0, 1) * by_python.random()))
+    assert random.getstate() == before[0]
+    np.testing.assert_equal(np.random.get_state()[1:3], before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert by_python.getstate() == before[3]
+
+
+class InEvaluation(nn.Module):
+    """Counts in evaluation mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x)
+        if self.training:
+            return result  # type: ignore[no-any-return]
+        self.n += 1
+        return result * self.n  # type: ignore[no-any-return]
+
+
+def test_a_counter_in_evaluation_mode_is_refused_or_said_to_be_left_out() -> None:
+    match = r"something else each time that it runs in eval mode, in InEvaluation\.forward .*changes InEvaluation\.n"
+    with pytest.raises(ExportError, match=match):
+        _export(InEvaluation(), evaluation=True)
+    module = InEvaluation()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = export_training_step(module, F.mse_loss, _batch(), optimizer, fuse=False)
+    assert step.evaluation_model is None
+    assert any("each time that it runs in eval mode" in str(one.message) for one in caught)
+    assert module.n == 0
