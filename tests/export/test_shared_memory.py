@@ -94,7 +94,7 @@ def _list() -> nn.Module:
 SHARED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a view of a buffer": (_view_of_buffer, "'second' shares memory with 'count', which the step changes"),
     "a buffer over a parameter": (_over_parameter, "'shadow' shares memory with 'layer.weight', which is trained"),
-    "a part of a parameter": (_part_of_parameter, "'part' shares memory with 'layer.weight'"),
+    "a part of a parameter": (_part_of_parameter, "'layer.weight' shares memory with 'part', which is trained"),
     "an array of numpy": (_of_numpy, "'shadow' shares memory with 'layer.weight'"),
     "a tie by data": (_tied_by_data, "'other.weight' shares memory with 'layer.weight'.* one and the same Parameter"),
     "an expanded buffer": (_expanded, "several elements of 'level' have one place in memory, which the step changes"),

@@ -61,11 +61,12 @@ def export_training_step(
     To verify a model, onnxruntime runs it (if it is installed: otherwise a warning says that nothing was compared).
     Loss, gradients, updated buffers and parameters must be as near to a float64 run of PyTorch as PyTorch's own results
     are, but for what rounding does to this step. The model also runs in float64, where it must be as good as equal.
+    Where axes may vary, it is compared at other sizes too.
 
     The module is traced in the mode it is in, train or eval. Module, loss and optimizer are left as they were:
-    parameters, buffers, `.grad`, mode and random state. In training mode, a hash of the buffer `dropout_seed` decides
-    what dropout drops and what `torch.rand` and its kin draw, and each step adds 1 to it; PyTorch is compared on the
-    same numbers.
+    parameters, buffers, `.grad`, mode, random state, and what their code keeps in Python. In training mode, a hash of
+    the buffer `dropout_seed` decides what dropout drops and what `torch.rand` and its kin draw, and each step adds 1 to
+    it; PyTorch is compared on the same numbers.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
@@ -101,7 +102,7 @@ def export_training_step(
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
-            determines, PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output differs
+            determines, or computes something else from run to run, what it changes shares memory, PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output differs
             from PyTorch's (it is named, with the largest difference). The text is one line.
     """
     try:

@@ -15,7 +15,7 @@ import random
 import sys
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,8 +28,8 @@ from gradfuse.export.torch_step import TorchStep
 
 _MOST_HOLDERS, _MOST_ENTRIES = 20_000, 1_000
 """So many objects are looked at, those that are near first, and none that holds more entries: such hold data."""
-_MOST_NUMBERS = 1 << 20
-"""Larger tensors in attributes are not copied, so that what is written into them stays."""
+_MOST_NUMBERS = 1 << 24
+"""Tensors in attributes are copied until they have so many numbers; what is written into others stays."""
 
 _TENSORS = frozenset(("_parameters", "_buffers"))
 """Entries of modules whose tensors are replaced for each run."""
@@ -50,6 +50,7 @@ class PythonState:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._holders: list[_Holder] = []
         self._seen: set[Any] = set()
+        self._copied = 0
         self.clocks: list[clocks.Place] = []
         # Kept, so that no other object gets its id.
         self._alive: list[Any] = []
@@ -79,10 +80,6 @@ class PythonState:
         """Return the numbers that are not as they were: name, the one before, the one now, and what sets it."""
         return [one for holder in self._holders for one in holder.numbers()]
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that are neither parameters nor buffers."""
-        return [(holder.name, holder.owner) for holder in self._holders if isinstance(holder, _Written)]
-
     def generators(self) -> dict[str, str]:
         """Return the states of generators of random numbers by their names, as texts."""
         found = [one for one in self._holders if isinstance(one, _Generator)]
@@ -95,14 +92,16 @@ class PythonState:
 
     def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Note what a value keeps; yield what else can be reached from it."""
-        if isinstance(value, (str, bytes, int, float, complex, type(None))) or not self._is_new(value):
+        plain = (str, bytes, int, float, complex, type(None), types.ModuleType)
+        if isinstance(value, plain) or not self._is_new(value):
             return
         if isinstance(value, _GENERATORS):
             self._holders.append(_Generator(name, value))
         elif isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) and value.layout == torch.strided:
-                self._holders.append(_Written(name, value))
-        elif isinstance(value, (dict, OrderedDict)) and len(value) <= _MOST_ENTRIES:
+                self._copied += value.numel()
+                self._holders.append(_Written(name, value, copied=self._copied <= _MOST_NUMBERS))
+        elif isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Entries(name, value, _item))
             yield from ((_item(name, key), one) for key, one in list(value.items()))
         elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
@@ -131,8 +130,9 @@ class PythonState:
                     (f"{value.__name__}.{key}", one) for key, one in vars(value).items() if not _is_special(key)
                 )
                 yield from ((base.__name__, base) for base in value.__bases__)
-        elif hasattr(value, "__wrapped__") and callable(value):
-            yield name, value.__wrapped__
+        elif type(value).__module__ == "functools":
+            # A function whose results are kept.
+            yield name, getattr(value, "__wrapped__", None)
         elif isinstance(value, nn.Module) or _is_users(type(value)):
             yield type(value).__name__, type(value)
             yield from self._visit_instance(name, value)
@@ -350,9 +350,9 @@ class _Set(_Holder):
 class _Written(_Holder):
     """A tensor that is neither a parameter nor a buffer, and may be written into."""
 
-    def __init__(self, name: str, owner: Tensor) -> None:
+    def __init__(self, name: str, owner: Tensor, *, copied: bool) -> None:
         super().__init__(name, owner)
-        self._before = owner.detach().clone() if owner.numel() <= _MOST_NUMBERS else None
+        self._before = owner.detach().clone() if copied else None
 
     def changed(self) -> Iterator[str]:
         if self._before is not None and not torch.equal(self.owner.detach().nan_to_num(), self._before.nan_to_num()):

@@ -6,6 +6,7 @@ This module imports torch.
 from __future__ import annotations
 
 import bisect
+import itertools
 from typing import Any
 
 import torch
@@ -62,8 +63,9 @@ class Aliases(TorchFunctionMode):
         super().__init__()
         self._tensors = {name: one for name, one in step.state.items() if _has_memory(one)}
         self._spans = sorted((*_span(one), name) for name, one in self._tensors.items())
-        self._longest = max((end - start for start, end, _ in self._spans), default=0)
-        self._found: dict[str, str | None] = {}
+        self._starts = [start for start, _, _ in self._spans]
+        self._reached = list(itertools.accumulate((end for _, end, _ in self._spans), max))
+        self._found: dict[str, str] = {}
 
     def refuse(self, step: TorchStep, native: Outcome) -> None:
         """Refuse a step that reads what it changes or trains in this way.
@@ -89,14 +91,14 @@ class Aliases(TorchFunctionMode):
 
     def _note(self, tensor: Tensor) -> None:
         start, end = _span(tensor)
-        first = bisect.bisect_left(self._spans, (start - self._longest,))
-        for begins, ends, name in self._spans[first:]:
-            if begins >= end:
-                break
-            if ends > start and name not in self._found and _overlap(tensor, self._tensors[name]):
-                place = explaining.current_place()
-                if place is not None:
-                    self._found[name] = place
+        place = bisect.bisect_left(self._starts, end) - 1
+        while place >= 0 and self._reached[place] > start:
+            _, until, name = self._spans[place]
+            place -= 1
+            if until > start and name not in self._found and _overlap(tensor, self._tensors[name]):
+                where = explaining.current_place()
+                if where is not None:
+                    self._found[name] = where
 
 
 def _what(step: TorchStep, name: str) -> str:
