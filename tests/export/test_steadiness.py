@@ -177,6 +177,41 @@ def test_a_counter_that_a_number_follows_from_is_refused_however_late_it_does(fa
     assert (module.n, module.log) == (0, [])
 
 
+LATE: dict[str, Callable[[Any], float]] = {
+    "a list": lambda module: 2.0 if len(module.log) > 200 else 1.0,
+    "a number of numpy": lambda module: 2.0 if module.count > 200 else 1.0,
+    "a tensor": lambda module: 2.0 if module.steps.item() > 200 else 1.0,
+}
+
+
+class Late(nn.Module):
+    """Counts in several ways, of which a factor follows from one."""
+
+    def __init__(self, factor: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.factor = factor
+        self.log: list[float] = []
+        self.count = np.float32(0)
+        self.steps = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(0.5)
+        self.count = self.count + np.float32(1)
+        self.steps = self.steps + 1
+        return self.layer(x) * self.factor(self)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_follows_late_from_something_else_that_counts_is_refused(case: str) -> None:
+    module = Late(LATE[case])
+    with pytest.raises(
+        ExportError, match=r"in later calls, in Late\.forward \(test_steadiness.py:\d+\), as it changes"
+    ):
+        _export(module)
+    assert (module.log, module.count, module.steps.item()) == ([], 0, 0)
+
+
 def test_a_counter_that_only_counts_is_none_of_the_steps_business() -> None:
     module = Stepping(lambda n: 1.0)
     module.n, module.log = 3, [1, 2, 3]

@@ -102,8 +102,9 @@ def export_training_step(
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
-            determines, or computes something else from run to run, what it changes shares memory, PyTorch cannot trace it, an operator has no ONNX translation (it is named), or an output differs
-            from PyTorch's (it is named, with the largest difference). The text is one line.
+            determines, or computes something else from run to run, what it changes shares memory, PyTorch cannot trace
+            it, an operator has no ONNX translation (it is named), or an output differs from PyTorch's (it is named,
+            with the largest difference). The text is one line.
     """
     try:
         import onnxscript  # noqa: F401

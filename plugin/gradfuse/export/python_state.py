@@ -31,6 +31,9 @@ _MOST_HOLDERS, _MOST_ENTRIES = 20_000, 1_000
 _MOST_NUMBERS = 1 << 24
 """Tensors in attributes are copied until they have so many numbers; what is written into others stays."""
 
+_MOST_ADDED = 15_000
+"""Lists are made longer up to here, to see whether something follows from their lengths."""
+
 _TENSORS = frozenset(("_parameters", "_buffers"))
 """Entries of modules whose tensors are replaced for each run."""
 _ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
@@ -244,6 +247,11 @@ class _Keyed(_Holder):
             before = self._before.get(key)
             if _is_number(before) and _is_number(value) and before != value:
                 yield self._shown(key), before, value, functools.partial(self._set, key)
+            elif before is not value and _is_single(before) and _is_single(value):
+                yield self._shown(key), before.item(), value.item(), functools.partial(self._put_into, key, value)
+
+    def _put_into(self, key: Any, like: Tensor, number: Any) -> None:
+        self._set(key, torch.full_like(like, number))
 
     def restore(self) -> None:
         now = self._now()
@@ -325,6 +333,16 @@ class _List(_Keyed):
     def _shown(self, key: int) -> str:
         return self.name
 
+    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        yield from super().numbers()
+        if len(self._before) < len(self.owner):
+            # Its length is a number as well.
+            yield self.name, len(self._before), len(self.owner), self._lengthen
+
+    def _lengthen(self, count: int) -> None:
+        last = self.owner[-1]
+        self.owner.extend([last] * (min(count, _MOST_ADDED) - len(self.owner)))
+
     def restore(self) -> None:
         now, before = list(self.owner), [self._iterators.get(key, one) for key, one in self._before.items()]
         if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
@@ -353,6 +371,10 @@ class _Written(_Holder):
     def __init__(self, name: str, owner: Tensor, *, copied: bool) -> None:
         super().__init__(name, owner)
         self._before = owner.detach().clone() if copied else None
+
+    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        if _is_single(self.owner) and self._before is not None and self._before.item() != self.owner.item():
+            yield self.name, self._before.item(), self.owner.item(), self.owner.detach().fill_
 
     def changed(self) -> Iterator[str]:
         if self._before is not None and not torch.equal(self.owner.detach().nan_to_num(), self._before.nan_to_num()):
@@ -416,7 +438,12 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+def _is_single(value: Any) -> bool:
+    """Whether a value is a tensor of one number."""
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
 
 
 def _copied(iterator: Any) -> Any:
