@@ -72,9 +72,9 @@ def export_training_step(
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
             under the first of their names, with the summed gradient.
         loss: a module or function; `loss(output, *targets)` is a tensor of one element.
-        batch: `(inputs, targets)`: the arguments of the module, and those of the loss after its first. Each is a tensor,
-            a tuple of arguments, or a dictionary of them by name; None: there are none. Arguments may be nested in
-            tuples, lists, dictionaries and named tuples, and hold None, booleans and strings besides, which are part
+        batch: `(inputs, targets)`: the arguments of the module, and those of the loss after its first. Each is a
+            tensor, a tuple of arguments, or a dictionary of them by name; None: there are none. Arguments may be nested
+            in tuples, lists, dictionaries and named tuples, and hold None, booleans and strings besides, which are part
             of the step. Values of tensors matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says
             otherwise.
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW` over parameters of the module or the loss. Its update becomes

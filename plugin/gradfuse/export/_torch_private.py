@@ -245,7 +245,7 @@ _APPLYING: list[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = []
 class _Applied:
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         # Like the code that it takes the place of, it knows its class, and no other variables from around it.
-        __class__  # noqa: B018
+        __class__  # type: ignore[name-defined]  # noqa: B018
         from gradfuse.export._torch_private import _APPLYING
 
         return _APPLYING[-1](cls, args, kwargs)

@@ -111,7 +111,7 @@ def _fused(tensor: Tensor, factor: Any) -> Tensor:
     moved = difference - product
     rest = rest + ((product - (difference - moved)) + (-0.5 - moved))
     exact = (difference + rest).to(tensor.dtype)
-    rounded = tensor * factor - 0.5
+    rounded: Tensor = tensor * factor - 0.5
     return rounded + (exact - rounded).detach()
 
 
