@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from support.like_torch import assert_like_torch
 from torch import Tensor, nn
 
-from gradfuse import TrainingStep, export_training_step
+from gradfuse import TrainingSession, TrainingStep, export_training_step
+from gradfuse.testing import assert_gradients_close
 
 RELU_OUTPUT = 5
 
@@ -210,3 +214,58 @@ def test_in_evaluation_mode_it_stays_in_pieces() -> None:
 def test_without_fusing_there_are_standard_operators_only() -> None:
     step = exported(Net(lambda x, norm: norm(x).relu()), fuse=False)
     assert {node.domain for node in step.model.graph.node} <= {""}
+
+
+class Pair(nn.Module):
+    """A network that runs on two inputs in a step, as in contrastive learning; the second time maybe in eval mode."""
+
+    def __init__(self, norm: nn.Module, evaluates: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv1d(3, 4, 1), norm, nn.Conv1d(4, 2, 1)
+        self.evaluates = evaluates
+
+    def net(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        y = self.net(a)
+        self.norm.train(not self.evaluates)
+        z = self.net(b)
+        self.norm.train()
+        return y - z
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm1d(4),
+    "over all batches": lambda: nn.BatchNorm1d(4, momentum=None),
+    "without weights": lambda: nn.BatchNorm1d(4, affine=False),
+    "instance": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalization_that_is_called_twice(name: str, evaluates: bool) -> None:
+    """Running statistics go through both calls in their order, and take no gradients along."""
+    torch.manual_seed(0)
+    module = Pair(NORMS[name](), evaluates)
+    batch = (torch.randn(4, 3, 5), torch.randn(4, 3, 5) + 1.0), torch.randn(4, 2, 5)
+    step = export_training_step(module, nn.MSELoss(), batch, fuse=name != "without weights")
+    assert_like_torch(step, module, nn.MSELoss(), batch)
+
+
+def test_the_running_statistics_of_several_steps() -> None:
+    torch.manual_seed(0)
+    module = Pair(nn.BatchNorm1d(4, momentum=None), False)
+    batch = (torch.randn(4, 3, 5), torch.randn(4, 3, 5) + 1.0), torch.randn(4, 2, 5)
+    session = TrainingSession(export_training_step(module, nn.MSELoss(), batch))
+    exact = copy.deepcopy(module).double()
+    for _ in range(3):
+        session.step(*batch)
+        for one, kind in ((module, torch.float32), (exact, torch.float64)):
+            one(*(x.to(kind) for x in batch[0]))
+    state = session.state_dict()
+    assert state["norm.num_batches_tracked"] == 6
+    for name in ("norm.running_mean", "norm.running_var"):
+        native, wanted = module.state_dict()[name], exact.state_dict()[name]
+        assert_gradients_close(state[name], native, wanted, np.float32, terms=4.0)

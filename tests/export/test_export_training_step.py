@@ -20,6 +20,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from support.like_torch import assert_like_torch
 from torch import Tensor, nn
 
 from gradfuse import ExportError, ModelError, TrainingStep, export_training_step, fuse, library
@@ -607,6 +608,60 @@ def test_the_forms_of_dynamic_shapes(given: Any, label: str) -> None:
     assert step.model.graph.input[-1].type.tensor_type.shape.dim[0].dim_param == label
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_of_one_element(shape: tuple[int, ...]) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        total = torch.zeros(shape)
+        total += (output - target).square().mean()
+        return total
+
+    torch.manual_seed(0)
+    module, batch = nn.Linear(4, 3), (torch.randn(2, 4), torch.randn(2, 3))
+    assert_like_torch(export_training_step(module, loss, batch), module, loss, batch)
+
+
+class Causal(nn.Module):
+    """Asks PyTorch for a mask where there is more than one token, as Whisper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.project(x)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=x.shape[1] > 1)[:, 0]
+
+
+def test_a_condition_on_a_size_is_an_argument() -> None:
+    torch.manual_seed(0)
+    module, shapes = Causal(), {0: "items", 1: "tokens"}
+    batch = torch.randn(2, 5, 4), torch.randn(2, 5, 4)
+    step = export_training_step(module, nn.MSELoss(), batch, dynamic_shapes=(shapes, shapes))
+    assert_like_torch(step, module, nn.MSELoss(), batch)
+    assert_like_torch(step, module, nn.MSELoss(), (torch.randn(3, 7, 4), torch.randn(3, 7, 4)))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_modules_that_stand_for_others_are_unwrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    step = export_training_step(wrap(Mlp()), nn.CrossEntropyLoss(), (torch.randn(4, 6), classes(4)), fuse=False)
+    assert list(step.parameters) == [name for name, _ in Mlp().named_parameters()]
+
+
+def test_all_operators_without_a_translation_are_named() -> None:
+    class Special(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return torch.special.airy_ai(h) + torch.special.bessel_y0(h.abs())
+
+    with pytest.raises(ExportError) as error:
+        export_training_step(Special(), F.mse_loss, (torch.randn(3, 3), torch.randn(3, 3)))
+    assert "special_airy_ai" in one_line(error) and "bessel_y0" in one_line(error)
+
+
 def one_line(error: pytest.ExceptionInfo[ExportError]) -> str:
     text = str(error.value)
     assert "\n" not in text
@@ -624,9 +679,22 @@ def one_line(error: pytest.ExceptionInfo[ExportError]) -> str:
         (
             nn.Linear(1, 1),
             torch.sub,
-            (torch.ones(1), torch.ones(1)),
-            "loss returns Tensor of shape (1,); expected a scalar",
+            (torch.ones(2, 1), torch.ones(2, 1)),
+            "loss returns Tensor of shape (2, 1); expected a tensor of one element",
         ),
+        (
+            torch.jit.script(nn.Linear(1, 1)),
+            F.mse_loss,
+            (torch.ones(1), torch.ones(1)),
+            "module is a RecursiveScriptModule, which torch.export cannot trace; expected the module or function that",
+        ),
+        (
+            nn.Linear(1, 1),
+            lambda o: o.sum(),
+            (torch.ones(1), torch.ones(1)),
+            "loss does not take the targets of the batch, target: too many positional arguments; expected none",
+        ),
+        (nn.Linear(1, 1, device="meta"), F.mse_loss, (torch.ones(1), torch.ones(1)), "is on the device meta, without"),
         (nn.Linear(1, 1), lambda o, t: t.sum(), (torch.ones(1), torch.ones(1)), "depends on no trainable parameter"),
         (nn.Linear(2, 1), F.mse_loss, (torch.ones(1), torch.ones(1)), "fails on the batch"),
     ],

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.like_torch import assert_like_torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from training_models import autograd, run
 
-from gradfuse import export_training_step
+from gradfuse import ExportError, TrainingSession, export_training_step
 from gradfuse.export import recurrences
 from gradfuse.testing import assert_gradients_close
 
@@ -130,3 +133,52 @@ def test_steps_have_an_operator_for_each_layer_and_direction(dtype: torch.dtype,
     assert found == (OPERATORS if fused else {})
     assert names.count("Scan") == (0 if fused else 6)
     assert fuse or not step.model.functions
+
+
+class Layers(nn.Module):
+    """Recurrent layers as public code has them, which ask for their weights in one piece of memory."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers.flatten_parameters()
+        return self.layers(x)[0]  # type: ignore[no-any-return]
+
+
+LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
+    "tanh": lambda: nn.RNN(3, 4, 2, dropout=0.5),
+    "relu, both ways": lambda: nn.RNN(3, 4, 3, nonlinearity="relu", dropout=0.5, bidirectional=True, bias=False),
+    "projected": lambda: nn.LSTM(3, 4, 2, dropout=0.5, proj_size=2, bidirectional=True),
+    "lstm": lambda: nn.LSTM(3, 4, 2, dropout=0.5),
+    "gru": lambda: nn.GRU(3, 4, 2, dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_dropout_between_layers(name: str) -> None:
+    """That PyTorch drops the same is compared when the step is exported; it must differ from step to step."""
+    torch.manual_seed(0)
+    module, x = Layers(LAYERS[name]()), torch.randn(5, 2, 3)
+    y = torch.randn_like(module(x))
+    step = export_training_step(module, nn.MSELoss(), (x, y))
+    session = TrainingSession(step)
+    assert session.step(x, y) != session.step(x, y)
+    module.layers.dropout = 0.0
+    assert_like_torch(export_training_step(module, nn.MSELoss(), (x, y)), module, nn.MSELoss(), (x, y))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_weights_of_layers_are_left_as_they_were(fails: bool) -> None:
+    module, x = Layers(nn.LSTM(3, 4, bidirectional=True)), torch.randn(5, 2, 3)
+
+    def loss(y: Tensor) -> Tensor:
+        return torch.special.airy_ai(y).sum() if fails else y.square().mean()
+
+    with pytest.raises(ExportError) if fails else contextlib.nullcontext():
+        export_training_step(module, loss, (x, None))
+    weights = module.layers._flat_weights
+    assert [id(weight) for weight in weights] == [id(parameter) for parameter in module.layers.parameters()]
+    module(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())

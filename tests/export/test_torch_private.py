@@ -102,6 +102,144 @@ def test_buffer_entries() -> None:
         assert layer.running_mean is other
 
 
+def test_batch_norm_class() -> None:
+    with needed("nn.modules.batchnorm._BatchNorm", "trace batch normalisation with momentum=None"):
+        assert isinstance(nn.BatchNorm2d(3), private.batch_norm_class())
+        assert "forward" in vars(private.batch_norm_class())
+
+
+def test_unwrapped() -> None:
+    with needed("OptimizedModule._orig_mod and _torchdynamo_orig_callable", "export modules that are compiled"):
+        module = Loss()
+        assert private.unwrapped(torch.compile(module)) is module
+        assert private.unwrapped(nn.DataParallel(module)) is module
+        assert private.unwrapped(torch.compile(to_onnx)) is to_onnx
+        assert private.unwrapped(module) is module
+
+
+def test_is_made_of_others() -> None:
+    with needed("is_traceable_wrapper_subclass", "leave out tensors that hold no numbers themselves"):
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        assert private.is_made_of_others(jagged)
+        assert not private.is_made_of_others(torch.ones(2))
+
+
+def test_flattened_with_keys() -> None:
+    with needed("torch.utils._pytree.tree_flatten_with_path", "read batches that are nested"):
+        tree = ((1, {"a": [2, None], 0: 3}), {"b": 4})
+        places, unflatten = private.flattened_with_keys(tree)
+        assert [keys for keys, _ in places] == [(0, 0), (0, 1, "a", 0), (0, 1, "a", 1), (0, 1, 0), (1, "b")]
+        assert isinstance(places[0][0][1], private.Index) and not isinstance(places[3][0][2], private.Index)
+        assert unflatten([leaf for _, leaf in places]) == tree
+
+
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+class Prepared(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def test_functions_applied_by() -> None:
+    with needed("the code of torch.autograd.Function.apply", "trace functions with a backward pass of their own"):
+        held, x = Counted.apply, torch.ones(2, requires_grad=True)
+        with private.functions_applied_by(lambda function, args, kwargs: (function, args, kwargs)):
+            assert held(x) == (Counted, (x,), {})
+        (gradient,) = torch.autograd.grad(held(x).sum(), x)
+        assert (gradient == 3).all()
+
+
+def test_has_setup_context() -> None:
+    with needed("_SingleLevelFunction.setup_context", "call the forward pass of functions while they are traced"):
+        assert [private.has_setup_context(one) for one in (Counted, Prepared)] == [False, True]
+
+
+def test_has_backward() -> None:
+    with needed("_SingleLevelFunction.backward", "call the backward pass of functions while they are traced"):
+        assert [private.has_backward(one) for one in (Counted, Prepared)] == [True, False]
+
+
+def test_set_grad_enabled_unseen() -> None:
+    with needed("torch._C._set_grad_enabled and DisableTorchFunction", "keep no_grad within functions out of traces"):
+        seen = []
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            private.set_grad_enabled_unseen(False)
+            assert not torch.is_grad_enabled() and not seen
+            torch._C._set_grad_enabled(True)
+        assert seen == [private.SET_GRAD_ENABLED]
+
+
+def test_checkpoints_replaced() -> None:
+    with needed("the parts of torch.utils.checkpoint", "run and trace what checkpoints would compute again"):
+        calls = []
+
+        def function(x: Tensor) -> Tensor:
+            calls.append(None)
+            return x * 2
+
+        for reentrant in (True, False):
+            x = torch.ones(2, requires_grad=True)
+            with private.checkpoints_replaced():
+                y = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant)
+            torch.autograd.grad(y.sum(), x)
+        assert len(calls) == 2
+
+
+def test_without_autocast() -> None:
+    with needed("torch.set_autocast_enabled", "trace backward passes as they run"):
+        with torch.autocast("cpu", torch.bfloat16), private.without_autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_exported() -> None:
+    with needed("torch.SymInt's comparisons", "trace is_causal=n > 1"):
+
+        class Causal(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[1] > 1)
+
+        dims = ({1: torch.export.Dim.DYNAMIC},)
+        program = private.exported(Causal(), (torch.ones(1, 3, 4),), dims)
+        assert program.module()(torch.ones(1, 5, 4)).shape == (1, 5, 4)
+
+
+def test_decided_comparisons() -> None:
+    with needed("torch.SymInt's comparisons", "trace is_causal=n > 1"):
+        found = []
+
+        class Comparing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                found.append(x.shape[0] > 1)
+                return x
+
+        with private.decided_comparisons():
+            torch.export.export(Comparing(), (torch.ones(3),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        assert found == [True] and isinstance(found[0], bool)
+
+
 def test_idle_conversions() -> None:
     with needed("nn.Module._apply", "trace modules that take care of a layer's type"):
         layer = nn.Linear(2, 2)
@@ -553,6 +691,31 @@ class Composed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.hardshrink(x)
+
+
+def test_results_of_translation() -> None:
+    with needed("torch.onnx's SymbolicTensor", "let its translations compute with results of ours"):
+
+        def halved(x: Any) -> Any:
+            node = ir.node("Identity", [x], outputs=private.results_of_translation(1))
+            private.record_node(node)
+            return node.outputs[0] * 0.5
+
+        model = to_onnx(nn.ReLU(), {torch.ops.aten.relu.default: halved})
+        (result,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {str(model.graph.inputs[0].name): ONES})
+        np.testing.assert_array_equal(result, ONES / 2)
+
+
+def test_operators_without_translation() -> None:
+    with needed("torch.onnx's registry and decompositions", "name all operators without a translation"):
+
+        class Special(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.special.airy_ai(x).relu()
+
+        program = torch.export.export(Special(), (torch.ones(2),))
+        assert private.operators_without_translation(program, 20, ()) == ["aten.special_airy_ai.default"]
+        assert private.operators_without_translation(program, 20, (torch.ops.aten.special_airy_ai.default,)) == []
 
 
 def test_record_node() -> None:

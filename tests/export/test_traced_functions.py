@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from export.decompositions.test_products import assert_same
+from support.like_torch import assert_like_torch
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import export_training_step
+from gradfuse import TrainingSession, export_training_step
 from gradfuse.export import traced_functions
 from gradfuse.testing import assert_gradients_close
 
@@ -208,3 +209,69 @@ def test_steps_have_any_number_of_items(function: Callable[[Tensor], Tensor]) ->
         for name, result in results.items():
             terms = 16 * max(np.abs(array).max() for array in exact.values())
             assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+PADDINGS = ("zeros", "border", "reflection")
+_LARGEST = 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", range(len(PADDINGS)))
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_samples_at_exact_pixels_have_torchs_gradients(dtype: torch.dtype, padding: int, align_corners: bool) -> None:
+    """A place that is rounded once more would lie in the pixel before, with another gradient."""
+    torch.manual_seed(0)
+    for height, width in ((5, 6), (7, 9), (2, 4), (8, 11), (13, 28)):
+        grid = F.affine_grid(torch.eye(2, 3, dtype=dtype)[None], [1, 2, height, width], align_corners=align_corners)
+        shifted = grid + 2.0 / (width - 1 if align_corners else width)
+        for places in (grid, shifted, torch.randint(-3, 4, grid.shape).to(dtype), 3.0 * torch.randn_like(grid)):
+            for mode in (0, 1):
+                results = []
+                picture = torch.randn(1, 2, height, width, dtype=dtype)
+                for function in (traced_functions.grid_sampler, torch.grid_sampler):
+                    leaves = picture.clone().requires_grad_(), places.clone().requires_grad_()
+                    sampled = function(*leaves, mode, padding, align_corners)
+                    weights = torch.linspace(-1, 2, sampled.numel(), dtype=dtype).view(sampled.shape)
+                    results.append((sampled, *torch.autograd.grad((weights * sampled).sum(), leaves)))
+                for got, wanted in zip(*results, strict=True):
+                    largest = max(_LARGEST, float(wanted.detach().abs().max()))
+                    assert_gradients_close(got, wanted, wanted.double(), dtype, terms=largest)
+
+
+class SpatialTransformer(nn.Module):
+    """Begins as the identity, as most do."""
+
+    def __init__(self, mode: str, padding: str, align_corners: bool) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.eye(2, 3)[None])
+        self.gain = nn.Parameter(torch.ones(2, 1, 1))
+        self.settings = {"mode": mode, "padding_mode": padding, "align_corners": align_corners}
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = self.theta.expand(x.shape[0], 2, 3)
+        grid = F.affine_grid(theta, list(x.shape), align_corners=bool(self.settings["align_corners"]))
+        return F.grid_sample(self.gain * x, grid, **self.settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mode, padding, align_corners",
+    [
+        *(("bilinear", padding, corners) for padding in PADDINGS for corners in (False, True)),
+        ("nearest", "border", False),
+        ("bicubic", "reflection", True),
+    ],
+)
+def test_a_spatial_transformer_at_the_identity(mode: str, padding: str, align_corners: bool) -> None:
+    torch.manual_seed(0)
+    module = SpatialTransformer(mode, padding, align_corners)
+    batch = torch.randn(2, 2, 5, 6), torch.randn(2, 2, 5, 6)
+    step = export_training_step(module, nn.MSELoss(), batch, dynamic_shapes=({0: "items"}, {0: "items"}))
+    if mode == "bilinear":
+        # Those of the grid are for float32 what float64 has on the other side of a pixel.
+        native = torch.autograd.grad(F.mse_loss(module(batch[0]), batch[1]), list(module.parameters()))
+        session = TrainingSession(step)
+        session.step(*batch)
+        for got, wanted in zip(session.gradients.values(), native, strict=True):
+            assert_gradients_close(got, wanted, wanted.double(), np.float32, terms=float(wanted.abs().max()))
+    else:
+        assert_like_torch(step, module, nn.MSELoss(), batch)

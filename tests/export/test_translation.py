@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onnxscript import opset18
+from support.like_torch import assert_like_torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -215,6 +216,28 @@ def test_lengths_in_lists_and_a_step_without_fused_operators() -> None:
     step = export_training_step(module, loss, batch, fuse=False)
     assert {node.domain for node in step.model.graph.node} == {""}
     assert not step.model.functions
+
+
+CTC_LENGTHS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "int32": lambda x, y, m, n: F.ctc_loss(x, y, m.int(), n.int()),
+    "int32 labels": lambda x, y, m, n: F.ctc_loss(x, y.int(), m.int(), n),
+    "labels in a row": lambda x, y, m, n: F.ctc_loss(x, torch.cat([y[0, :3], y[1, :2]]), m, n.int()),
+    "tuples": lambda x, y, m, n: F.ctc_loss(x, y, (7, 7), (3, 2)),  # type: ignore[arg-type]
+    "one sequence": lambda x, y, m, n: F.ctc_loss(x[:, 0], y[0], m[0], n[0]),
+    "one sequence, no reduction": lambda x, y, m, n: F.ctc_loss(x[:, 0], y[0], m[0], n[0], reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", CTC_LENGTHS)
+def test_ctc_losses_take_lengths_as_torch_does(name: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 5)
+    batch = torch.randn(7, 2, 4), (torch.randint(1, 5, (2, 3)), torch.tensor([7, 7]), torch.tensor([3, 2]))
+
+    def loss(output: Tensor, *targets: Tensor) -> Tensor:
+        return CTC_LENGTHS[name](output.log_softmax(-1), *targets)
+
+    assert_like_torch(export_training_step(module, loss, batch), module, loss, batch)
 
 
 def test_a_table_takes_its_fake_kernels_with_it() -> None:

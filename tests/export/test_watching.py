@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import export_training_step
+from gradfuse import ExportError, TrainingSession, export_training_step
 
 CLASSES = 4
 Forward = Callable[[Any, Tensor], Tensor]
@@ -167,3 +167,55 @@ def test_every_tensor_of_a_module_is_that_of_evaluation_mode(traces: list[nn.Mod
         expected = net.eval()(x)
     for result, tensor in zip(results, expected, strict=True):
         np.testing.assert_allclose(result, tensor.numpy(), rtol=0, atol=8 * float(np.finfo(np.float32).eps))
+
+
+class Drawing(nn.Module):
+    """Draws in both modes, as an autoencoder with a random code does, after and before dropouts."""
+
+    def __init__(self, asks: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(3, 4), nn.Linear(2, 3), nn.Dropout(0.5)
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Any:
+        mean, deviation = self.first(self.drop(x)).chunk(2, 1)
+        if self.asks and self.training:
+            mean = mean + 0.0
+        code = mean + torch.randn_like(mean) * deviation.exp()
+        return self.last(self.drop(code) + torch.rand_like(code)), mean
+
+
+def first_of(output: Any, target: Tensor) -> Tensor:
+    return (output[0] - target).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_draws_in_evaluation_mode_are_decided_by_the_seed(asks: bool, traces: list[nn.Module]) -> None:
+    """That PyTorch draws the same is compared when the step is exported."""
+    torch.manual_seed(0)
+    module, x = Drawing(asks), torch.randn(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    session = TrainingSession(export_training_step(module, first_of, (x, x), optimizer, evaluation=True))
+    assert len(traces) == 1 + asks
+    session.learning_rate = 0.0
+    results = [session.evaluate(x) for _ in range(2)]
+    session.step(x, x)
+    results.append(session.evaluate(x))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    assert (results[1][0] != results[2][0]).all()
+    np.testing.assert_array_equal(results[1][1], results[2][1])
+
+
+class InEvaluation(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0.0 if self.training else torch.randn(3))
+
+
+def test_an_evaluation_model_that_cannot_be_made_is_left_out() -> None:
+    module, x = InEvaluation(3, 3), torch.randn(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="the evaluation model is left out: the module draws random numbers in eval"):
+        step = export_training_step(module, nn.MSELoss(), (x, x), optimizer)
+    assert step.evaluation_model is None
+    with pytest.raises(ExportError, match="draws random numbers in eval mode, but none in training"):
+        export_training_step(module, nn.MSELoss(), (x, x), optimizer, evaluation=True)

@@ -19,6 +19,7 @@ from training.models import SHAPES, Batch, MakeOptimizer, Mlp, Whole, assert_tra
 
 import gradfuse
 from gradfuse import ExportError, TrainingSession, TrainingStep, export_training_step
+from gradfuse.testing import assert_gradients_close
 from gradfuse.training import rules
 from gradfuse.training.nodes import Nodes
 
@@ -394,6 +395,36 @@ def thawed(kind: Callable[..., torch.optim.Optimizer], module: nn.Module, **opti
     optimizer.step()
     optimizer.add_param_group({"params": list(module.get_submodule("last").parameters())})
     return optimizer
+
+
+@pytest.mark.parametrize("kind", [ADAM, SGD])
+def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """They have state from before they were frozen; a group of them alone keeps its place among the learning rates."""
+    torch.manual_seed(0)
+    module, stranger = Mlp(), nn.Linear(2, 2).requires_grad_(False)
+    first, last = (list(module.get_submodule(name).parameters()) for name in ("first", "last"))
+    options: dict[str, Any] = {"weight_decay": 0.1} | ({"momentum": 0.9} if kind is SGD else {})
+    groups = [{"params": first, "lr": 0.5}, {"params": [*last, *stranger.parameters()], "lr": 0.05}]
+    optimizer = kind(groups, **options)
+    x, y = batches(1, 3)[0]
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    module.get_submodule("first").requires_grad_(False)
+    optimizer.zero_grad()
+    session = TrainingSession(export_training_step(module, F.cross_entropy, (x, y), optimizer, max_grad_norm=1.0))
+    assert session.learning_rate == pytest.approx((0.5, 0.05))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    session.step(x, y)
+    F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    for name, array in session.state_dict().items():
+        wanted = module.state_dict()[name]
+        if name.startswith("first"):
+            np.testing.assert_array_equal(array, before[name].numpy())
+        assert_gradients_close(array, wanted, wanted.double(), np.float32, terms=4.0)
 
 
 @pytest.mark.parametrize(

@@ -314,20 +314,19 @@ def tensors_in(tree: Any) -> list[Any]:
 
     PyTorch flattens the dictionaries and data classes that it was told of alone.
     """
+
+    def has_parts(leaf: Any) -> bool:
+        return isinstance(leaf, Mapping) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
+
+    def parts(leaf: Any) -> list[Any]:
+        if isinstance(leaf, Mapping):
+            return list(leaf.values())
+        return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+
     leaves = _pytree.tree_leaves(tree)
-    if not any(map(_has_parts, leaves)):
+    if not any(map(has_parts, leaves)):
         return leaves
-    return [part for leaf in leaves for part in (tensors_in(_parts(leaf)) if _has_parts(leaf) else (leaf,))]
-
-
-def _has_parts(leaf: Any) -> bool:
-    return isinstance(leaf, Mapping) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
-
-
-def _parts(leaf: Any) -> list[Any]:
-    if isinstance(leaf, Mapping):
-        return list(leaf.values())
-    return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    return [part for leaf in leaves for part in (tensors_in(parts(leaf)) if has_parts(leaf) else (leaf,))]
 
 
 class Index(int):
@@ -367,12 +366,12 @@ def exported(module: nn.Module, arguments: tuple[Any, ...], dims: Any) -> torch.
         # torch.export has no common base class for what it refuses.
         if "must be bool, not SymBool" not in str(error):
             raise
-    with _decided_comparisons():
+    with decided_comparisons():
         return torch.export.export(module, arguments, dynamic_shapes=dims)
 
 
 @contextlib.contextmanager
-def _decided_comparisons() -> Iterator[None]:
+def decided_comparisons() -> Iterator[None]:
     """Let comparisons of symbolic sizes that are no code of torch give Python's booleans."""
     names = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
     originals = {name: vars(torch.SymInt)[name] for name in names}

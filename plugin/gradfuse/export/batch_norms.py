@@ -49,7 +49,6 @@ def cumulative() -> Iterator[None]:
         averages = self.momentum is None and self.running_mean is not None and self.num_batches_tracked is not None
         if not (averages and self.training and self.track_running_stats):
             return original(self, input)
-        self._check_input_dim(input)
         rows = input.detach().to(self.running_mean.dtype)
         axes = [axis for axis in range(rows.dim()) if axis != 1]
         self.num_batches_tracked.add_(1)

@@ -126,7 +126,7 @@ def _of_tensors(nesting: Any, given: Any, where: str) -> dict[str, Any]:
     parts = list(enumerate(nesting)) if isinstance(nesting, list) else nesting["entries"]
     if isinstance(given, (tuple, list)) and len(given) == len(parts):
         values = list(given)
-    elif isinstance(given, Mapping) and all(key in dict(parts) for key in given):
+    elif isinstance(given, Mapping) and isinstance(nesting, dict) and all(key in dict(parts) for key in given):
         values = [given.get(key) for key, _ in parts]
     else:
         raise refusal(f"dynamic_shapes of {where!r} is {kind(given)}; expected {len(parts)} parts, as the batch has")
