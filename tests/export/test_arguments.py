@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.like_torch import assert_like_torch, called
+from like_torch import assert_like_torch, called
 from torch import Tensor, nn
 from torch.utils import _pytree
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from support.like_torch import assert_like_torch
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 
 from gradfuse import TrainingSession, TrainingStep, export_training_step

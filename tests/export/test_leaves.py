@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.like_torch import assert_like_torch
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 
 from gradfuse import ExportError, export_training_step

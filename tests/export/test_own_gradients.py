@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.like_torch import assert_like_torch
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,7 +44,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * (ctx.saved_tensors[0].abs() < 1)
+        return grad * (ctx.saved_tensors[0].abs() < 1)  # type: ignore[no-any-return]
 
 
 class Clipped(torch.autograd.Function):
@@ -71,7 +71,7 @@ class Several(torch.autograd.Function):
         return x * scale, (x + scale) * number, positive
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, first: Tensor, second: Tensor, _: Tensor) -> Any:
         x, scale = ctx.saved_tensors
         of_x = 3 * (first * scale + second * ctx.number) if ctx.needs_input_grad[0] else None
@@ -90,7 +90,7 @@ class Cubed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0] ** 2
+        return grad * ctx.saved_tensors[0] ** 2  # type: ignore[no-any-return]
 
 
 class Recomputed(torch.autograd.Function):
@@ -110,6 +110,10 @@ class Recomputed(torch.autograd.Function):
         return None, *torch.autograd.grad(result, (x, *ctx.parameters), grad)
 
 
+def applied(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)
+
+
 class Net(nn.Module):
     def __init__(self, function: Callable[[Net, Tensor], Tensor], learns: bool = True) -> None:
         super().__init__()
@@ -124,23 +128,23 @@ class Net(nn.Module):
 
 
 def both(net: Net, x: Tensor) -> Tensor:
-    first, second, positive = Several.apply(x, net.scale, 2.0)
+    first, second, positive = applied(Several, x, net.scale, 2.0)
     return torch.where(positive, first, second)
 
 
 # As modules hold it: from before anything is traced.
-reversed_gradient = Reversed.apply
+reversed_gradient: Any = Reversed.apply
 
 CASES: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    "no_grad within forward": lambda net, x: Doubled.apply(x),
+    "no_grad within forward": lambda net, x: applied(Doubled, x),
     "reversed": lambda net, x: reversed_gradient(x, 2.0),
-    "an argument left out": lambda net, x: Reversed.apply(x),
-    "straight through": lambda net, x: Rounded.apply(x),
+    "an argument left out": lambda net, x: applied(Reversed, x),
+    "straight through": lambda net, x: applied(Rounded, x),
     "several outputs": both,
-    "an output that nothing reads": lambda net, x: Several.apply(x, net.scale, 2.0)[0],
-    "setup_context": lambda net, x: Cubed.apply(x),
-    "one after the other": lambda net, x: Reversed.apply(Rounded.apply(Cubed.apply(x))),
-    "recomputed": lambda net, x: Recomputed.apply(lambda y: net.last(y).tanh(), x, net.last.weight, net.last.bias),
+    "an output that nothing reads": lambda net, x: applied(Several, x, net.scale, 2.0)[0],
+    "setup_context": lambda net, x: applied(Cubed, x),
+    "one after the other": lambda net, x: applied(Reversed, applied(Rounded, applied(Cubed, x))),
+    "recomputed": lambda net, x: applied(Recomputed, lambda y: net.last(y).tanh(), x, net.last.weight, net.last.bias),
 }
 
 
@@ -163,7 +167,7 @@ def test_what_comes_after_no_grad_in_a_function_keeps_its_gradient(learns: bool)
 
 def test_a_backward_pass_that_does_more_at_other_batches() -> None:
     torch.manual_seed(0)
-    module = Net(lambda net, x: Clipped.apply(x))
+    module = Net(lambda net, x: applied(Clipped, x))
     x = torch.randn(3, 4)
     with torch.no_grad():
         near = module(x) + 1e-3
@@ -219,4 +223,4 @@ class Written(torch.autograd.Function):
 def test_a_function_that_writes_into_its_input_is_refused() -> None:
     batch = torch.randn(3, 4), torch.randn(3, 4)
     with pytest.raises(ExportError, match="writes into its input, which cannot be traced; expected one that returns"):
-        export_training_step(Net(lambda net, x: Written.apply(x.clone())), nn.MSELoss(), batch)
+        export_training_step(Net(lambda net, x: applied(Written, x.clone())), nn.MSELoss(), batch)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.like_torch import assert_like_torch
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from training_models import autograd, run

@@ -159,7 +159,8 @@ class Prepared(torch.autograd.Function):
 
 def test_functions_applied_by() -> None:
     with needed("the code of torch.autograd.Function.apply", "trace functions with a backward pass of their own"):
-        held, x = Counted.apply, torch.ones(2, requires_grad=True)
+        held: Any = Counted.apply
+        x = torch.ones(2, requires_grad=True)
         with private.functions_applied_by(lambda function, args, kwargs: (function, args, kwargs)):
             assert held(x) == (Counted, (x,), {})
         (gradient,) = torch.autograd.grad(held(x).sum(), x)
@@ -194,7 +195,7 @@ def test_set_grad_enabled_unseen() -> None:
 
 def test_checkpoints_replaced() -> None:
     with needed("the parts of torch.utils.checkpoint", "run and trace what checkpoints would compute again"):
-        calls = []
+        calls: list[None] = []
 
         def function(x: Tensor) -> Tensor:
             calls.append(None)
@@ -711,7 +712,7 @@ def test_operators_without_translation() -> None:
 
         class Special(nn.Module):
             def forward(self, x: Tensor) -> Tensor:
-                return torch.special.airy_ai(x).relu()
+                return torch.special.airy_ai(x).relu()  # type: ignore[no-any-return]
 
         program = torch.export.export(Special(), (torch.ones(2),))
         assert private.operators_without_translation(program, 20, ()) == ["aten.special_airy_ai.default"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from export.decompositions.test_products import assert_same
-from support.like_torch import assert_like_torch
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 from training_models import autograd, run
 

@@ -14,8 +14,8 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import assert_like_torch
 from onnxscript import opset18
-from support.like_torch import assert_like_torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradfuse.errors import ExportError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
 
-    TensorOrTensors = Tensor | Sequence[Tensor]
-
 _SMALL = 1 << 26
 """So many bytes of parameters and buffers may be there a few dozen times."""
 
@@ -35,7 +33,7 @@ _SMALL = 1 << 26
 def export_training_step(
     module: nn.Module,
     loss: Callable[..., Tensor],
-    batch: tuple[TensorOrTensors, TensorOrTensors],
+    batch: tuple[Any, Any],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     dynamic_shapes: Any = None,

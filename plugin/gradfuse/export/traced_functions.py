@@ -111,8 +111,9 @@ def _fused(tensor: Tensor, factor: Any) -> Tensor:
     moved = difference - product
     rest = rest + ((product - (difference - moved)) + (-0.5 - moved))
     exact = (difference + rest).to(tensor.dtype)
-    rounded: Tensor = tensor * factor - 0.5
-    return rounded + (exact - rounded).detach()
+    rounded = tensor * factor - 0.5
+    result: Tensor = rounded + (exact - rounded).detach()
+    return result
 
 
 _HALF_OF_DIGITS = 2.0**27 + 1.0
