@@ -87,7 +87,10 @@ def _parts(given: Any, step: TorchStep) -> tuple[Sequence[Any], Sequence[Any]]:
             raise refusal(f"dynamic_shapes names {unknown[0]!r}; expected names among [{names}]")
         return _by_name(parts[0], given), _by_name(parts[1], given)
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        return _each(parts[0], given[0]), _each(parts[1], given[1])
+        inputs, targets = (_arguments(part, one) for part, one in zip(parts, given, strict=True))
+        if any(len(one) != len(part.nesting["arguments"]) for part, one in zip(parts, (inputs, targets), strict=True)):
+            raise refusal(f"dynamic_shapes is for {len(inputs)} inputs and {len(targets)} targets; {_WANTED}")
+        return _each(parts[0], inputs), _each(parts[1], targets)
     raise refusal(f"dynamic_shapes is {kind(given)}; {_WANTED}")
 
 
@@ -98,19 +101,25 @@ def _by_name(part: Arguments, given: Mapping[Any, Any]) -> list[Any]:
     return [given.get(name, found[name]) for name in part.names]
 
 
-def _each(part: Arguments, given: Any) -> list[Any]:
-    if isinstance(given, Mapping) and not all(isinstance(key, int) for key in given):
-        return _by_name(part, given)
-    arguments = part.nesting["arguments"]
+def _arguments(part: Arguments, given: Any) -> Sequence[Any]:
+    """Return what is given for each argument of a part of the batch."""
+    arguments = dict(part.nesting["arguments"])
+    if isinstance(given, Mapping) and given and all(isinstance(key, str) for key in given):
+        unknown = [name for name in given if name not in arguments]
+        if unknown:
+            raise refusal(f"dynamic_shapes names {unknown[0]!r}; expected names among [{few(map(repr, arguments))}]")
+        return [given.get(name) for name in arguments]
     # What is given for one tensor may stand alone.
     listed = isinstance(given, (tuple, list)) and any(isinstance(one, (Mapping, tuple, list)) for one in given)
     if len(arguments) == 1 and not listed:
-        given = (given,)
-    given = (None,) * len(arguments) if given is None else given
-    if len(given) != len(arguments):
-        raise refusal(f"dynamic_shapes is for {len(given)} tensors where the batch has {len(arguments)}; {_WANTED}")
+        return (given,)
+    return (None,) * len(arguments) if given is None else tuple(given)
+
+
+def _each(part: Arguments, given: Sequence[Any]) -> list[Any]:
+    """Return what is given for each tensor, of what is given for each argument."""
     found: dict[str, Any] = {}
-    for (name, nesting), one in zip(arguments, given, strict=True):
+    for (name, nesting), one in zip(part.nesting["arguments"], given, strict=True):
         found |= _of_tensors(nesting, one, name)
     return [found[name] for name in part.names]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
 from gradfuse.export.own_gradients import recomputed_never
 from gradfuse.export.recurrences import left_unflattened
-from gradfuse.export.reporting import kind, refusal
+from gradfuse.export.reporting import WHO, kind, refusal
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.export.watching import Watch
 from gradfuse.training.names import set_aside
@@ -143,6 +144,10 @@ class TorchStep:
         aside = set_aside(owners.state)
         owners = owners.renamed(aside)
         state, buffers = owners.state, owners.buffers
+        for name, tensor in owners.left_out.items():
+            if any(name.removeprefix(prefix) in owner.state_dict() for prefix, owner in owners.owners):
+                text = f"{name!r} is {form(tensor)}: it is left out of the step, and of the state_dict() of sessions"
+                warnings.warn(f"{WHO}: {text}", stacklevel=3)
         trainable = tuple(name for name, tensor in state.items() if tensor.requires_grad and name not in buffers)
         if not trainable:
             raise refusal("module has no parameter that requires a gradient; expected at least one")
