@@ -58,7 +58,8 @@ def test_what_is_taken(given: Any) -> None:
         ((1, (2, None), {"h": 3, "c": 4, "d": 5}), "inputs hidden has 'd'; expected h, c"),
         ((1, (2, None), State(3, 4), 1), "inputs flag is 1; expected True, as in the exported step"),
         ({"x": 1, "pair": (2, None)}, "inputs lack 'hidden.h'; expected x, pair.0, hidden.h, hidden.c"),
-        ({"y": 1}, "inputs have 'y'; expected x, pair.0, hidden.h, hidden.c"),
+        ({"y": 1}, "inputs lack 'x'; expected x, pair.0, hidden.h, hidden.c"),
+        (WANTED | {"y": 1}, "inputs have 'y'; expected x, pair.0, hidden.h, hidden.c"),
     ],
 )
 def test_what_is_refused(given: Any, message: str) -> None:

@@ -46,16 +46,18 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
     arguments, every = dict(nesting["arguments"]), list(names_in(nesting))
     found: dict[str, Any] = {}
     if isinstance(given, Mapping):
+        unknown = []
         for key, one in given.items():
             if key in arguments:
                 found |= leaves(arguments[key], one, f"{where} {key}")
             elif key in every:
                 found[key] = one
             else:
-                raise ArgumentError(f"{where} have {in_short(key)}; expected {few(every) or 'none'}")
+                unknown.append(key)
         missing = [name for name in every if name not in found]
-        if missing:
-            raise ArgumentError(f"{where} lack {missing[0]!r}; expected {few(every)}")
+        if missing or unknown:
+            fault = f"lack {missing[0]!r}" if missing else f"have {in_short(unknown[0])}"
+            raise ArgumentError(f"{where} {fault}; expected {few(every) or 'none'}")
         return found
     if nesting["keywords"]:
         raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {few(arguments)}")
