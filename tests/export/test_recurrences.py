@@ -156,7 +156,10 @@ LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in ("relu, both ways", "projected") else ()) for name in LAYERS],
+)
 def test_dropout_between_layers(name: str) -> None:
     """That PyTorch drops the same is compared when the step is exported; it must differ from step to step."""
     torch.manual_seed(0)
