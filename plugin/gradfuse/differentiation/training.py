@@ -75,18 +75,23 @@ def build_training_step(
 ) -> TrainingStep:
     """Make a training step from a forward model in ONNX, without PyTorch.
 
-    The parameters are the float initializers that the loss depends on, but for single numbers of shape (), which
-    exporters write for constants: these train only where `trainable` names them. Running statistics of
-    BatchNormalization are no parameters.
+    The parameters are the weights that the model stores and the loss depends on: in initializers, and in Constant nodes
+    under the names of their outputs. Single numbers, masks and tables are none unless `trainable` names them, and
+    running statistics of BatchNormalization never are: docs/onnx-training.md has the rule. A tensor filled with one
+    number that several layers read, as exporters merge equal ones, is divided among them.
 
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
         loss: what is minimised: "cross_entropy", "mse", "l1", "huber", "bce_with_logits", "nll", "ctc" or an object of
-            `gradfuse.losses`, of the model's only float output, or its first. Or an ONNX model or onnxscript function
-            (output, targets) -> scalar, whose inputs after the first become targets of their names; its initializers
-            are constants. None: the model's own scalar output.
-        trainable: names of the initializers to train, or patterns as of `fnmatch`; None: all.
-        frozen: names or patterns of initializers that stay as they are.
+            `gradfuse.losses`, of the model's only float output, or its first; of probabilities "bce" and
+            "sparse_categorical_crossentropy". Or an ONNX model or onnxscript function (outputs, targets) -> scalar,
+            whose first inputs are outputs of their names, or the first float output, and whose others become targets of
+            their names; its initializers are constants. None: the model's own scalar output.
+        trainable: names of stored tensors to train, or patterns as of `fnmatch`; None: all parameters. A pattern takes
+            parameters, and where it matches none of them whatever else it matches.
+        frozen: names or patterns of tensors that stay as they are.
+        tie: name of a stored tensor -> that of another one of its values, or of those transposed: they train as one,
+            which has the second name.
         optimizer: an object of `gradfuse.optimizers`; None: the step ends at the gradients.
         train_batch_norm: whether BatchNormalization takes the statistics of the batch and updates the running ones,
             which are then buffers of the step; else only nodes in training mode do, and the others take the model's,
@@ -103,7 +108,8 @@ def build_training_step(
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
-        of the initializers. Its evaluation model is the model itself.
+        of the initializers; a step's own input or output of such a name gets another, which `own_name` tells. Its
+        evaluation model is the model itself.
 
     Raises:
         ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
@@ -112,7 +118,9 @@ def build_training_step(
         CheckError: a gradient is not that of the differences.
 
     Warns:
-        UserWarning: several nodes read a vector that trains, as after an exporter has merged equal initializers.
+        UserWarning: several layers read a vector that trains, as after an exporter has merged equal initializers; one
+            weight has the values of another one; what may be a parameter stays as it is; the model ends in a softmax or
+            the like, and the loss takes logits; or the loss leaves out outputs.
     """
     criterion = losses.named(loss) if isinstance(loss, str) and not loss_models.is_model(loss) else loss
     if not (criterion is None or isinstance(criterion, losses.Loss) or loss_models.is_model(criterion)):
