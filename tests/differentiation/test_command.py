@@ -127,6 +127,8 @@ BAD: dict[str, tuple[list[str], Callable[[onnx.ModelProto], None] | None, str]] 
     "no rate": ([*WITH_LOSS, "--optimizer", "sgd"], None, "--lr is missing"),
     "a negative rate": ([*WITH_LOSS, "--optimizer", "adam", "--lr", "-1"], None, "Adam: lr is -1.0; expected"),
     "another's option": ([*WITH_LOSS, "--optimizer", "adam", "--momentum", "1"], None, "--momentum is given with"),
+    "no pair": ([*WITH_LOSS, "--tie", "k"], None, "--tie is 'k'; expected NAME=OTHER"),
+    "no such pair": ([*WITH_LOSS, "--tie", "k=z"], None, "tie has 'k', .*'z', which is no stored tensor of floats"),
     "no norm": ([*WITH_LOSS, *SGD, "--max-grad-norm", "0"], None, "max_grad_norm is 0.0; expected a positive number"),
 }
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import ArgumentError, TrainingSession, TrainingStep, build_training_step, optimizers
+from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep, build_training_step, optimizers
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -494,3 +494,83 @@ def test_one_bias_that_is_cut_is_no_alarm() -> None:
         "c1, c2 = Split<num_outputs = 2>(c) a = Add(p, b1) d = Add(q, b2) e = Mul(a, c1) f = Mul(d, c2) y = Add(e, f) }"
     )
     assert quietly(model).parameters.keys() == {"w", "b", "c"}
+
+
+def test_numbers_that_a_module_may_train_are_told_of() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.gate = nn.Linear(6, 6), nn.Parameter(torch.full((1,), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate * F.gelu(self.linear(x), approximate="tanh")
+
+    program = torch.onnx.export(Gated().eval(), (X,), dynamo=True, optimize=False, verbose=False)
+    assert program is not None
+    with pytest.warns(UserWarning, match="'gate' stay as they are") as caught:
+        step = build_training_step(program.model_proto, "mse")
+    assert step.parameters.keys() == {"linear.weight", "linear.bias"} and len(caught) == 1
+    names = ["linear.*", "gate"]
+    require_torchs(quietly(program.model_proto, trainable=names), Gated, X, {})
+
+
+def test_a_parameter_behind_the_weights_of_classes_trains() -> None:
+    model = onnx.parser.parse_model(
+        HEAD + "g (float[N, 3] x, int64[N] t) => (float y) <float[3, 3] m = {1, 0, 0, 0, 1, 0, 0, 0, 1}, "
+        "float[3] lw = {0.1, 0.2, 0.3}, float[3] fixed = {1, 2, 3}> "
+        "{ h = MatMul(x, m) w = Exp(lw) a = SoftmaxCrossEntropyLoss(h, t, w) b = SoftmaxCrossEntropyLoss(h, t, fixed) "
+        "y = Add(a, b) }"
+    )
+    step = quietly(model, None)
+    assert step.parameters.keys() == {"m", "lw"}
+    session = TrainingSession(step)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
+    labels = torch.tensor([0, 1, 2, 1])
+    session.step({"x": x.numpy(), "t": labels.numpy()}, ())
+
+    def gradient(dtype: torch.dtype) -> Any:
+        lw = torch.tensor([0.1, 0.2, 0.3], dtype=dtype, requires_grad=True)
+        rows = F.cross_entropy(x.to(dtype), labels, reduction="none")
+        weights = lw.exp()[labels]
+        ((rows * weights).sum() / weights.sum()).backward()  # type: ignore[no-untyped-call]
+        assert lw.grad is not None
+        return lw.grad.numpy()
+
+    native, exact = gradient(torch.float32), gradient(torch.float64)
+    assert_gradients_close(session.gradients["lw"], native, exact, np.float32, terms=16)
+
+
+def test_all_problems_of_a_model_are_in_one_message() -> None:
+    head = HEAD.replace("18]", '18, "own": 1]')
+    model = onnx.parser.parse_model(
+        head + "g (float[N, 2] x) => (float[N, 2] y) <float[2, 2] w = {1, 2, 3, 4}, float[2, 2] v = {1, 2, 3, 5}> "
+        "{ a = MatMul(x, w) b = own.Foo(a) c = MatMul(b, v) d = Unique(c) e = own.Bar(d) y = Identity(e) }"
+    )
+    with pytest.raises(ModelError, match=r"own::Bar .*no gradient rule.* Nor have these one: Unique .*own::Foo"):
+        build_training_step(model, "mse")
+    with pytest.raises(ArgumentError, match=r"trainable has 'p', .*trainable has 'q', .*frozen has 'r', which matches"):
+        build_training_step(model, "mse", trainable=["p", "q"], frozen=["r"])
+    many = [f"p{k}" for k in range(200)]
+    with pytest.raises(ArgumentError, match="'p4', which matches nothing and 195 more; expected float initializers"):
+        build_training_step(model, "mse", trainable=many)
+
+
+@pytest.mark.parametrize("op", ["Add", "Mul"])
+def test_one_tensor_of_many_layers_is_divided_in_linear_time(op: str) -> None:
+    layers = 150
+    nodes, initializers, h = [], [], "x"
+    rng = np.random.default_rng(0)
+    for k in range(layers):
+        weight = rng.standard_normal((2, 2)).astype(np.float32)
+        initializers.append(onnx.numpy_helper.from_array(weight, f"w{k}"))
+        nodes.append(onnx.helper.make_node("MatMul", [h, f"w{k}"], [f"m{k}"]))
+        nodes.append(onnx.helper.make_node(op, [f"m{k}", "b"], [f"a{k}"]))
+        nodes.append(onnx.helper.make_node("Tanh", [f"a{k}"], [f"h{k}"]))
+        h = f"h{k}"
+    initializers.append(onnx.numpy_helper.from_array(np.ones(2, np.float32), "b"))
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 2]) for name in ("x", h)]
+    graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], initializers)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+    step = quietly(model, fuse=False)
+    assert {"b", *(f"b_{k}" for k in range(2, layers + 1))} <= step.parameters.keys()

@@ -127,8 +127,10 @@ def verdict(store: Store, value: ir.Value, readers: Iterable[Reader]) -> Verdict
     if array.size == 1:
         is_named = store.producer == "pytorch" and not made
         return Verdict.DOUBTFUL if is_named else Verdict.NUMBER
-    if is_filled(array) and (made or (not array.flat[0] and all(_is_state(*reader) for reader in readers))):
-        return Verdict.NUMBER
+    is_state = all(_is_state(*reader) for reader in readers)
+    if is_filled(array) and (made or (is_state and not array.flat[0])):
+        # A table of zeros may have been folded from one that trains.
+        return Verdict.DOUBTFUL if value.producer() is None and not is_state else Verdict.NUMBER
     numbers = array.astype(np.float64)
     if np.abs(numbers).max() >= _MASKING and not any(node.op_type == "Gather" for node, _ in readers):
         return Verdict.NUMBER

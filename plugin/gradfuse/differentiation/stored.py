@@ -87,6 +87,7 @@ class Store:
         self._modules = {module_of(node) for node in model.graph.all_nodes()}
         self.has_scopes = any(noted_scopes(node) for node in model.graph.all_nodes())
         """Whether torch's newer exporter has noted the modules of nodes."""
+        self._filled: dict[ir.Value, bool] = {}
         met: set[str] = set()
         for value in self.floats():
             # Branches may use one name each.
@@ -189,7 +190,7 @@ class Store:
                 (one, stored)
                 for one, k, source in reads
                 if is_place(one, k) and (stored := stored_behind(source)) is not None and stored is not value
-                if not is_filled(array_of(stored))
+                if not self._is_filled(stored)
             }
             if found:
                 return frozenset(found)
@@ -197,6 +198,11 @@ class Store:
             level = [one for one in dict.fromkeys(ahead) if one is not None and one not in seen]
             seen.update(level)
         return frozenset()
+
+    def _is_filled(self, value: ir.Value) -> bool:
+        if value not in self._filled:
+            self._filled[value] = is_filled(array_of(value))
+        return self._filled[value]
 
     def fresh(self, name: str) -> str:
         """Return a name that no value has: this one, or with a number behind it; it is taken then."""
