@@ -57,6 +57,10 @@ _MADE = re.compile(r"onnx::|/|val_\d|(scalar|lifted|_)_?tensor|ortshared_|(full|
 _MADE_AT_END = re.compile(r"_output_\d+$|const_fold_opt|(_default|Constant)(_\d+)?$")
 _FEW = 8
 """From how many elements on it is no accident that numbers follow a formula."""
+_LOOKED_AT = 256
+"""In how many rows and columns a formula is looked for."""
+_NEAR = 1e-4
+"""How far numbers may be from a formula, of their size."""
 _MASKING = 1e4
 """What attention is masked by is at least so large, and no weight is."""
 _MERGED_AT_MOST = 1024
@@ -112,7 +116,10 @@ def verdict(store: Store, value: ir.Value, readers: Iterable[Reader]) -> Verdict
     """
     readers = [reader for reader in readers if not is_fixed(*reader)]
     array = array_of(value)
-    if not readers or not array.size or not np.isfinite(array.astype(np.float32)).all():
+    if not readers or not array.size:
+        return Verdict.NUMBER
+    largest = max(-float(array.min()), float(array.max()))
+    if not np.isfinite(largest) or not np.isfinite(float(array.min())):
         return Verdict.NUMBER
     made = is_made_up(value)
     if array.ndim or any(node.op_type == "PRelu" for node, _ in readers):
@@ -131,10 +138,9 @@ def verdict(store: Store, value: ir.Value, readers: Iterable[Reader]) -> Verdict
     if is_filled(array) and (made or (is_state and not array.flat[0])):
         # A table of zeros may have been folded from one that trains.
         return Verdict.DOUBTFUL if value.producer() is None and not is_state else Verdict.NUMBER
-    numbers = array.astype(np.float64)
-    if np.abs(numbers).max() >= _MASKING and not any(node.op_type == "Gather" for node, _ in readers):
+    if largest >= _MASKING and not any(node.op_type == "Gather" for node, _ in readers):
         return Verdict.NUMBER
-    if _follows_a_formula(numbers, readers) or any(_standardises(*reader) for reader in readers):
+    if _follows_a_formula(array, readers) or any(_standardises(*reader) for reader in readers):
         return Verdict.NUMBER if made else Verdict.DOUBTFUL
     return Verdict.PARAMETER
 
@@ -247,34 +253,34 @@ def _standardises(node: ir.Node, index: int) -> bool:
     )
 
 
-def _follows_a_formula(array: npt.NDArray[np.float64], readers: Sequence[Reader]) -> bool:
+def _follows_a_formula(array: npt.NDArray[Any], readers: Sequence[Reader]) -> bool:
     """Tell whether numbers are positions, frequencies, waves of positions, or two numbers only, as of a mask."""
     array = array.squeeze()
     if array.size < _FEW:
         return False
     if all(node.op_type == "Gather" for node, _ in readers):
         # Rows that are looked up are weights, whatever they begin as, but for waves.
-        return array.ndim > 1 and bool(np.abs(array).max() <= 1.0) and _recurs(array)
-    two = array.flat[0], array.flat[int(np.argmax(array.reshape(-1) != array.flat[0]))]
-    if two[0] != two[1] and bool(((array == two[0]) | (array == two[1])).all()):
+        return array.ndim > 1 and bool(-1 <= array.min() and array.max() <= 1) and _recurs(array)
+    low, high = array.min(), array.max()
+    if low < high and bool(((array == low) | (array == high)).all()):
         return True
     return any(_recurs(np.moveaxis(array, axis, 0)) for axis in range(array.ndim))
 
 
-def _recurs(array: npt.NDArray[np.float64]) -> bool:
+def _recurs(array: npt.NDArray[Any]) -> bool:
     """Tell whether all columns are arithmetic or geometric sequences, or waves: x[n+1] + x[n-1] = c x[n]."""
-    columns = array.reshape(len(array), -1)[:256, :256]
+    rows = array[:_LOOKED_AT]
+    columns = rows.reshape(len(rows), -1)[:, :_LOOKED_AT].astype(np.float64)
     if len(columns) < _FEW or bool((columns == columns[0]).all()):
         return False
     before, middle, after = columns[:-2], columns[1:-1], columns[2:]
     scale = np.abs(columns).max(0)
     squares = (middle * middle).sum(0)
     factor = (middle * (before + after)).sum(0) / np.where(squares == 0, 1.0, squares)
-    if bool((np.abs(before + after - factor * middle) <= 1e-4 * scale).all()) and bool((factor <= 2.0001).all()):
+    if bool((np.abs(before + after - factor * middle) <= _NEAR * scale).all()) and bool((factor <= 2 + _NEAR).all()):
         return True
-    return bool((columns != 0).all()) and bool(
-        (np.abs(middle * middle - before * after) <= 1e-4 * middle * middle).all()
-    )
+    apart = np.abs(middle * middle - before * after)
+    return bool((columns != 0).all()) and bool((apart <= _NEAR * middle * middle).all())
 
 
 def separate(store: Store) -> None:

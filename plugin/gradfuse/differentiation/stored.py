@@ -137,6 +137,13 @@ class Store:
         return [reader for value in passed for reader in self.readers(value)] if passed else [(node, index)]
 
     def _passed(self, node: ir.Node, index: int) -> list[ir.Value]:
+        if (
+            node.op_type == "Concat"
+            and not node.domain
+            and all(stored_behind(value) is not None for value in node.inputs)
+        ):
+            # As the parts of a recurrent layer's weights.
+            return list(node.outputs)
         if node.domain or node.op_type not in _VIEWS or index != 0:
             return []
         if node.op_type == "Gather" and tensor_of(node.inputs[1]) is None:
