@@ -472,7 +472,7 @@ def test_options_that_only_choose_an_implementation_are_accepted() -> None:
     assert "first.weight.exp_avg" in step.optimizer_state
 
 
-def test_names_that_the_optimizer_needs_are_refused_for_parameters_and_changed_for_arguments() -> None:
+def test_names_that_the_optimizer_needs_are_left_to_parameters_and_changed_for_arguments() -> None:
     class Named(Mlp):
         def forward(self, step: torch.Tensor) -> torch.Tensor:
             return super().forward(step)
@@ -480,8 +480,11 @@ def test_names_that_the_optimizer_needs_are_refused_for_parameters_and_changed_f
     module = Named()
     assert export(module, VARIANTS["adam"], batches(1, 3)[0], dynamic_shapes=SHAPES).input_names == ("input_step",)
     module.learning_rate = nn.Parameter(torch.ones(()))
-    with pytest.raises(ExportError, match="'learning_rate' has the name of an output"):
-        export(module, VARIANTS["adam"], batches(1, 3)[0])
+    step = export(module, VARIANTS["adam"], batches(1, 3)[0])
+    assert step.parameters["learning_rate"] == 1 and step.own_name("learning_rate") == "learning_rate_"
+    session = TrainingSession(step)
+    session.learning_rate = 0.5
+    assert session.learning_rate == 0.5 and session.state_dict()["learning_rate"] == 1
 
 
 def test_a_wrong_update_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
