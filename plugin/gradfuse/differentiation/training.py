@@ -381,11 +381,12 @@ _GIVES = {
     "Softmax": "probabilities",
 }
 """What a model gives that ends in an operator."""
+_OF_CLASSES = "'sparse_categorical_crossentropy', losses.CrossEntropyLoss(from_logits=False)"
 _FITTING = {
-    ("CrossEntropyLoss", "probabilities"): "losses.CrossEntropyLoss(from_logits=False)",
-    ("CrossEntropyLoss", "log-probabilities"): "losses.NLLLoss()",
-    ("BCEWithLogitsLoss", "probabilities"): "losses.BCELoss()",
-    ("NLLLoss", "probabilities"): "losses.CrossEntropyLoss(from_logits=False)",
+    ("CrossEntropyLoss", "probabilities"): _OF_CLASSES,
+    ("CrossEntropyLoss", "log-probabilities"): "'nll', losses.NLLLoss()",
+    ("BCEWithLogitsLoss", "probabilities"): "'bce', losses.BCELoss()",
+    ("NLLLoss", "probabilities"): _OF_CLASSES,
 }
 
 
