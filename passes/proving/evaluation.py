@@ -30,7 +30,7 @@ def _evaluator() -> Any:
     """Return the class of evaluators that compute the bodies of functions by the same operators as the model."""
     from onnx.reference import ReferenceEvaluator
 
-    operators = [*ort_training.reference_ops(), _scatter_elements(), *_convolutions(), _max_pool()]
+    operators = [*ort_training.reference_ops(), _scatter_elements(), *_convolutions(), _max_pool(), _cross_entropy()]
 
     class Evaluator(ReferenceEvaluator):
         def __init__(self, proto: Any, **options: Any) -> None:
@@ -63,6 +63,22 @@ def _scatter_elements() -> type:
             return (scattered,)
 
     return ScatterElements
+
+
+@cache
+def _cross_entropy() -> type:
+    """Return SoftmaxCrossEntropyLoss with the classes along the axis that the labels do not have."""
+    from onnx.reference.ops import op_softmax_cross_entropy_loss
+
+    class SoftmaxCrossEntropyLoss(op_softmax_cross_entropy_loss.SoftmaxCrossEntropyLoss):
+        op_domain = ""
+
+        def _run(self, scores: _Array, labels: _Array, *more: Any, **options: Any) -> tuple[_Array, ...]:
+            along = ort_training.axis_of_classes_at(scores.shape, labels.shape)
+            loss, *log_prob = super()._run(np.moveaxis(scores, along, 1), labels, *more, **options)  # type: ignore[no-untyped-call]
+            return loss, *(np.moveaxis(one, 1, along) for one in log_prob)
+
+    return SoftmaxCrossEntropyLoss
 
 
 @cache

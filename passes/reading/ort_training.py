@@ -26,7 +26,7 @@ from gradfuse.passes.reading.layouts import Form, groups_of_sizes
 from gradfuse.passes.reading.nodes import Opaque, attribute, given
 from gradfuse.passes.reading.pieces import concatenated, sliced, windowed
 from gradfuse.passes.reading.products import multiplied
-from gradfuse.passes.reading.reductions import log_softmax
+from gradfuse.passes.reading.reductions import axis_of_classes, softmax_cross_entropy_loss
 from gradfuse.passes.reading.registry import reads
 
 DOMAIN = "com.microsoft"
@@ -83,7 +83,7 @@ def _softmax_grad(forms: KnownForms, node: ir.Node) -> Form:
 
 @reads("SoftmaxCrossEntropyLossInternal", domain=DOMAIN)
 def _softmax_cross_entropy_loss_internal(forms: KnownForms, node: ir.Node) -> list[Form | None]:
-    return [None, log_softmax(forms, forms.operand(node, 0), 1)]
+    return softmax_cross_entropy_loss(forms, node)
 
 
 @reads("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", domain=DOMAIN)
@@ -95,15 +95,15 @@ def _softmax_cross_entropy_loss_grad(forms: KnownForms, node: ir.Node) -> Form:
     reduction = attribute(node, "reduction", "mean")
     if loss_grad is None or log_prob is None or label is None or reduction not in ("mean", "sum", "none"):
         raise Opaque("a loss that is not read")
-    rank = len(log_prob.groups)
-    per_row: list[int | None] = [0, None, *range(1, rank - 1)]
-    if len(log_prob.groups[1]) != 1:
+    along, rank = axis_of_classes(forms, log_prob, label), len(log_prob.groups)
+    per_row: list[int | None] = [*range(along), None, *range(along, rank - 1)]
+    if len(log_prob.groups[along]) != 1:
         raise Opaque("the classes are composed")
     grad = forms.moved(loss_grad, per_row) if reduction == "none" else Form((), loss_grad.poly)
     groups, (z, g, t) = forms.broadcast([log_prob, grad, forms.moved(label, per_row)])
     form = Form(groups, ZERO)
     sizes = dict(enumerate(form.sizes))
-    (c,) = form.variables(1)
+    (c,) = form.variables(along)
     counts = UNIT
     if "ignore_index" in node.attributes:
         counts = UNIT - algebra.equal_zero(t - number(attribute(node, "ignore_index", 0)))
@@ -261,10 +261,16 @@ def _log_softmax_grad_array(grad: Array, y: Array, axis: int = -1) -> Array:
     return np.asarray(grad - np.exp(y) * grad.sum(axis, keepdims=True))
 
 
+def axis_of_classes_at(scores: tuple[int, ...], labels: tuple[int, ...]) -> int:
+    """`axis_of_classes` of tensors of these shapes."""
+    return len(scores) - 1 if scores[:-1] == labels != (*scores[:1], *scores[2:]) else 1
+
+
 def _softmax_cross_entropy_loss_internal_array(scores: Array, label: Array, *_: Array, **__: Any) -> tuple[Array, ...]:
     """The log-probabilities; the loss itself, which no backward pass reads, is left out."""
-    shifted = scores - scores.max(1, keepdims=True, initial=-np.inf)
-    return np.zeros(()), shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    along = axis_of_classes_at(scores.shape, label.shape)
+    shifted = scores - scores.max(along, keepdims=True, initial=-np.inf)
+    return np.zeros(()), shifted - np.log(np.exp(shifted).sum(along, keepdims=True))
 
 
 def _flat_softmax_grad(run: Callable[..., Array]) -> Callable[..., Array]:
@@ -288,13 +294,15 @@ def _softmax_cross_entropy_loss_grad_array(
 ) -> Array:
     if ignored is not None:
         ignore_index = int(ignored)
+    along = axis_of_classes_at(log_prob.shape, label.shape)
+    log_prob = np.moveaxis(log_prob, along, 1)
     counted = np.ones(label.shape, bool) if ignore_index is None else label != ignore_index
     label = np.where(counted, label, 0)
     row = counted * (np.ones(label.shape) if weight is None else weight[label])
     scale = grad * row / (row.sum() if reduction == "mean" else 1.0)
     classes = np.arange(log_prob.shape[1]).reshape(-1, *(1,) * (log_prob.ndim - 2))
     result = np.exp(log_prob) - (np.expand_dims(label, 1) == classes)
-    result = np.where(np.expand_dims(counted, 1), np.expand_dims(scale, 1) * result, 0.0)
+    result = np.moveaxis(np.where(np.expand_dims(counted, 1), np.expand_dims(scale, 1) * result, 0.0), 1, along)
     return result if more is None else result + more
 
 

@@ -39,9 +39,23 @@ def log_softmax(forms: KnownForms, x: Form, axis: int) -> Form:
     return Form(x.groups, x.poly - forms.algebra.log(total))
 
 
+def axis_of_classes(forms: KnownForms, scores: Form, labels: Form) -> int:
+    """The axis of a loss's scores that the labels do not have: 1, and the last where they fit nothing else.
+
+    The gradient builder of onnxruntime-training leaves out that tokens of sequences were reshaped to rows.
+    """
+    sizes, own = ([forms.extent(group) for group in form.groups] for form in (scores, labels))
+    differs = [
+        a.integer != b.integer for a, b in zip(own[1:], sizes[2:], strict=False) if None not in (a.integer, b.integer)
+    ]
+    return len(sizes) - 1 if own == sizes[:-1] and any(differs) else 1
+
+
 @reads("SoftmaxCrossEntropyLoss")
-def _softmax_cross_entropy_loss(forms: KnownForms, node: ir.Node) -> list[Form | None]:
-    return [None, log_softmax(forms, forms.operand(node, 0), 1)]
+def softmax_cross_entropy_loss(forms: KnownForms, node: ir.Node) -> list[Form | None]:
+    """The log-probabilities; the loss itself gets a name."""
+    scores, labels = forms.operand(node, 0), forms.operand(node, 1)
+    return [None, log_softmax(forms, scores, axis_of_classes(forms, scores, labels))]
 
 
 def reduced_axes(forms: KnownForms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
+import torch
 from gradient_graphs import NAMES, arrays, in_standard_operators, load
 from producers import run
 
@@ -39,3 +42,38 @@ def test_graph_is_fused_and_has_the_gradients_of_pytorch(name: str) -> None:
     assert exact.keys() <= got.keys()
     for key, array in exact.items():
         assert_gradients_close(got[key], array.astype(np.float32), array, np.float32, terms=4 * max(1.0, largest))
+
+
+@pytest.mark.usefixtures("inference_in_process")
+@pytest.mark.parametrize("batch", ["3", "B"])
+@pytest.mark.parametrize("classes", [4, 5])
+def test_tokens_that_were_not_reshaped_to_rows_have_their_classes_last(batch: str, classes: int) -> None:
+    """The gradient builder drops the reshape of tokens. Where labels fit axis 1 as well, the classes are there."""
+    text = f"""
+        <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+        g (float[{batch},4,7] x, float[7,{classes}] w, int64[{batch},4] labels) => (float[{batch},4,{classes}] d) {{
+          scores = MatMul(x, w)
+          loss, log_prob = SoftmaxCrossEntropyLoss<reduction = "mean">(scores, labels)
+          one = Constant<value_float = 1.0>()
+          d = com.microsoft.SoftmaxCrossEntropyLossGrad<reduction = "mean">(one, log_prob, labels)
+        }}
+    """
+    result = fuse(onnx.parser.parse_model(text), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["CrossEntropyLossGrad"], result.report
+    axis = 1 if classes == 4 else 2
+    (loss,) = (node for node in result.model.graph.node if node.op_type == "SoftmaxCrossEntropyLoss")
+    # onnxruntime takes no labels like these.
+    log_prob = onnx.helper.make_node("LogSoftmax", loss.input[:1], loss.output[1:], axis=axis)
+    result.model.graph.node.insert(list(result.model.graph.node).index(loss), log_prob)
+    result.model.graph.node.remove(loss)
+    numbers = np.random.default_rng(0)
+    feeds = {"x": numbers.standard_normal((3, 4, 7)), "w": numbers.standard_normal((7, classes))}
+    labels = numbers.integers(0, 4, (3, 4))
+    got = run(result.model, {k: v.astype(np.float32) for k, v in feeds.items()} | {"labels": labels})["d"]
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        scores = (torch.tensor(feeds["x"]).float() @ torch.tensor(feeds["w"]).float()).to(dtype).requires_grad_()
+        torch.nn.functional.cross_entropy(scores.movedim(axis, 1), torch.tensor(labels)).backward()
+        assert scores.grad is not None
+        gradients.append(scores.grad.numpy())
+    assert_gradients_close(got, gradients[1], gradients[0], np.float32)
