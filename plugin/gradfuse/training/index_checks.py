@@ -124,7 +124,7 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
                     node.replace_input_with(place, given[value])
             graph.append(node)
         index = given.get(check.index.value, check.index.value)
-        result = result + _nothing(nodes, index, check, loss.dtype)
+        result = result + _nothing(graph, nodes, index, check, loss.dtype)
     if result.value is loss:
         return
     graph.extend(nodes.tape.nodes)
@@ -134,27 +134,34 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
     graph.outputs[place] = result.value
 
 
-def _nothing(nodes: Nodes, index: ir.Value, check: Check, dtype: ir.DataType) -> GraphTensor:
+def _nothing(graph: ir.Graph, nodes: Nodes, index: ir.Value, check: Check, dtype: ir.DataType) -> GraphTensor:
     """Return 0, of shape (), unless an index is out of range."""
     ignored, size = check.index.ignored, check.index.size
-    elements = nodes.of(index)
-    last = nodes.of(size).cast(elements.dtype) if isinstance(size, ir.Value) else size
-    high = elements.op("GreaterOrEqual", last, dtype=ir.DataType.BOOL)
-    wrong = elements.less(0).op("Or", high)
+    elements, type_ = nodes.of(index), index.dtype
+    assert type_ is not None
+
+    def constant(number: int, shape: tuple[int, ...] = (), dtype: ir.DataType = type_) -> ir.Value:
+        # As initializers, they are no nodes.
+        name = f"{nodes.prefix}/{dtype.name.lower()}_{number}{'_'.join(map(str, ('', *shape)))}"
+        if name not in graph.initializers:
+            tensor = ir.tensor(np.full(shape, number, dtype.numpy()), dtype=dtype, name=name)
+            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
+            graph.register_initializer(value)
+        return graph.initializers[name]
+
     if ignored is not None:
-        wrong = wrong.op("And", elements.equals(ignored).op("Not"))
-    count = nodes.op("ReduceSum", [wrong.cast(ir.DataType.INT64).value], ir.DataType.INT64, (), {"keepdims": 0})
-    zeros = nodes.shared("zeros", lambda: nodes.op("Constant", [], dtype, (1,), {"value": _zeros(dtype)}))
-    nothing = nodes.op("Gather", [zeros.value, count.value], dtype, ())
+        hit = nodes.op("Equal", [elements.value, constant(ignored)], ir.DataType.BOOL, elements.shape)
+        elements = nodes.op("Where", [hit.value, constant(0), elements.value], type_, elements.shape)
+    last = (nodes.of(size).cast(type_) - 1).value if isinstance(size, ir.Value) else constant(size - 1)
+    nearest = nodes.op("Clip", [elements.value, constant(0), last], type_, elements.shape)
+    wrong = elements.op("Equal", nearest, dtype=ir.DataType.BOOL).op("Not").cast(ir.DataType.INT64)
+    count = nodes.op("ReduceSum", [wrong.value], ir.DataType.INT64, (), {"keepdims": 0})
+    nothing = nodes.op("Gather", [constant(0, (1,), dtype), count.value], dtype, ())
     node = nothing.value.producer()
     assert node is not None
     names = " and ".join(sorted(check.inputs))
     node.name = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
     return nothing
-
-
-def _zeros(dtype: ir.DataType) -> ir.TensorProtocol:
-    return ir.tensor(np.zeros(1, dtype.numpy()), dtype=dtype)
 
 
 def _is_checked(graph: ir.Graph, check: Check) -> bool:

@@ -21,11 +21,12 @@ class Nodes:
 
     Attributes:
         tape: what holds the nodes.
+        prefix: the argument.
     """
 
     def __init__(self, prefix: str) -> None:
         self.tape = ir.tape.Tape()
-        self._prefix = prefix
+        self.prefix = prefix
         self._count = 0
         self._constants: dict[tuple[float, ir.DataType], GraphTensor] = {}
         self._shared: dict[str, GraphTensor] = {}
@@ -57,7 +58,7 @@ class Nodes:
     def _name(self, op_type: str) -> str:
         # The tape copies its nodes for whoever asks how many there are.
         self._count += 1
-        return f"{self._prefix}/{op_type}_{self._count - 1}"
+        return f"{self.prefix}/{op_type}_{self._count - 1}"
 
     def constant(self, number: float, dtype: ir.DataType) -> GraphTensor:
         """Return a scalar of a type; equal ones share a node."""
