@@ -46,7 +46,7 @@ def runs_in_onnxruntime(step: TrainingStep, batch: dict[str, Any]) -> bool:
     try:
         session.run(None, feeds)
     except Exception as error:
-        assert re.search("out.of.(range|data bounds)", str(error), re.IGNORECASE)
+        assert re.search("out.of.(range|data bounds)|invalid index", str(error), re.IGNORECASE)
         return False
     return True
 
@@ -107,7 +107,7 @@ def require_as_in_torch(name: str, fuse: bool) -> None:
     session, refused = TrainingSession(step), 0
     for value in (0, 2, -1, -3, -100, 3, 7, 100):
         changed = index.clone()
-        changed.reshape(-1)[-1] = value
+        changed.reshape(-1)[0] = value
         wanted = runs_in_torch(function, [changed])
         assert runs_in_onnxruntime(step, {step.input_names[0]: changed.numpy()}) == wanted, value
         if wanted:
