@@ -162,10 +162,14 @@ def results(facts: Facts, node: ir.Node) -> list[_Result]:
     Raises:
         Unknown: there is no rule for the operator, or the rule does not know.
     """
+    operands = _Operands(facts, node)
+    if node.domain == "com.microsoft" and node.op_type in LIKE_INPUT:
+        like = LIKE_INPUT[node.op_type]
+        return [(operands.dtype(like), [*operands.sizes(like)], None)]
     rule = RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if rule is None:
         raise Unknown
-    return rule(_Operands(facts, node))
+    return rule(operands)
 
 
 class _Operands:
@@ -217,6 +221,15 @@ class _Operands:
             return [int(axis) for axis in axes]
         return None if self.value(index) is None else self.ints(index)
 
+
+LIKE_INPUT = {
+    **dict.fromkeys(("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "BiasSoftmax", "Scale", "ScaledSum"), 0),
+    **dict.fromkeys(("ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad"), 0),
+    **dict.fromkeys(("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX"), 0),
+    **dict.fromkeys(("SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13", "DropoutGrad"), 0),
+    **dict.fromkeys(("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad"), 1),
+}
+"""Operators of onnxruntime whose first output has the type and shape of one of their inputs -> which."""
 
 _Rule: TypeAlias = Callable[[_Operands], "list[_Result]"]
 RULES: dict[str, _Rule] = {}

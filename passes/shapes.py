@@ -10,19 +10,11 @@ import onnx_ir as ir
 from gradfuse.errors import WorkerError
 from gradfuse.models import inference
 from gradfuse.models.inlining import graphs_of
-from gradfuse.passes.propagation import Facts, Size, Sizes, size_of
+from gradfuse.passes.propagation import LIKE_INPUT, Facts, Size, Sizes, size_of
 
 # Larger initializers are data, which no shape depends on.
 _LARGEST_INITIALIZER_BYTES = 1000
-# What onnx knows nothing of: operators of onnxruntime whose first output has the type and shape of one of their inputs.
-_LIKE_INPUT = {
-    **dict.fromkeys(("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "BiasSoftmax", "Scale", "ScaledSum"), 0),
-    **dict.fromkeys(("ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad"), 0),
-    **dict.fromkeys(("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX"), 0),
-    **dict.fromkeys(("SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13", "DropoutGrad"), 0),
-    **dict.fromkeys(("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad"), 1),
-}
-# Those of which several outputs do: output -> input.
+# Operators of onnxruntime of which several outputs have the type and shape of one of their inputs: output -> input.
 _LIKE_INPUTS = {
     "SkipLayerNormalization": {0: 0, 3: 0},
     "SkipSimplifiedLayerNormalization": {0: 0, 3: 0},
@@ -290,8 +282,8 @@ def _stand_in(node: ir.Node) -> tuple[str, Sequence[ir.Value | None], Mapping[st
         return "Identity", inputs[:1], {}
     if node.domain != "com.microsoft" or not inputs:
         return None
-    if name in _LIKE_INPUT and len(inputs) > _LIKE_INPUT[name]:
-        return "Identity", [inputs[_LIKE_INPUT[name]]], {}
+    if name in LIKE_INPUT and len(inputs) > LIKE_INPUT[name]:
+        return "Identity", [inputs[LIKE_INPUT[name]]], {}
     if name in _OF_SHAPE and len(inputs) > max(_OF_SHAPE[name]):
         like, shape = _OF_SHAPE[name]
         return "Reshape", [inputs[like], inputs[shape]], {}
