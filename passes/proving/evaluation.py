@@ -73,7 +73,9 @@ def _cross_entropy() -> type:
     class SoftmaxCrossEntropyLoss(op_softmax_cross_entropy_loss.SoftmaxCrossEntropyLoss):
         op_domain = ""
 
-        def _run(self, scores: _Array, labels: _Array, *more: Any, **options: Any) -> tuple[_Array, ...]:
+        def _run(  # type: ignore[override]
+            self, scores: _Array, labels: _Array, *more: Any, **options: Any
+        ) -> tuple[_Array, ...]:
             along = ort_training.axis_of_classes_at(scores.shape, labels.shape)
             loss, *log_prob = super()._run(np.moveaxis(scores, along, 1), labels, *more, **options)  # type: ignore[no-untyped-call]
             return loss, *(np.moveaxis(one, 1, along) for one in log_prob)

@@ -26,7 +26,7 @@ from gradfuse.passes.reading.layouts import Form, groups_of_sizes
 from gradfuse.passes.reading.nodes import Opaque, attribute, given
 from gradfuse.passes.reading.pieces import concatenated, sliced, windowed
 from gradfuse.passes.reading.products import multiplied
-from gradfuse.passes.reading.reductions import axis_of_classes, softmax_cross_entropy_loss
+from gradfuse.passes.reading.reductions import axis_of_classes, log_softmax_of_scores
 from gradfuse.passes.reading.registry import reads
 
 DOMAIN = "com.microsoft"
@@ -83,7 +83,7 @@ def _softmax_grad(forms: KnownForms, node: ir.Node) -> Form:
 
 @reads("SoftmaxCrossEntropyLossInternal", domain=DOMAIN)
 def _softmax_cross_entropy_loss_internal(forms: KnownForms, node: ir.Node) -> list[Form | None]:
-    return softmax_cross_entropy_loss(forms, node)
+    return [None, log_softmax_of_scores(forms, node)]
 
 
 @reads("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", domain=DOMAIN)

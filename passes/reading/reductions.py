@@ -51,11 +51,15 @@ def axis_of_classes(forms: KnownForms, scores: Form, labels: Form) -> int:
     return len(sizes) - 1 if own == sizes[:-1] and any(differs) else 1
 
 
-@reads("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy_loss(forms: KnownForms, node: ir.Node) -> list[Form | None]:
-    """The log-probabilities; the loss itself gets a name."""
+def log_softmax_of_scores(forms: KnownForms, node: ir.Node) -> Form:
+    """The log-probabilities that a loss of scores and labels gives beside itself."""
     scores, labels = forms.operand(node, 0), forms.operand(node, 1)
-    return [None, log_softmax(forms, scores, axis_of_classes(forms, scores, labels))]
+    return log_softmax(forms, scores, axis_of_classes(forms, scores, labels))
+
+
+@reads("SoftmaxCrossEntropyLoss")
+def _softmax_cross_entropy_loss(forms: KnownForms, node: ir.Node) -> list[Form | None]:
+    return [None, log_softmax_of_scores(forms, node)]
 
 
 def reduced_axes(forms: KnownForms, node: ir.Node, x: Form) -> tuple[list[int], list[int | None]]:
