@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale \
+.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-aarch64   test the kernels on an emulated AArch64 (needs qemu-user and g++-aarch64-linux-gnu)"
 	@echo "make test-ort-training   train in onnxruntime-training 1.19.2, in an environment of its own, and compare"
 	@echo "make test-models   train models of transformers, timm and scikit-learn, and compare; writes docs/models.md (some hours; MODEL_CASES='GPT2LMHeadModel ...' for some)"
+	@echo "make test-op-db   train PyTorch's operators one by one, and compare; writes docs/operators-of-pytorch.md (an hour; OP_CASES='add nn.functional.gelu ...' for some)"
 	@echo "make test-web   train in Node and in headless Chromium, and compare (needs node, npm and chromium; a minute; SCREENSHOT=docs/web.png keeps a picture)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
@@ -138,6 +139,10 @@ $(MODELS)/.installed: $(INSTALLED)
 test-models: $(MODELS)/.installed
 	HF_HUB_OFFLINE=1 $(MODELS)/bin/python -m pytest -m models tests/real_models
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests:tests/support $(MODELS)/bin/python -m real_models.run --page docs/models.md $(MODEL_CASES)
+
+# An interrupted run goes on where it stopped.
+test-op-db: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support $(BIN)/python -m op_db.run --page docs/operators-of-pytorch.md $(OP_CASES)
 
 WEB := samples/web
 $(WEB)/node_modules/.installed: $(WEB)/package-lock.json

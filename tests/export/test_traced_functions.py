@@ -285,3 +285,27 @@ def test_a_spatial_transformer_at_the_identity(mode: str, padding: str, align_co
             assert_gradients_close(got, wanted, wanted.double(), np.float32, terms=float(wanted.abs().max()))
     else:
         assert_like_torch(step, module, nn.MSELoss(), batch)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 6)])
+@pytest.mark.parametrize("driver", [None, "gels", "gelsd"])
+def test_least_squares(shape: tuple[int, int], driver: str | None) -> None:
+    torch.manual_seed(0)
+    matrix, columns = torch.randn(2, *shape), torch.randn(2, shape[0], 2)
+    native, ours = (f(matrix, columns, driver=driver) for f in (torch.linalg.lstsq, traced_functions.least_squares))
+    assert ours.residuals.shape == native.residuals.shape
+    for part in range(2 if native.residuals.numel() else 1):
+        assert_same(
+            lambda a, b, k=part: traced_functions.least_squares(a, b, driver=driver)[k],
+            lambda a, b, k=part: torch.linalg.lstsq(a, b, driver=driver)[k],
+            matrix,
+            columns,
+        )
+    vector = torch.linalg.lstsq(matrix[0], columns[0, :, 0]).solution
+    assert_gradients_close(
+        traced_functions.least_squares(matrix[0], columns[0, :, 0]).solution,
+        vector,
+        torch.linalg.lstsq(matrix[0].double(), columns[0, :, 0].double()).solution,
+        "float32",
+        terms=100.0,
+    )

@@ -35,6 +35,7 @@ class Call(nn.Module):
 
     def __init__(self, op: Any, sample: Any, changed: frozenset[int] = frozenset()) -> None:
         super().__init__()
+        self.differentiable: list[int] | None = None
         self.op, self.process = op, sample.output_process_fn_grad
         leaves, self.structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         self.names: dict[int, str] = {}
@@ -75,7 +76,9 @@ class Call(nn.Module):
         result = self.process(self.op.gradcheck_wrapper(self.op.get_op(), argument, *args, **kwargs))
         outputs = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
         outputs = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in outputs]
-        return [one for one in outputs if one.is_floating_point() and one.requires_grad]
+        if self.differentiable is None:
+            self.differentiable = [k for k, one in enumerate(outputs) if one.is_floating_point() and one.requires_grad]
+        return [outputs[k] for k in self.differentiable]
 
     def written(self) -> frozenset[int]:
         """Return the places of the inputs that a call writes into."""

@@ -291,7 +291,9 @@ class _Judge:
                 raise Invalid(f"not in float64: {_line(error)}") from error
             if not np.isfinite(got).all() or not np.isfinite(exact).all():
                 continue
-            if got.shape != exact.shape or np.abs(got - exact).max(initial=0) > 1e-3 * (1 + np.abs(exact).max(initial=0)):
+            if got.shape != exact.shape or np.abs(got - exact).max(initial=0) > 1e-3 * (
+                1 + np.abs(exact).max(initial=0)
+            ):
                 raise Invalid("onnxruntime and the float64 model compute different things")
             self.cases.append((feeds, got, exact))
         if not self.cases:
@@ -343,9 +345,7 @@ class _Judge:
             return False
         return True
 
-    def along(
-        self, of: Callable[[Array], float], feeds: Arrays, name: str, direction: Array
-    ) -> tuple[float, float]:
+    def along(self, of: Callable[[Array], float], feeds: Arrays, name: str, direction: Array) -> tuple[float, float]:
         """The derivative along a direction, by five points, and how far it may be off; NaN at a kink."""
         at = (feeds[name] if name in feeds else self.exact.values[name]).astype(np.float64)
 
@@ -422,7 +422,9 @@ def _differentiated(judge: _Judge) -> None:
     result = None
     while wrt and result is None:
         before = len(judge.verdict.refusals)
-        result = judge.attempt("differentiate", lambda: gradfuse.differentiate(drawn.model, wrt, seeds={output: "seed"}))
+        result = judge.attempt(
+            "differentiate", lambda: gradfuse.differentiate(drawn.model, wrt, seeds={output: "seed"})
+        )
         if result is None:
             text = judge.verdict.refusals[-1] if len(judge.verdict.refusals) > before else ""
             apart = [name for name in wrt if f"does not depend on {name!r}" in text]
@@ -439,7 +441,9 @@ def _differentiated(judge: _Judge) -> None:
         way = f"differentiate, {_shown(feeds)}"
         seed = np.random.default_rng(number).standard_normal(original.shape).astype(np.float32)
         try:
-            found = dict(zip([o.name for o in session.get_outputs()], session.run(None, {**feeds, "seed": seed}), strict=True))
+            found = dict(
+                zip([o.name for o in session.get_outputs()], session.run(None, {**feeds, "seed": seed}), strict=True)
+            )
         except Exception as error:
             judge.fail(f"unable: {way}: {_line(error)}")
             return
@@ -482,7 +486,9 @@ def _trained(judge: _Judge) -> None:
                 break
             of = lambda o, y=target: loss_of(drawn.loss, o, y)  # noqa: E731
             wanted = of(exact)
-            if not judge.same(f"{place}, loss", np.asarray(loss), np.asarray(of(original.astype(np.float64))), np.asarray(wanted)):
+            if not judge.same(
+                f"{place}, loss", np.asarray(loss), np.asarray(of(original.astype(np.float64))), np.asarray(wanted)
+            ):
                 break
             if optimizer is None:
                 gradients = session.gradients

@@ -293,7 +293,9 @@ def _exported(drawn: Drawn, peer: _Peer, batch: Any, verdict: Verdict) -> Any:
 
 def _difference(got: Results, native: Results, exact: Results, moved: list[Results], drawn: Drawn) -> str:
     """The first result that is not PyTorch's; empty if all are."""
-    largest = max((float(np.abs(a).max(initial=0)) for n, a in exact.items() if n.endswith(".grad") or n == "loss"), default=0.0)
+    largest = max(
+        (float(np.abs(a).max(initial=0)) for n, a in exact.items() if n.endswith(".grad") or n == "loss"), default=0.0
+    )
     for name, wanted in exact.items():
         if name.endswith(".grad"):
             found = got.get(name)

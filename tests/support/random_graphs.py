@@ -769,7 +769,9 @@ def _branch(
 # Operators of onnxruntime
 
 
-def _of_microsoft(g: Writer, op_type: str, inputs: Sequence[str], expansion: Callable[[], str], **attributes: Any) -> str:
+def _of_microsoft(
+    g: Writer, op_type: str, inputs: Sequence[str], expansion: Callable[[], str], **attributes: Any
+) -> str:
     outside, g.nodes = g.nodes, []
     result = expansion()
     nodes, g.nodes = g.nodes, outside
@@ -822,9 +824,7 @@ def _skip_layer_norm(g: Writer, h: str) -> str:
 
 def _scalar(g: Writer, x: float) -> str:
     name = g.name()
-    g.nodes.append(
-        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(x, np.float32)))
-    )
+    g.nodes.append(helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(x, np.float32))))
     return name
 
 
@@ -1065,7 +1065,9 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
     loss = rng.choice(LOSSES)
     shape: tuple[int | str, ...] = ("N", "T", WIDTH)
     if loss == "cross_entropy":
-        h, shape = (g.first(h), ("N", WIDTH, "T")) if rng.random() < 0.5 else (g.reduce("Mean", h, [1], False), ("N", WIDTH))
+        h, shape = (
+            (g.first(h), ("N", WIDTH, "T")) if rng.random() < 0.5 else (g.reduce("Mean", h, [1], False), ("N", WIDTH))
+        )
     elif not loss:
         h, shape = g.op("ReduceMean", g.op("Mul", h, h), keepdims=0), ()
     output = g.name()
@@ -1081,7 +1083,9 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
     opsets = [helper.make_opsetid("", opset)]
     if g.standard:
         opsets.append(helper.make_opsetid(_OF_MICROSOFT, 1))
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=min(10, rng.choice([4, 7, 8, 9, 10]) if opset < 15 else 10))
+    model = helper.make_model(
+        graph, opset_imports=opsets, ir_version=min(10, rng.choice([4, 7, 8, 9, 10]) if opset < 15 else 10)
+    )
     habits = [name for name, (rate, _) in HABITS.items() if rng.random() < rate]
     for name in habits:
         if name not in plain:

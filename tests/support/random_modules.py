@@ -530,7 +530,9 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
 def _written(template: str, k: int, rng: random.Random) -> str:
     """Return a template with one of `<<a|b>>` in each place, innermost first, and its numbers."""
     while "<<" in template:
-        template = re.sub(r"<<(?!<)((?:(?!<<|>>).)*)>>", lambda m: rng.choice(_alternatives(m[1])), template, flags=re.S)
+        template = re.sub(
+            r"<<(?!<)((?:(?!<<|>>).)*)>>", lambda m: rng.choice(_alternatives(m[1])), template, flags=re.S
+        )
     return template.replace("$k", str(k)).replace("$D", str(WIDTH)).replace("$W", str(WORDS))
 
 

@@ -319,7 +319,7 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: s
     is_vector = B.dim() == A.dim() - 1
     columns = B.unsqueeze(-1) if is_vector else B
     solution = torch.linalg.pinv(A, rtol=rcond) @ columns
-    residuals = A.new_zeros((0,))
+    residuals = solution.flatten()[:0]
     if driver not in (None, "gelsy") and A.shape[-2] > A.shape[-1]:
         residuals = (A @ solution - columns).square().sum(-2)
     none = A.new_zeros((0,))
