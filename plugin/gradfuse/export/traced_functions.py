@@ -299,7 +299,7 @@ def fill_diagonal_(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
 
 
 def inverse(input: Tensor) -> Tensor:
-    """Invert without the check, which is made when PyTorch runs the step; so do the next two."""
+    """Invert without the check, which is made when PyTorch runs the step; so do the next three."""
     result: Tensor = torch.linalg.inv_ex(input)[0]
     return result
 
@@ -312,6 +312,10 @@ def cholesky(input: Tensor, *, upper: bool = False) -> Tensor:
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     result: Tensor = torch.linalg.solve_ex(A, B, left=left)[0]
     return result
+
+
+def lu_factor(A: Tensor, *, pivot: bool = True) -> Any:
+    return torch.return_types.linalg_lu_factor(torch.linalg.lu_factor_ex(A, pivot=pivot)[:2])
 
 
 def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
@@ -348,6 +352,7 @@ INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.inverse: inverse,
     torch.linalg.cholesky: cholesky,
     torch.linalg.solve: solve,
+    torch.linalg.lu_factor: lu_factor,
     torch.linalg.lstsq: least_squares,
     Tensor.data.__get__: data,  # type: ignore[attr-defined]
     torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor_affine,

@@ -195,6 +195,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow
         table = private.decompositions_of_export(onnx_model.OPSET, onnx_model.translations().keys())
     table.update(torch.export.default_decompositions())
     table.update(forward.table())
+    table.update(forward.of_numbers(table))
     table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)

@@ -83,7 +83,7 @@ def test_sums_of_segments(given: dict[str, Any]) -> None:
         TABLE[aten._segment_reduce_backward.default](grad, sums, data, "sum", **given),
         aten._segment_reduce_backward(grad, sums, data, "sum", **given),
     )
-    assert TABLE[aten.segment_reduce.default](data, "max", **given) is NotImplemented
+    assert TABLE[aten.segment_reduce.default](data, "sum", axis=1, **given) is NotImplemented
     if "lengths" in given:
         assert TABLE[aten.segment_reduce.default](data, "sum", unsafe=True, **given) is NotImplemented
 
@@ -222,3 +222,23 @@ def test_replaced_diagonals(offset: int, dims: tuple[int, int]) -> None:
 def test_a_diagonal_without_elements() -> None:
     x = torch.randn(2, 3)
     assert torch.equal(index.diagonal_scatter(x, torch.randn(0), 3), x)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "min"])
+@pytest.mark.parametrize("initial", [None, 0.25])
+@pytest.mark.parametrize("by", ["lengths", "offsets"])
+def test_reductions_of_segments(reduce: str, initial: float | None, by: str) -> None:
+    torch.manual_seed(0)
+    parts = {"lengths": torch.tensor([3, 0, 2, 1]), "offsets": torch.tensor([0, 3, 3, 5, 6])}
+    settings: dict[str, Any] = {by: parts[by], "initial": initial}
+    for data in (torch.randn(6), torch.randn(6, 2)):
+        ours, native = (
+            (lambda x, f=f: f(x, reduce, **settings).nan_to_num(posinf=0.0, neginf=0.0))
+            for f in (index.segment_reduce, torch.segment_reduce)
+        )
+        assert_same(ours, native, data)
+        torch.testing.assert_close(
+            index.segment_reduce(data, reduce, **settings),
+            torch.segment_reduce(data, reduce, **settings),
+            equal_nan=True,
+        )

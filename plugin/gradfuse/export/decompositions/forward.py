@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,13 @@ from gradfuse.export.decompositions import (
 )
 
 aten = torch.ops.aten
+
+_ALONG_AXES = (
+    aten.prod.dim_int, aten.amax.default, aten.amin.default, aten.aminmax.default, aten.logsumexp.default,
+    aten.any.dim, aten.all.dim, aten.topk.default, aten.flip.default, aten.scatter.src, aten.scatter.value,
+    aten.scatter_add.default, aten.linalg_vector_norm.default, aten.var.correction, aten.std.correction,
+    aten.var_mean.correction, aten.std_mean.correction,
+)  # fmt: skip
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -53,6 +60,25 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._is_all_true.default: lambda self: self.all(),
         aten._is_any_true.default: lambda self: self.any(),
     }
+
+
+def of_numbers(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return decompositions of operators along an axis, where it is axis 0 of a number: onnxruntime has none.
+
+    Args:
+        others: those of the same operators of tensors that have axes.
+    """
+    return {overload: _of_a_number(overload, others.get(overload)) for overload in _ALONG_AXES}
+
+
+def _of_a_number(overload: Any, other: Callable[..., Any] | None) -> Callable[..., Any]:
+    def decompose(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Tensor) or self.dim():
+            return NotImplemented if other is None else other(self, *args, **kwargs)
+        given, named = private.map_tensors(lambda one: one.reshape(1), (args, kwargs))
+        return private.map_tensors(lambda one: one.reshape(()), overload(self.reshape(1), *given, **named))
+
+    return decompose
 
 
 def of_all_axes(overload: Any, self: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:

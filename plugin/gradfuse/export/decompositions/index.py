@@ -262,18 +262,31 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Tensor:
-    """aten::segment_reduce with reduce "sum": sums of rows of data, (R, *), by (G) lengths or (G + 1) offsets.
+    """aten::segment_reduce: rows of data, (R, *), reduced by (G) lengths or (G + 1) offsets.
 
     Lengths have the sum R; with `unsafe` they need not, which is not decomposed. Rows before the first offset, or from
-    the last one on, are of no segment.
+    the last one on, are of no segment. `initial` takes part in each segment, but is not counted by means.
     """
-    ends = _ends(reduce, lengths, offsets, axis, initial)
-    if ends is None or (lengths is not None and unsafe):
+    given = lengths if lengths is not None else offsets
+    if given is None or given.dim() != 1 or axis != 0 or (lengths is not None and unsafe):
         return NotImplemented  # type: ignore[no-any-return]
+    ends = given.cumsum(0) if lengths is not None else given
     index = _index_of_rows(ends, data.shape[0])
-    if lengths is not None:
-        return data.new_zeros((ends.shape[0], *data.shape[1:])).index_add(0, index, data)
-    return data.new_zeros((ends.shape[0] + 1, *data.shape[1:])).index_add(0, index, data)[1:-1]
+    segments = given.shape[0] if lengths is not None else given.shape[0] + 1
+    inner = slice(None) if lengths is not None else slice(1, -1)
+    neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}[reduce]
+    begin = data.new_full((segments, *data.shape[1:]), neutral if initial is None else initial)
+    if reduce in ("sum", "mean"):
+        total = begin.index_add(0, index, data)[inner]
+    else:
+        places = index.view([-1] + [1] * (data.dim() - 1)).expand(data.shape)
+        name = {"prod": "prod", "max": "amax", "min": "amin"}[reduce]
+        total = begin.scatter_reduce(0, places, data, name)[inner]
+    if reduce != "mean":
+        return total
+    count = (lengths if lengths is not None else given.diff()).view([-1] + [1] * (data.dim() - 1))
+    nothing = total if initial is not None else torch.full_like(total, torch.nan)
+    return torch.where(count > 0, total / count.clamp(min=1), nothing)
 
 
 def segment_reduce_backward(
