@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     from op_db.samples import Sample
 
     from gradfuse import TrainingStep
 
-    Arrays = dict[str, npt.NDArray[np.generic]]
+    Arrays = dict[str, npt.NDArray[Any]]
 
 SECONDS = 300
 """How long a sample may take, on a machine that does other work as well."""
@@ -246,7 +245,7 @@ def terms(step: TrainingStep, sample: Sample, exact: Arrays) -> Arrays:
     from gradfuse.training.step import DROPOUT_SEED
 
     eps = float(np.finfo(np.float32).eps)
-    largest = {name: np.zeros(array.shape) for name, array in exact.items()}
+    largest: Arrays = {name: np.zeros(array.shape) for name, array in exact.items()}
     for seed in range(4):
         with Rounding(eps, seed):
             moved = autograd(sample.module, loss, (sample.inputs, sample.weights), torch.float64, step)

@@ -97,8 +97,10 @@ def loss(outputs: list[Tensor], *weights: Tensor) -> Tensor:
 def operators() -> dict[str, Any]:
     """Return the operators with gradients of float32 on the CPU, by name."""
     found = {}
-    for op in op_db:
-        if op.supports_autograd and torch.float32 in op.supported_dtypes("cpu"):
+    every: list[Any] = op_db
+    for op in every:
+        types: set[torch.dtype] = op.supported_dtypes("cpu")
+        if op.supports_autograd and torch.float32 in types:
             found[op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")] = op
     return found
 

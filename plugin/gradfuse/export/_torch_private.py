@@ -430,7 +430,7 @@ def operators_collected_once() -> Iterator[None]:
     if original is None:
         yield
         return
-    utils._materialize_cpp_cia_ops = functools.cache(original)  # type: ignore[assignment]
+    utils._materialize_cpp_cia_ops = functools.cache(original)
     try:
         yield
     finally:

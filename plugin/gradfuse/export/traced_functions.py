@@ -315,7 +315,8 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 
 
 def lu_factor(A: Tensor, *, pivot: bool = True) -> Any:
-    return torch.return_types.linalg_lu_factor(torch.linalg.lu_factor_ex(A, pivot=pivot)[:2])
+    kinds: Any = torch.return_types
+    return kinds.linalg_lu_factor(torch.linalg.lu_factor_ex(A, pivot=pivot)[:2])
 
 
 def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
@@ -328,7 +329,8 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: s
         residuals = (A @ solution - columns).square().sum(-2)
     none = A.new_zeros((0,))
     found = solution.squeeze(-1) if is_vector else solution
-    return torch.return_types.linalg_lstsq((found, residuals, none.to(torch.int64), none))
+    kinds: Any = torch.return_types
+    return kinds.linalg_lstsq((found, residuals, none.to(torch.int64), none))
 
 
 INSTEAD: Mapping[Any, Callable[..., Tensor]] = {

@@ -187,8 +187,9 @@ def test_products_of_reflections() -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1.0, 30.0])
 def test_exponentials_of_matrices(size: float) -> None:
     matrix = _matrices(4) * size
+    jacobian: Any = torch.autograd.functional.jacobian
     ours, native = (
-        torch.autograd.functional.jacobian(function, matrix[:1].double() / max(size, 1.0))
+        jacobian(function, matrix[:1].double() / max(size, 1.0))
         for function in (linear_algebra.matrix_exponential, torch.linalg.matrix_exp)
     )
     torch.testing.assert_close(ours, native, rtol=1e-10, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_pseudoinverses(shape: tuple[int, int], rank: int | None) -> None:
 
 @pytest.mark.parametrize("tolerances", [{"atol": 1.5}, {"rtol": 0.5}, {"atol": 0.1, "rtol": 0.5}])
 def test_tolerances_of_pseudoinverses(tolerances: dict[str, float]) -> None:
-    given = {name: torch.tensor(one, dtype=torch.float64) for name, one in tolerances.items()}
+    given: dict[str, Any] = {name: torch.tensor(one, dtype=torch.float64) for name, one in tolerances.items()}
     matrix = _matrices(4, 4)
     torch.testing.assert_close(spectral.pseudoinverse(matrix, **given), torch.linalg.pinv(matrix, **given))
 

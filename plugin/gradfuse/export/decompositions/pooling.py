@@ -65,7 +65,7 @@ def avg_pool(
     step = per_axis(stride, axes) if stride else kernel
     matrices = []
     for axis in range(axes):
-        size = self.shape[axis - axes]
+        size: Any = self.shape[axis - axes]
         out = (size + 2 * pad[axis] - kernel[axis] + (step[axis] - 1 if ceil_mode else 0)) // step[axis] + 1
         if ceil_mode:
             if not isinstance(out, int):

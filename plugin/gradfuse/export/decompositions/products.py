@@ -84,7 +84,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) -> Tensor:
 
 def pdist(self: Tensor, p: float = 2.0) -> Tensor:
     """aten::_pdist_forward: the distances of all pairs of rows of (N, M), in the norm p."""
-    rows = self.shape[0]
+    rows: Any = self.shape[0]
     if not isinstance(rows, int):
         return NotImplemented  # type: ignore[no-any-return]
     if rows < 2:
@@ -106,13 +106,13 @@ def _length(difference: Tensor, p: float) -> Tensor:
     largest = size.amax(-1, keepdim=True)
     if math.isinf(p):
         # Elements that are equal do not share the gradient: each has all of it.
-        held = standins.STOP_GRADIENT(size)
-        reaches = (held == standins.STOP_GRADIENT(largest)).to(size.dtype)
-        return (standins.STOP_GRADIENT(largest) + ((size - held) * reaches).sum(-1, keepdim=True)).squeeze(-1)
+        held, most = standins.STOP_GRADIENT(size), standins.STOP_GRADIENT(largest)
+        total: Tensor = most + ((size - held) * (held == most).to(size.dtype)).sum(-1, keepdim=True)
+        return total.squeeze(-1)
     # The slope at 0 would be infinite below 1, and is 0 above.
     powers = torch.where(size > 0.0, torch.where(size > 0.0, size, 1.0) ** p, torch.where(size.isnan(), size, 0.0))
-    total = powers.sum(-1)
-    return torch.where(total == 0.0, 0.0, torch.where(total == 0.0, 1.0, total) ** (1.0 / p))
+    sums = powers.sum(-1)
+    return torch.where(sums == 0.0, 0.0, torch.where(sums == 0.0, 1.0, sums) ** (1.0 / p))
 
 
 def _root(squares: Tensor) -> Tensor:

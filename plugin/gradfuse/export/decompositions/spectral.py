@@ -116,13 +116,10 @@ def pseudoinverse(
     transposed = change.transpose(-1, -2)
     of_found = found.transpose(-1, -2)
     total = -(found @ change @ found)
-    if self.shape[-2] != self.shape[-1] or not hermitian:
-        total = total + found @ of_found @ (transposed - transposed @ fixed @ found)
-        total = total + (transposed - found @ fixed @ transposed) @ of_found @ found
-    else:
-        total = total + found @ found @ (change - change @ fixed @ found)
-        total = total + (change - found @ fixed @ change) @ found @ found
-    return (found + total).to(self.dtype)
+    total = total + found @ of_found @ (transposed - transposed @ fixed @ found)
+    total = total + (transposed - found @ fixed @ transposed) @ of_found @ found
+    result: Tensor = (found + total).to(self.dtype)
+    return result
 
 
 def _inverse_of_differences(values: Tensor) -> Tensor:
