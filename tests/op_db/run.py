@@ -40,7 +40,9 @@ SHARE = 0.95
 """Which share of the samples must be right."""
 
 ELEMENTS = 2000
-"""Of how many elements of the outputs the parts in a gradient are measured."""
+"""Of how many elements of the outputs the parts in a gradient are measured at most."""
+PARTS = 10**8
+"""How many such parts are measured."""
 
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
 
@@ -260,7 +262,8 @@ def terms(step: TrainingStep, sample: Sample, exact: Arrays) -> Arrays:
     elements = torch.cat([(one * weight).flatten() for one, weight in zip(outputs, sample.weights, strict=True)])
     largest["loss"] = np.maximum(largest["loss"], elements.detach().abs().nan_to_num().sum().numpy())
     parameters = dict(module.named_parameters())
-    for element in elements[:ELEMENTS]:
+    count = min(ELEMENTS, PARTS // max(sum(one.numel() for one in parameters.values()), 1))
+    for element in elements[:count]:
         parts = torch.autograd.grad(element, list(parameters.values()), retain_graph=True, allow_unused=True)
         for name, part in zip(parameters, parts, strict=True):
             if part is not None and f"{name}.grad" in largest:

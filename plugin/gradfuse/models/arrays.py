@@ -27,7 +27,8 @@ def to_numpy(tensor: Tensor, *, copy: bool = True) -> npt.NDArray[Any]:
         import ml_dtypes
 
         return values.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(values.numpy())
+    # The gradient of what has none may be a tensor of zeros without memory.
+    return np.asarray(values.numpy(force=True))
 
 
 def to_tensor(array: npt.NDArray[Any]) -> Tensor:
