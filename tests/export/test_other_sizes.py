@@ -215,6 +215,27 @@ def test_lengths_that_are_the_size_of_an_axis_grow_with_it() -> None:
         export_training_step(nn.Linear(6, 6), loss, (inputs, targets), dynamic_shapes=shapes, fuse=False)
 
 
+def test_axes_that_turn_out_static_are_not_compared_at_another_size() -> None:
+    torch.manual_seed(0)
+    auto = torch.export.Dim.AUTO
+    shapes: Any = (({0: auto, 1: auto},), ({0: auto},))
+    batch = (torch.randn(5, 6),), (torch.randint(0, 4, (5,)),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_training_step(nn.Linear(6, 4), F.cross_entropy, batch, dynamic_shapes=shapes, fuse=False)
+
+
+def test_sizes_within_the_bounds_of_a_dimension_are_chosen() -> None:
+    """The table of positions is as long as the batch, and a bound says so."""
+    torch.manual_seed(0)
+    dimension = torch.export.Dim("length", min=2, max=6)
+    module = InBatch(lambda h: h + torch.arange(6.0)[: h.shape[0], None])
+    shapes: Any = (({0: dimension},), ({0: dimension},))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_training_step(module, F.mse_loss, _rows(6), dynamic_shapes=shapes, fuse=False)
+
+
 def test_sizes_have_nothing_to_do_with_those_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = comparing_sizes.compare

@@ -168,7 +168,7 @@ class _Dimensions:
         return cls(
             axes=axes,
             names=names,
-            groups=[tuple(sorted(group)) for group in groups if group <= known.keys()],
+            groups=[tuple(sorted(group)) for group in groups if group and group <= known.keys()],
             given={name: int(size) for name, size in known.items()},
             ranges={name: _range_of(program, one) for name, one in every.items() if name in known},
             conditions=conditions,
