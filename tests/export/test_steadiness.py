@@ -89,6 +89,15 @@ def _yielding() -> Iterator[int]:
 
 
 yielding = _yielding()
+cycle = itertools.cycle([1.0, 1.0, 1.0, 2.0])
+array = np.zeros(1)
+
+
+def _in_array() -> float:
+    array[0] += 1
+    return array.item()
+
+
 last = collections.deque([1.0], maxlen=3)
 
 
@@ -106,6 +115,8 @@ CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "a count": (lambda: next(counts), "changes counts"),
     "a queue": (_queued, "changes last"),
     "what yields": (lambda: next(yielding), r"in Scaled\.forward"),
+    "a cycle": (lambda: next(cycle), r"in Scaled\.forward"),
+    "an array": (_in_array, "changes array in Python"),
     "numpy's generator": (lambda: by_numpy.random() * 10, "draws random numbers by the generator by_numpy in <lambda>"),
     "Python's generator": (lambda: by_python.gauss(0, 5), "draws random numbers by the generator by_python in"),
     "torch's generator": (lambda: torch.rand((), generator=by_torch), r"draws random numbers by .*torch\.Generator in"),
@@ -140,6 +151,18 @@ GLOBAL_DRAWS: dict[str, Callable[[], float]] = {
 def test_draws_of_the_processs_own_generators_are_refused_with_their_line(case: str) -> None:
     with pytest.raises(ExportError, match=r"by numpy or by Python: .* in <lambda> \(test_steadiness.py:\d+\)"):
         _export(Scaled(GLOBAL_DRAWS[case]))
+
+
+def test_a_step_that_seeds_the_generator_it_draws_by_is_refused() -> None:
+    def factor() -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return torch.rand(4)
+
+    with pytest.raises(
+        ExportError, match=r"seeds a generator of random numbers, in .*factor \(test_steadiness.py:\d+\)"
+    ):
+        _export(Scaled(factor))
 
 
 class Stepping(nn.Module):
@@ -181,6 +204,7 @@ LATE: dict[str, Callable[[Any], float]] = {
     "a list": lambda module: 2.0 if len(module.log) > 200 else 1.0,
     "a number of numpy": lambda module: 2.0 if module.count > 200 else 1.0,
     "a tensor": lambda module: 2.0 if module.steps.item() > 200 else 1.0,
+    "what is made in the first call": lambda module: 2.0 if module.calls > 200 else 1.0,
 }
 
 
@@ -199,6 +223,7 @@ class Late(nn.Module):
         self.log.append(0.5)
         self.count = self.count + np.float32(1)
         self.steps = self.steps + 1
+        self.calls = getattr(self, "calls", 0) + 1
         return self.layer(x) * self.factor(self)  # type: ignore[no-any-return]
 
 
@@ -209,7 +234,7 @@ def test_what_follows_late_from_something_else_that_counts_is_refused(case: str)
         ExportError, match=r"in later calls, in Late\.forward \(test_steadiness.py:\d+\), as it changes"
     ):
         _export(module)
-    assert (module.log, module.count, module.steps.item()) == ([], 0, 0)
+    assert (module.log, module.count, module.steps.item(), hasattr(module, "calls")) == ([], 0, 0, False)
 
 
 def test_a_counter_that_only_counts_is_none_of_the_steps_business() -> None:

@@ -37,6 +37,7 @@ _MOST_ADDED = 15_000
 _TENSORS = frozenset(("_parameters", "_buffers"))
 """Entries of modules whose tensors are replaced for each run."""
 _ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
+_ENDLESS = (itertools.cycle, types.GeneratorType)
 _ABSENT = object()
 
 
@@ -48,12 +49,14 @@ class PythonState:
 
     Attributes:
         clocks: where code has functions that tell the time.
+        is_endless: whether there are iterators of which nobody knows where they are.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._holders: list[_Holder] = []
         self._seen: set[Any] = set()
         self._copied = 0
+        self.is_endless = False
         self.clocks: list[clocks.Place] = []
         # Kept, so that no other object gets its id.
         self._alive: list[Any] = []
@@ -104,6 +107,12 @@ class PythonState:
             if not isinstance(value, nn.Parameter) and value.layout == torch.strided:
                 self._copied += value.numel()
                 self._holders.append(_Written(name, value, copied=self._copied <= _MOST_NUMBERS))
+        elif isinstance(value, np.ndarray):
+            self._copied += value.size
+            if value.dtype != object and value.flags.writeable and self._copied <= _MOST_NUMBERS:
+                self._holders.append(_Array(name, value))
+        elif isinstance(value, _ENDLESS):
+            self.is_endless = True
         elif isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Entries(name, value, _item))
             yield from ((_item(name, key), one) for key, one in list(value.items()))
@@ -230,6 +239,9 @@ class _Holder:
 class _Keyed(_Holder):
     """Something that keeps values under keys."""
 
+    _makes_entries = True
+    """Whether a number that was not there stands for one that was 0."""
+
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner)
         self._before = self._now()
@@ -245,6 +257,9 @@ class _Keyed(_Holder):
     def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
         for key, value in self._now().items():
             before = self._before.get(key)
+            if before is None and self._makes_entries and _is_number(value):
+                # It is made in the first call.
+                before = type(value)(0)
             if _is_number(before) and _is_number(value) and before != value:
                 yield self._shown(key), before, value, functools.partial(self._set, key)
             elif before is not value and _is_single(before) and _is_single(value):
@@ -324,6 +339,8 @@ class _Attributes(_Keyed):
 class _List(_Keyed):
     """A list, or a queue with two ends."""
 
+    _makes_entries = False
+
     def _now(self) -> dict[int, Any]:
         return dict(enumerate(self.owner))
 
@@ -383,6 +400,26 @@ class _Written(_Holder):
     def restore(self) -> None:
         if self._before is not None and any(self.changed()):
             self.owner.detach().copy_(self._before)
+
+
+class _Array(_Holder):
+    """An array of numpy, which may be written into."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner)
+        self._before = owner.copy()
+
+    def changed(self) -> Iterator[str]:
+        if self.owner.tobytes() != self._before.tobytes():
+            yield self.name
+
+    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        if self.owner.size == 1 and self.owner.dtype.kind in "iuf" and any(self.changed()):
+            yield self.name, self._before.item(), self.owner.item(), self.owner.fill
+
+    def restore(self) -> None:
+        if any(self.changed()):
+            self.owner[...] = self._before
 
 
 class _Generator(_Holder):

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import os
+import random
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +36,8 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 
 _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls that are tried: beyond most bounds, and multiples of most numbers that code takes remainders by."""
+_MORE_RUNS = 20
+"""Where code has an iterator of which nobody knows where it is, such as `itertools.cycle`."""
 _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
@@ -61,10 +66,15 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
         ExportError: it would not, it fails, or what it changes shares memory with something else.
     """
     try:
-        with _same_process(), Aliases(step) as aliases:
+        with _same_process(), _Seeding() as seeding, Aliases(step) as aliases:
             before = host_draws.states()
             first = step.run()
             draws = host_draws.states() != before
+        if seeding.place is not None and (first.dropouts or draws):
+            raise refusal(
+                f"the step seeds a generator of random numbers, in {seeding.place}, and draws the same ones in each "
+                "call; an exported step draws others: expected no seed, or a buffer with the numbers"
+            )
         refuse_shared(step, first)
         aliases.refuse(step, first)
         if draws:
@@ -74,7 +84,8 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 f"step would repeat in every call; expected torch's random numbers or none{branches.settings(step)}"
             )
         changed = state.changed()
-        _compare(step, state, first, _again(step, changed), changed)
+        for _ in range(_MORE_RUNS if state.is_endless else 1):
+            _compare(step, state, first, _again(step, changed), changed)
         if state.clocks:
             _compare_at_other_times(step, state, first, changed)
         if changed:
@@ -127,11 +138,12 @@ def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcom
         return
 
     state.restore()
-    found = _first_difference(step, _recorded(lambda: _run(step)), _recorded(lambda: _run(step)))
-    if found is None:
-        # Threads that add up in another order, and what follows from that.
-        return
-    raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
+    fresh = _recorded(lambda: _run(step))
+    for _ in range(_MORE_RUNS if state.is_endless else 1):
+        found = _first_difference(step, fresh, _recorded(lambda: _run(step)))
+        if found is not None:
+            raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
+    # Else threads add up in another order, and the rest follows from that.
 
 
 def _compare_at_other_times(step: TorchStep, state: PythonState, first: Outcome, changed: list[str]) -> None:
@@ -232,6 +244,33 @@ def _same_process() -> Iterator[None]:
     """Put back the states of the process's own generators of random numbers at the end."""
     with torch.random.fork_rng(devices=[]), host_draws.kept():
         yield
+
+
+class _Seeding:
+    """Notes where the user's code seeds the process's own generators of random numbers.
+
+    Attributes:
+        place: where it does; None: it does not.
+    """
+
+    _SEEDS = ((torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed"), (np.random, "seed"))
+
+    def __init__(self) -> None:
+        self.place: str | None = None
+        self._kept = [(module, name, getattr(module, name)) for module, name in self._SEEDS]
+
+    def __enter__(self) -> _Seeding:
+        for module, name, original in self._kept:
+            setattr(module, name, functools.partial(self._seed, original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, original in self._kept:
+            setattr(module, name, original)
+
+    def _seed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.place = self.place or explaining.current_place()
+        return original(*args, **kwargs)
 
 
 def _outputs(outcome: Outcome) -> dict[str, Tensor]:
