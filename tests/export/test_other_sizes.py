@@ -197,7 +197,7 @@ class InEvaluation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.layer(x)
-        return result if self.training else _looked_up({"9": 2.0})(result)  # type: ignore[no-any-return]
+        return result if self.training else _looked_up({"9": 2.0})(result)
 
 
 def test_lengths_that_are_the_size_of_an_axis_grow_with_it() -> None:

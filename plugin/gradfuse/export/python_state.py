@@ -262,7 +262,7 @@ class _Keyed(_Holder):
                 before = type(value)(0)
             if _is_number(before) and _is_number(value) and before != value:
                 yield self._shown(key), before, value, functools.partial(self._set, key)
-            elif before is not value and _is_single(before) and _is_single(value):
+            elif isinstance(before, Tensor) and before is not value and _is_single(before) and _is_single(value):
                 yield self._shown(key), before.item(), value.item(), functools.partial(self._put_into, key, value)
 
     def _put_into(self, key: Any, like: Tensor, number: Any) -> None:
