@@ -400,7 +400,8 @@ def test_two_exports_in_a_row_are_the_same() -> None:
 
 
 def test_the_states_of_generators_are_as_before() -> None:
-    before = random.getstate(), np.random.get_state(legacy=True)[1:3], torch.get_rng_state(), by_python.getstate()
+    state: Any = np.random.get_state()
+    before = random.getstate(), state, torch.get_rng_state(), by_python.getstate()
 
     def drawn() -> Tensor:
         np.random.rand()
@@ -409,7 +410,7 @@ def test_the_states_of_generators_are_as_before() -> None:
     with pytest.raises(ExportError):
         _export(Scaled(lambda: drawn() * random.gauss(0, 1) * by_python.random()))
     assert random.getstate() == before[0]
-    np.testing.assert_equal(np.random.get_state(legacy=True)[1:3], before[1])
+    np.testing.assert_equal(np.random.get_state(), before[1])
     assert torch.equal(torch.get_rng_state(), before[2])
     assert by_python.getstate() == before[3]
 

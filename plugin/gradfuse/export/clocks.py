@@ -29,13 +29,19 @@ def is_clock(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def later(by: datetime.timedelta, places: Sequence[Place]) -> Iterator[None]:
-    """Let it be later for who asks by the modules `time` and `datetime`, or by what other places have of them."""
+def later(by: datetime.timedelta, places: Sequence[Place], note: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let it be later for who asks by the modules `time` and `datetime`, or by what other places have of them.
+
+    Args:
+        by: by how much.
+        places: these places.
+        note: called whenever somebody asks.
+    """
     own = [(vars(module), name) for module, names in _OF_MODULES.items() for name in names if hasattr(module, name)]
     kept = [(namespace, name, namespace[name]) for namespace, name in (*own, *places)]
     try:
         for namespace, name, value in kept:
-            namespace[name] = _moved(value, by)
+            namespace[name] = _moved(value, by, note)
         yield
     finally:
         for namespace, name, value in kept:
@@ -49,26 +55,34 @@ _OF_MODULES: dict[Any, tuple[str, ...]] = {
 _NOW, _LOCAL = time.time, time.localtime
 
 
-def _moved(value: Any, by: datetime.timedelta) -> Any:
+def _moved(value: Any, by: datetime.timedelta, note: Callable[[], None]) -> Any:
     """Return what stands in the place of a function or a class."""
     if isinstance(value, type):
-        return _moved_class(value, by)
-    name, seconds = getattr(value, "__name__", ""), by.total_seconds()
+        return _moved_class(value, by, note)
     if isinstance(value, types.ModuleType):
         return value
-    if name.endswith("_ns"):
-        return lambda: value() + int(seconds) * 10**9
-    if name == "strftime":
-        return lambda text, when=None: value(text, _LOCAL(_NOW() + seconds) if when is None else when)
-    if name in ("localtime", "gmtime", "ctime"):
-        return lambda when=None: value(_NOW() + seconds if when is None else when)
-    return lambda: value() + seconds
+    name, seconds = value.__name__, by.total_seconds()
+
+    def ask(*given: Any) -> Any:
+        note()
+        if name == "strftime":
+            return value(*given) if len(given) > 1 else value(*given, _LOCAL(_NOW() + seconds))
+        if name in ("localtime", "gmtime", "ctime"):
+            return value(*given) if given and given[0] is not None else value(_NOW() + seconds)
+        return value() + (int(seconds) * 10**9 if name.endswith("_ns") else seconds)
+
+    return ask
 
 
-def _moved_class(value: Any, by: datetime.timedelta) -> Any:
+def _moved_class(value: Any, by: datetime.timedelta, note: Callable[[], None]) -> Any:
     def asked(name: str) -> Any:
         original: Callable[..., Any] = getattr(value, name)
-        return classmethod(lambda cls, *args, **kwargs: original(*args, **kwargs) + by)
+
+        def ask(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            note()
+            return original(*args, **kwargs) + by
+
+        return classmethod(ask)
 
     kind = type("Kind", (type(value),), {"__instancecheck__": lambda cls, one: isinstance(one, value)})
     names = [name for name in ("now", "utcnow", "today") if hasattr(value, name)]

@@ -98,7 +98,8 @@ def averaged(input: Tensor, axis: int, size: Any, count: Any) -> Tensor:
     places = torch.arange(size, device=input.device)[:, None]
     within = ((places >= begins) & (places < ends)).to(input.dtype)
     sums: Tensor = input.transpose(axis, -1) @ within
-    return (sums / (ends - begins).to(input.dtype)).transpose(axis, -1)
+    means: Tensor = sums / (ends - begins).to(input.dtype)
+    return means.transpose(axis, -1)
 
 
 def pool(
