@@ -29,7 +29,7 @@ from gradfuse.export import (
     recurrences,
     standins,
 )
-from gradfuse.export.decompositions import complex_numbers, forward
+from gradfuse.export.decompositions import complex_numbers, forward, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.reporting import quiet, refusal
@@ -200,6 +200,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
     layouts.copy_where_needed(program)
+    logarithms.choose_sigmoids(program)
     try:
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from training_models import autograd, run
 
 from gradfuse import export_training_step
+from gradfuse.export import standins
 from gradfuse.export.decompositions import logarithms
 from gradfuse.testing import assert_gradients_close
 
@@ -23,6 +24,7 @@ def test_of_one_number() -> None:
     assert_same(logarithms.softplus, F.softplus, POINTS)
     assert_same(lambda x: logarithms.softplus(x, 0.5, 3.0), lambda x: F.softplus(x, 0.5, 3.0), POINTS)
     assert_same(lambda x: logarithms.log_sigmoid(x)[0], F.logsigmoid, POINTS)
+    assert_same(logarithms.sigmoid, torch.sigmoid, POINTS)
 
 
 @pytest.mark.parametrize("name", ["logaddexp", "logaddexp2"])
@@ -53,6 +55,26 @@ def test_of_logits_and_targets(reduction: int, weighted: bool) -> None:
     assert_same(ours, native, logits, targets.expand(3, len(POINTS)))
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_of_probabilities(reduction: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
+    probabilities = torch.tensor([0.0, 1e-30, 1e-9, 0.3, 0.5, 1.0 - 1e-9, 1.0]).double()
+    targets = torch.tensor([[0.0], [1.0], [0.3]]).expand(3, 7)
+    weight = torch.rand(3, 7).double()
+    word = ("none", "mean", "sum")[reduction]
+
+    def ours(p: Tensor, y: Tensor) -> Tensor:
+        return logarithms.binary_cross_entropy(p, y, weight, reduction)
+
+    def native(p: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(p, y, weight, reduction=word)
+
+    assert_same(lambda p: ours(p, targets.double()), lambda p: native(p, targets.double()), probabilities.expand(3, 7))
+    # PyTorch's gradient of the target is infinite at 0 and 1.
+    weight = weight[:, 2:5]
+    assert_same(ours, native, probabilities[2:5].expand(3, 3), targets[:, 2:5])
+
+
 @pytest.mark.parametrize(
     "loss",
     (
@@ -63,8 +85,11 @@ def test_of_logits_and_targets(reduction: int, weighted: bool) -> None:
         lambda x, y: (-x * y).exp().log1p().mean(),
         lambda x, y: torch.logaddexp(-x * y, torch.zeros_like(x)).mean(),
         lambda x, y: -(-(-x * y).exp()).expm1().mean(),
+        lambda x, y: F.binary_cross_entropy(x.sigmoid().squeeze(1), (y > 0).to(x).squeeze(1)),
+        lambda x, y: F.mse_loss(x.sigmoid(), (y > 0).to(x)),
+        lambda x, y: -(1.0 - (-x * y).sigmoid()).log().mean(),
     ),
-    ids=("bce_with_logits", "soft_margin", "softplus", "logsigmoid", "log1p", "logaddexp", "expm1"),
+    ids="bce_with_logits soft_margin softplus logsigmoid log1p logaddexp expm1 bce mse log".split(),
 )
 @pytest.mark.parametrize("labels", ("of both signs", "all negative"))
 def test_confident_batches_export(loss: Callable[[Tensor, Tensor], Tensor], labels: str) -> None:

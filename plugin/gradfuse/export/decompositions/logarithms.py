@@ -7,16 +7,42 @@ imports torch.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from gradfuse.export import standins
 
 aten = torch.ops.aten
 
 _MEAN, _SUM = 1, 2
 """ATen's numbers of reductions."""
+
+_LEAST_LOGARITHM = -100.0
+_LEAST_VARIANCE = 9.999999960041972e-13
+"""1e-12 in float32, in which PyTorch writes it."""
+
+_MEASURES = frozenset(
+    (aten.binary_cross_entropy, aten.log, aten.log1p, aten.log2, aten.log10, aten.mse_loss, aten.rsub, aten.xlogy)
+)
+"""What small probabilities matter to, as the loss of a confident batch consists of them."""
+_VIEWS = frozenset(
+    (
+        *(aten.squeeze, aten.unsqueeze, aten.view, aten.reshape, aten.flatten, aten.neg, aten.permute),
+        *(aten.expand, aten.broadcast_tensors),
+    )
+)
+
+_library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("exact_sigmoid(Tensor self) -> Tensor")
+torch.library.register_fake("gradfuse::exact_sigmoid", torch.empty_like, lib=_library)
+_library.impl("exact_sigmoid", torch.sigmoid, "CompositeExplicitAutograd")
+_EXACT_SIGMOID = torch.ops.gradfuse.exact_sigmoid.default
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -24,10 +50,42 @@ def table() -> dict[Any, Callable[..., Any]]:
     return {
         aten.softplus.default: softplus,
         aten.log_sigmoid_forward.default: log_sigmoid,
+        aten.binary_cross_entropy.default: binary_cross_entropy,
         aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
+        _EXACT_SIGMOID: sigmoid,
     }
+
+
+def choose_sigmoids(program: ExportedProgram) -> None:
+    """Let those sigmoids of a traced program that a loss reads have the digits of small results.
+
+    onnxruntime's have seven digits behind the point, which is 0 from -18 on.
+    """
+    for node in program.graph.nodes:
+        if node.target is aten.sigmoid.default and _is_measured(node):
+            node.target = _EXACT_SIGMOID
+
+
+def _is_measured(node: Node) -> bool:
+    pending, seen = list(node.users), set(node.users)
+    while pending:
+        user = pending.pop()
+        packet = getattr(user.target, "overloadpacket", None)
+        if packet in _MEASURES:
+            return True
+        if packet in _VIEWS or user.target is operator.getitem:
+            pending.extend(one for one in user.users if one not in seen)
+            seen.update(user.users)
+    return False
+
+
+def sigmoid(self: Tensor) -> Tensor:
+    """aten::sigmoid, with the digits of what is nearly 0."""
+    right, left = _sides(self)
+    small = left.exp()
+    return torch.where(self >= 0, 1.0 / (1.0 + (-right).exp()), small / (1.0 + small))
 
 
 def softplus(self: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
@@ -59,6 +117,19 @@ def binary_cross_entropy_with_logits(
         (1.0 - target) * right + both * (-right).exp().log1p(),
         both * left.exp().log1p() - positive * left,
     )
+    return _reduced(losses, weight, reduction)
+
+
+def binary_cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Tensor:
+    """aten::binary_cross_entropy: logarithms are at least -100, and the slope is (p - y) / max(p (1 - p), 1e-12)."""
+    fixed = standins.STOP_GRADIENT(self)
+    of_one, of_none = (one.clamp(min=_LEAST_LOGARITHM) for one in (fixed.log(), (-fixed).log1p()))
+    slope = (fixed - standins.STOP_GRADIENT(target)) / ((1.0 - fixed) * fixed).clamp(min=_LEAST_VARIANCE)
+    losses = (target - 1.0) * of_none - target * of_one + (self - fixed) * slope
+    return _reduced(losses, weight, reduction)
+
+
+def _reduced(losses: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
     if weight is not None:
         losses = losses * weight
     return losses.mean() if reduction == _MEAN else losses.sum() if reduction == _SUM else losses
