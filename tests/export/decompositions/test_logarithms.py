@@ -75,6 +75,20 @@ def test_of_probabilities(reduction: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert_same(ours, native, probabilities[2:5].expand(3, 3), targets[:, 2:5])
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x).sigmoid() * self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_gates_stay_what_they_are() -> None:
+    step = export_training_step(Gated(), F.mse_loss, (torch.randn(3, 4), torch.randn(3, 4)))
+    assert [node.op_type for node in step.model.graph.node].count("Sigmoid") == 1
+
+
 @pytest.mark.parametrize(
     "loss",
     (

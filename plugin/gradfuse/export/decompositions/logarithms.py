@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -28,7 +28,10 @@ _LEAST_VARIANCE = 9.999999960041972e-13
 """1e-12 in float32, in which PyTorch writes it."""
 
 _MEASURES = frozenset(
-    (aten.binary_cross_entropy, aten.log, aten.log1p, aten.log2, aten.log10, aten.mse_loss, aten.rsub, aten.xlogy)
+    (
+        *(aten.binary_cross_entropy, aten.log, aten.log1p, aten.log2, aten.log10, aten.mse_loss, aten.rsub),
+        *(aten.xlogy, aten.sum, aten.mean),
+    )
 )
 """What small probabilities matter to, as the loss of a confident batch consists of them."""
 _VIEWS = frozenset(
@@ -63,17 +66,25 @@ def choose_sigmoids(program: ExportedProgram) -> None:
 
     onnxruntime's have seven digits behind the point, which is 0 from -18 on.
     """
+    trained: set[Node] = set()
     for node in program.graph.nodes:
-        if node.target is aten.sigmoid.default and _is_measured(node):
+        value = node.meta.get("val")
+        is_parameter = node.op == "placeholder" and isinstance(value, Tensor) and value.requires_grad
+        if is_parameter or any(one in trained for one in node.all_input_nodes):
+            trained.add(node)
+    for node in program.graph.nodes:
+        if node.target is aten.sigmoid.default and _is_measured(node, trained):
             node.target = _EXACT_SIGMOID
 
 
-def _is_measured(node: Node) -> bool:
+def _is_measured(node: Node, trained: Collection[Node]) -> bool:
     pending, seen = list(node.users), set(node.users)
     while pending:
         user = pending.pop()
         packet = getattr(user.target, "overloadpacket", None)
-        if packet in _MEASURES:
+        # What is weighted by numbers that do not train is no gate.
+        weighted = packet is aten.mul and sum(one in trained for one in user.all_input_nodes) == 1
+        if packet in _MEASURES or (weighted and len(user.all_input_nodes) > 1):
             return True
         if packet in _VIEWS or user.target is operator.getitem:
             pending.extend(one for one in user.users if one not in seen)
