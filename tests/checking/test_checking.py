@@ -218,8 +218,8 @@ def test_a_fused_node_with_a_wrong_attribute_fails() -> None:
     assert not gradfuse.check(proto, fused).ok
 
 
-def test_a_model_beyond_one_message_is_run_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradfuse.checking.execution.fits_one_message", lambda model: False)
+def test_a_model_with_large_tensors_is_run_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradfuse.checking.execution._LARGE", 0)
     assert gradfuse.check(small_models.forward(500), small_models.forward(500)).ok
 
 

@@ -15,11 +15,12 @@ _BYTES = 2
 
 
 def save(model: ir.Model, path: str) -> None:
-    """Write a model with all its tensors to a file; it must fit into one message."""
+    """Write a model to a file; external tensors stay in theirs, and the rest must fit into one message."""
     large = {
         name: value.const_value
         for name, value in model.graph.initializers.items()
         if value.const_value is not None
+        and not isinstance(value.const_value, ir.ExternalTensor)
         and value.const_value.nbytes >= SMALLEST
         and value.const_value.dtype != ir.DataType.STRING
     }
