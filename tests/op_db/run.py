@@ -44,6 +44,9 @@ ELEMENTS = 2000
 PARTS = 10**8
 """How many such parts are measured."""
 
+MOVES = 4
+"""How many runs are moved."""
+
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
 
 Outcome = tuple[str, str]
@@ -234,8 +237,9 @@ def compare(step: TrainingStep, sample: Sample) -> None:
 def terms(step: TrainingStep, sample: Sample, exact: Arrays) -> Arrays:
     """Return how large the terms are whose sums the loss and the gradients are, by their names.
 
-    They are the elements of the outputs times their weights, the parts that each of these has in a gradient, and what
-    runs of PyTorch in float64 change whose results of arithmetic are moved by a rounding, in units of that.
+    They are the elements of the outputs times their weights, the parts that each of these has in a gradient, what each
+    parameter has in an element, and what runs of PyTorch in float64 change whose parameters, inputs and results of
+    arithmetic are moved by a rounding, in units of that.
     """
     import numpy as np
     import torch
@@ -248,26 +252,35 @@ def terms(step: TrainingStep, sample: Sample, exact: Arrays) -> Arrays:
 
     eps = float(np.finfo(np.float32).eps)
     largest: Arrays = {name: np.zeros(array.shape) for name, array in exact.items()}
-    for seed in range(4):
-        with Rounding(eps, seed):
-            moved = autograd(sample.module, loss, (sample.inputs, sample.weights), torch.float64, step)
+    for seed in range(MOVES):
+        moved_module = copy.deepcopy(sample.module).double()
+        with Rounding(eps, seed) as rounding, torch.no_grad():
+            for parameter in moved_module.parameters():
+                parameter.copy_(rounding.moved(parameter))
+            inputs = tuple(rounding.moved(one.double() if one.is_floating_point() else one) for one in sample.inputs)
+            with torch.enable_grad():
+                moved = autograd(moved_module, loss, (inputs, sample.weights), torch.float64, step)
         for name, array in exact.items():
             change = np.nan_to_num(np.abs(moved[name].astype(np.float64) - array)) / eps
             largest[name] = np.maximum(largest[name], change.max(initial=0))
     module = copy.deepcopy(sample.module).double()
-    inputs = [one.double() if one.is_floating_point() else one for one in sample.inputs]
+    given = [one.double() if one.is_floating_point() else one for one in sample.inputs]
     seed_of_draws = step.buffers.get(DROPOUT_SEED)
     with SeededDropout(None if seed_of_draws is None else torch.from_numpy(seed_of_draws)):
-        outputs = module(*inputs)
+        outputs = module(*given)
     elements = torch.cat([(one * weight).flatten() for one, weight in zip(outputs, sample.weights, strict=True)])
     largest["loss"] = np.maximum(largest["loss"], elements.detach().abs().nan_to_num().sum().numpy())
     parameters = dict(module.named_parameters())
+    within = 0.0
     count = min(ELEMENTS, PARTS // max(sum(one.numel() for one in parameters.values()), 1))
     for element in elements[:count]:
         parts = torch.autograd.grad(element, list(parameters.values()), retain_graph=True, allow_unused=True)
         for name, part in zip(parameters, parts, strict=True):
             if part is not None and f"{name}.grad" in largest:
-                largest[f"{name}.grad"] = largest[f"{name}.grad"] + part.abs().nan_to_num().numpy(force=True)
+                sizes = part.abs().nan_to_num()
+                largest[f"{name}.grad"] = largest[f"{name}.grad"] + sizes.numpy(force=True)
+                within += float((sizes * parameters[name].detach().abs().nan_to_num()).sum())
+    largest["loss"] = np.maximum(largest["loss"], within)
     return largest
 
 

@@ -14,6 +14,7 @@ from gradfuse.export import dropout
 from gradfuse.export.decompositions import (
     backward,
     elementwise,
+    fourier,
     index,
     linear_algebra,
     logarithms,
@@ -46,6 +47,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         **products.table(),
         **linear_algebra.table(),
         **elementwise.table(),
+        **fourier.table(),
         **logarithms.table(),
         **special.table(),
         **spectral.table(),
