@@ -153,6 +153,7 @@ class Drawing(nn.Module):
             + F.gumbel_softmax(y, tau=0.7)
             + y * torch.bernoulli(y.detach().sigmoid()) * torch.bernoulli(y.detach(), 0.5)
         )
+        y = y + torch.normal(y, 0.5) + torch.normal(0.1, y.square()) + torch.normal(y, y.square() + 0.1)
         y = y * torch.randint(1, 4, (len(x), 1)) + y[torch.randperm(len(x))]
         y = F.rrelu_(F.rrelu(y, 0.2, 0.6, self.training) - 0.5, training=False)
         return F.dropout(y, 0.3, self.training)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradfuse.export import _torch_private as private
-from gradfuse.export import host_draws
+from gradfuse.export import host_draws, standins
 from gradfuse.export.translation import function_caller
 from gradfuse.training import draws
 
@@ -242,6 +242,14 @@ def _normal(draw: _Draw, self: Tensor, mean: float = 0.0, std: float = 1.0, **_:
     return _gaussian(draw, self, self.dtype) * std + mean
 
 
+def _normal_of(draw: _Draw, mean: Tensor | float, std: Tensor | float = 1.0, **_: Any) -> Tensor:
+    """Return normal numbers of any means and deviations, which have no gradient as in PyTorch."""
+    given = [one for one in (mean, std) if isinstance(one, Tensor)]
+    like = torch.broadcast_tensors(*given)[0]  # type: ignore[no-untyped-call]
+    drawn: Tensor = standins.STOP_GRADIENT(_gaussian(draw, like.contiguous(), given[0].dtype) * std + mean)
+    return drawn
+
+
 def _gaussian(draw: _Draw, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers, by Box and Muller's transform of two uniform ones."""
     radius, angle = draw(torch.stack([like, like])).to(torch.promote_types(dtype, torch.float32)).unbind()
@@ -296,6 +304,9 @@ _DISTRIBUTIONS: dict[Any, Callable[..., Any]] = {
     aten.randn.default: _randn,
     aten.randn_like.default: _randn_like,
     aten.normal_functional.default: _normal,
+    aten.normal.Tensor_Tensor: _normal_of,
+    aten.normal.Tensor_float: _normal_of,
+    aten.normal.float_Tensor: _normal_of,
     aten.exponential.default: _exponential,
     aten.bernoulli.default: _bernoulli_of,
     aten.bernoulli.Tensor: _bernoulli_of,

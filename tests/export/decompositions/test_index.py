@@ -207,6 +207,12 @@ def test_elements_put_at_places(accumulate: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("places", [[[0, -1], [4, 4]], 3, [0]])
+def test_elements_taken_at_places(places: Any) -> None:
+    at = torch.tensor(places)
+    assert_same(lambda x: index.take(x, at), lambda x: x.take(at), torch.randn(2, 3))
+
+
 @pytest.mark.parametrize("offset", [-2, -1, 0, 2])
 @pytest.mark.parametrize("dims", [(0, 1), (2, 0), (-1, 1)])
 def test_replaced_diagonals(offset: int, dims: tuple[int, int]) -> None:

@@ -73,6 +73,18 @@ def test_distances_of_all_pairs(p: float) -> None:
     assert products.pdist(x[:1], p).shape == (0,)
 
 
+@pytest.mark.parametrize("p", [0.5, 1.5, 3.0, -0.5, -2.0])
+@pytest.mark.parametrize("dim", [None, [0], [1, 2]])
+def test_norms_by_any_number(p: float, dim: list[int] | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 2)
+    x[0, 1] = 0.0
+    native = torch.linalg.vector_norm
+    for given in (x, torch.zeros(3, 4, 2), x.abs() + 0.1):
+        assert_same(lambda x: products.vector_norm(x, p, dim), lambda x: native(x, p, dim), given)
+    assert products.vector_norm(x, p, dim, True).shape == native(x, p, dim, True).shape
+
+
 def test_counts_of_what_differs() -> None:
     a, b = torch.tensor([[1.0, 2.0, -1.0], [0.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, -1.0]])
     assert torch.equal(products.cdist(a, b, 0.0, None), torch.cdist(a, b, p=0.0))

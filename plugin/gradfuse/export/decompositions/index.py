@@ -36,6 +36,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.scatter_reduce.two: scatter_reduce,
         aten.index_reduce.default: index_reduce,
         aten.put.default: put,
+        aten.take.default: take,
         aten.diagonal_scatter.default: diagonal_scatter,
     }
 
@@ -171,6 +172,13 @@ def put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -
     values = source.flatten()
     changed = flat.scatter_add(0, places, values) if accumulate else flat.scatter(0, places, values)
     return changed.view(self.shape)
+
+
+def take(self: Tensor, index: Tensor) -> Tensor:
+    """aten::take: elements at places among all elements."""
+    places = index.flatten()
+    places = torch.where(places < 0, places + self.numel(), places)
+    return self.flatten().index_select(0, places).view(index.shape)
 
 
 def diagonal_scatter(self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:

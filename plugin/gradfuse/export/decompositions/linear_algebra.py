@@ -38,6 +38,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.ormqr.default: reflections_applied,
         aten.linalg_matrix_exp.default: matrix_exponential,
         aten.linalg_inv_ex.default: inverse,
+        aten.linalg_inv.default: inverse_alone,
         aten._linalg_solve_ex.default: solve,
         aten._linalg_det.default: determinant,
         aten._linalg_slogdet.default: log_determinant,
@@ -252,6 +253,8 @@ def by_reflections(A: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     """aten::linalg_householder_product: the first columns of the product of reflections, (*, M, N) and (*, K)."""
+    if _is_empty(input):
+        return input.clone()
     if not all(isinstance(size, int) and 0 < size <= _LARGEST for size in input.shape[-2:]) or input.is_complex():
         return NotImplemented  # type: ignore[no-any-return]
     return _reflected(input, _reflections(input, tau), input.shape[-1])
@@ -317,6 +320,11 @@ def inverse(A: Tensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     return _eliminated(A, one.expand(A.shape))[0], _no_errors(A)
 
 
+def inverse_alone(A: Tensor) -> Tensor:
+    """aten::linalg_inv, without a check for singular matrices, which PyTorch's own run has passed."""
+    return inverse(A)[0] if _is_small(A) or _is_empty(A) else NotImplemented
+
+
 def solve(
     A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -355,7 +363,9 @@ def log_determinant(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stacked = torch.stack(pivots, -1)
     for pivot in pivots:
         sign = sign * pivot.sign()
-    return sign, stacked.abs().log().sum(-1), A, _pivots(A)
+    # onnxruntime 1.31 loses the gradient of a sum over one element.
+    total = stacked.abs().log().sum(-1) if len(pivots) > 1 else pivots[0].abs().log()
+    return sign, total, A, _pivots(A)
 
 
 def _eliminated(matrix: Tensor, columns: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.cumprod.default: cumprod,
         aten._cdist_forward.default: cdist,
         aten._pdist_forward.default: pdist,
+        aten.linalg_vector_norm.default: vector_norm,
         aten.bilinear.default: bilinear,
         aten.mm.default: functools.partial(of_nothing, aten.mm.default),
         aten.bmm.default: functools.partial(of_nothing, aten.bmm.default),
@@ -109,10 +110,28 @@ def _length(difference: Tensor, p: float) -> Tensor:
         held, most = standins.STOP_GRADIENT(size), standins.STOP_GRADIENT(largest)
         total: Tensor = most + ((size - held) * (held == most).to(size.dtype)).sum(-1, keepdim=True)
         return total.squeeze(-1)
-    # The slope at 0 would be infinite below 1, and is 0 above.
-    powers = torch.where(size > 0.0, torch.where(size > 0.0, size, 1.0) ** p, torch.where(size.isnan(), size, 0.0))
-    sums = powers.sum(-1)
-    return torch.where(sums == 0.0, 0.0, torch.where(sums == 0.0, 1.0, sums) ** (1.0 / p))
+    return _power_norm(size, p, (-1,))
+
+
+def vector_norm(
+    self: Tensor, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """aten::linalg_vector_norm by other numbers than 0, 1, 2 and infinities, whose slopes are 0 at 0."""
+    if ord in (0.0, 1.0, 2.0) or math.isinf(ord) or not self.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    size = (self if dtype is None else self.to(dtype)).abs()
+    return _power_norm(size, float(ord), range(self.dim()) if dim is None else dim, keepdim)
+
+
+def _power_norm(size: Tensor, p: float, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    """Return the roots of sums of powers, whose slopes at 0 are 0, and not infinite as those of powers may be."""
+    some = size > 0.0
+    of_none = torch.where(size.isnan(), size, 0.0 if p > 0.0 else torch.inf)
+    powers = torch.where(some, torch.where(some, size, 1.0) ** p, of_none)
+    sums = powers.sum(list(dim), keepdim=keepdim)
+    at_end = (sums == 0.0) | sums.isinf()
+    ends = torch.where((sums == 0.0) == (p > 0.0), 0.0, torch.inf)
+    return torch.where(at_end, ends, torch.where(at_end, 1.0, sums) ** (1.0 / p))
 
 
 def _root(squares: Tensor) -> Tensor:
