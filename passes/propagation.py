@@ -879,7 +879,11 @@ def _einsum(operands: _Operands) -> list[_Result]:
 
 
 def letter_sizes(term: str, sizes: Sequence[Size]) -> tuple[Sizes, dict[str, Size]]:
-    """Return the sizes that `...` stands for in a term of an Einsum, and those of its letters."""
+    """Return the sizes that `...` stands for in a term of an Einsum, and those of its letters.
+
+    Raises:
+        Unknown: the term has another number of letters.
+    """
     letters = term.replace("...", "")
     ahead = len(term.partition("...")[0]) if "..." in term else len(letters)
     count = len(sizes) - len(letters)

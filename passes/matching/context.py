@@ -20,8 +20,8 @@ from gradfuse.passes.report import Report
 class Context:
     """A model at work: a site for each of its graphs, and the report on what is done to them.
 
-    Used in a ``with`` statement. Types and shapes that follow are set on entry; on exit those of the exporter are back, but
-    for the inputs of fused nodes.
+    Used in a ``with`` statement. Types and shapes that follow are set on entry; on exit those of the exporter are back,
+    but for the inputs of fused nodes.
 
     Args:
         model: the model, which passes change in place.

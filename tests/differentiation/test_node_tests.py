@@ -20,7 +20,6 @@ NO_RULE = "no gradient rule for this operator"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("OptionalGetElement", "Unique"), NO_RULE),
-    "AffineGrid": "the rank of .* is unknown",
     "BatchNormalization": "the result depends on its running statistics",
     "DequantizeLinear": "it has a block_size",
     "CumProd": "its axis is no constant",

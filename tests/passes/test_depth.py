@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import numpy as np
 import onnx
@@ -13,7 +14,7 @@ from gradfuse import build_training_step, explain, fuse
 
 WIDTH, HEADS = 8, 2
 SECONDS = 60
-"""So many, at most, on a busy machine: it is a few where each layer takes as long as the others."""
+"""So many of the processor, at most: it is a third where each layer takes as long as the others."""
 
 LAYER = """
     q{k} = MatMul(x{k}, wq{k})
@@ -48,7 +49,8 @@ def attention(layers: int) -> onnx.ModelProto:
     body = "".join(LAYER.format(k=k, n=k + 1) for k in range(layers))
     weights = ", ".join(f"float[{WIDTH}, {WIDTH}] w{role}{k}" for k in range(layers) for role in "qv")
     model = onnx.parser.parse_model(
-        f"""<ir_version: 10, opset_import: ["": 18]> g (float[batch, time, {WIDTH}] x0) => (float[b, t, {WIDTH}] x{layers})
+        f"""<ir_version: 10, opset_import: ["": 18]>
+        g (float[batch, time, {WIDTH}] x0) => (float[b, t, {WIDTH}] x{layers})
         <int64[1] first = {{0}}, int64[1] second = {{1}}, int64[2] split = {{{HEADS}, {WIDTH // HEADS}}},
          int64[1] joined = {{{WIDTH}}}, int64[1] zero = {{0}}, int64[1] axis = {{2}}, int64[1] other_axis = {{3}},
          int64[1] many = {{9223372036854775807}},
@@ -67,10 +69,10 @@ def attention(layers: int) -> onnx.ModelProto:
 
 @pytest.mark.long
 def test_200_layers_are_built_fused_and_explained_in_a_minute() -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     plain = build_training_step(attention(200), "mse", fuse=False).model
     fused = fuse(plain)
     explain(plain)
-    assert time.monotonic() - begin < SECONDS
-    counts = {fusion.op for fusion in fused.report.fusions}
-    assert {"LayerNormBackward", "MSELossBackward"} & counts
+    assert time.process_time() - begin < SECONDS
+    counts = Counter(fusion.op for fusion in fused.report.fusions)
+    assert counts["LayerNormBackward"] >= 199 and counts["ScaledMaskedSoftmaxBackward"] == 200

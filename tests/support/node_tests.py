@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 _FIXED = {"Upsample": [1]}
 """Float inputs without a gradient of operators that become others, which have a rule."""
 
-_IN_FLOAT32 = ("Loop", "MeanVarianceNormalization", "MelWeightMatrix")
+_IN_FLOAT32 = ("AffineGrid", "Loop", "MeanVarianceNormalization", "MelWeightMatrix")
 """Operators whose bodies have constants in float32."""
 
 _NEWEST_RUN = 26

@@ -10,7 +10,7 @@ import onnx
 from gradfuse.differentiation.expansion import expansions
 from gradfuse.differentiation.rules import table
 
-_NOT_BY_BODY = frozenset({"AffineGrid", "SequenceMap"})
+_NOT_BY_BODY = frozenset({"SequenceMap"})
 """Operators whose function body has a node without a rule."""
 
 _CONVERTED = {"Scatter": "ScatterElements", "Upsample": "Resize"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterator
-from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor
+from gradfuse.passes.propagation import broadcast, letter_sizes
 
 _MANY_ROWS = 1024
 """Measured, see docs/performance.md: from here on a transposition takes less than what it saves."""
@@ -128,6 +129,27 @@ def gemm(call: Call) -> Iterator[Gradient]:
         yield lambda: call.summed_to(dy * beta, c, call.y[0])
 
 
+@gradient("AffineGrid")
+def affine_grid(call: Call) -> Iterator[Gradient]:
+    """Each matrix is multiplied with the coordinates of the grid, which the operator itself gives for a unit matrix."""
+    theta, size, dy = call.x[0], call.x[1], call.dy[0]
+    assert theta is not None and size is not None and dy is not None
+    tape = call.tape
+    known = [call.dims(theta)[1], call.rank(call.y[0]) - 2 if call.y[0].value.shape is not None else None]
+    axes = next((count for count in known if isinstance(count, int)), None)
+    if axes is None:
+        raise call.error("the size of its matrices is unknown; expected a model with shapes")
+    one = tape.concat([tape.ints(1), size.slice(tape.ints(1), tape.ints(axes + 2), tape.ints(0))])
+    unit = tape.constant(np.eye(axes, axes + 1)[None], dy.dtype)
+    options = {"align_corners": call.attribute("align_corners", 0)}
+    grid = unit.op("AffineGrid", one, **options).reshape([-1, axes])
+    last = grid.slice(tape.ints(0), tape.ints(1), tape.ints(1)).ones()
+    coordinates = tape.op("Concat", grid, last, axis=1)
+    rows = dy.reshape(tape.concat([dy.size(0), tape.op("Shape", grid)]))
+    yield rows.transpose([0, 2, 1]).matmul(coordinates)
+    yield None
+
+
 @gradient("Einsum", limits="... ahead of the letters of a term, and in the output")
 def einsum(call: Call) -> Iterator[Gradient]:
     """Each operand's gradient is the product of the output's gradient and the other operands.
@@ -142,7 +164,7 @@ def einsum(call: Call) -> Iterator[Gradient]:
     if not arrow:
         letters = sorted(set(left) - set(",."))
         output = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
-    sizes = [_sizes_of(call, x, term) for x, term in zip(call.x, terms, strict=True) if x is not None]
+    sizes = [letter_sizes(term, call.dims(x)) for x, term in zip(call.x, terms, strict=True) if x is not None]
     for index, written in enumerate(terms):
         others = [k for k in range(len(terms)) if k != index]
         term, diagonals = _with_own_letters(written, set(equation))
@@ -160,49 +182,20 @@ def einsum(call: Call) -> Iterator[Gradient]:
         units = [_unit_matrix(x, _axis_of(letter, term)) for _, letter in diagonals]
         operands = [*(call.x[k] for k in others), *units]
         found = call.tape.op("Einsum", dy, *operands, equation=f"{given}->{'...' if batched else ''}{kept}")
-        batch = _broadcast(*(batch for batch, _ in sizes)) if batched else []
+        batch = broadcast(*(batch for batch, _ in sizes)) if batched else []
         if batched and "..." not in term:
             found, batch = found.sum(list(range(len(batch))), keepdims=False), []
         # What was summed over has the same gradient throughout.
         found = found.unsqueeze(*(_axis_of(letter, term) for letter in lost))
-        pairs = dict(diagonals)
+        paired = {letter for pair in diagonals for letter in pair}
         dims = [*batch]
         for letter in own:
-            everywhere = range(len(terms)) if letter in output or letter in pairs.values() else others
+            everywhere = range(len(terms)) if letter in output or letter in paired else others
             name = next((first for first, second in diagonals if second == letter), letter)
             known = [[sizes[k][1][name]] for k in everywhere if name in sizes[k][1]]
-            dims += [1] if letter in lost else _broadcast(*known)
+            dims += [1] if letter in lost else broadcast(*known)
         found.value.shape = ir.Shape(dims)
         yield _fitted(call, found, x)
-
-
-_Dims: TypeAlias = "list[int | str | None]"
-
-
-def _sizes_of(call: Call, x: Tensor, term: str) -> tuple[_Dims, dict[str, int | str | None]]:
-    """The sizes that a term's `...` stands for, and those of its letters."""
-    letters = term.replace("...", "")
-    dims = list(call.dims(x))
-    ahead = term.partition("...")[0] if "..." in term else letters
-    count = len(dims) - len(letters)
-    return dims[len(ahead) : len(ahead) + count], dict(
-        zip(letters, dims[: len(ahead)] + dims[len(ahead) + count :], strict=True)
-    )
-
-
-def _broadcast(*shapes: _Dims) -> _Dims:
-    """The sizes that shapes are broadcast to, None where it is not known which of two sizes is 1."""
-    dims: _Dims = [1] * max(map(len, shapes), default=0)
-    for shape in shapes:
-        for axis, size in enumerate(shape, len(dims) - len(shape)):
-            before = dims[axis]
-            if before == 1:
-                dims[axis] = size
-            elif isinstance(size, int) and size != 1:
-                dims[axis] = size
-            elif size != 1 and not isinstance(before, int) and size != before:
-                dims[axis] = None
-    return dims
 
 
 def _fitted(call: Call, gradient: Tensor, x: Tensor) -> Tensor:
@@ -214,7 +207,7 @@ def _fitted(call: Call, gradient: Tensor, x: Tensor) -> Tensor:
         for wide, size in zip(narrow, own, strict=True)
     ):
         gradient = gradient.expand(call.shape(x))
-        gradient.value.shape = ir.Shape(_broadcast(dims, list(own)))
+        gradient.value.shape = ir.Shape(broadcast(dims, list(own)))
     return call.summed_to(gradient, x, gradient)
 
 
