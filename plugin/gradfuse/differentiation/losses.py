@@ -24,11 +24,13 @@ def softmax(call: Call) -> Iterator[Gradient]:
 
 def _is_replaced(value: ir.Value) -> bool:
     """Whether a model chooses between a value and another one."""
-    for node, index in value.uses():
-        if node.op_type == "Where" and index > 0:
-            return True
-        if node.op_type in ("Cast", "CastLike") and _is_replaced(node.outputs[0]):
-            return True
+    values = [value]
+    for one in values:  # The list grows: converted values are appended as they are found.
+        for node, index in one.uses():
+            if node.op_type == "Where" and index > 0:
+                return True
+            if node.op_type in ("Cast", "CastLike") and index == 0:
+                values.append(node.outputs[0])
     return False
 
 

@@ -203,12 +203,13 @@ def constant_of(value: ir.Value) -> npt.NDArray[Any] | None:
     if known is not None:
         return known
     node = value.producer()
+    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
     if node is None:
         if value.const_value is None or value.is_graph_input():
             return None
         return value.const_value.numpy()
-    if node.op_type == "Identity" and node.inputs[0] is not None:
-        return constant_of(node.inputs[0])
     if node.op_type != "Constant":
         return None
     for name, attribute in node.attributes.items():
