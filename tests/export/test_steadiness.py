@@ -165,6 +165,14 @@ def test_a_step_that_seeds_the_generator_it_draws_by_is_refused() -> None:
         _export(Scaled(factor))
 
 
+def test_a_step_that_seeds_the_generator_anew_in_each_call_exports() -> None:
+    def factor() -> Tensor:
+        torch.manual_seed(torch.seed() % 2**31)
+        return torch.rand(4)
+
+    _export(Scaled(factor))
+
+
 class Stepping(nn.Module):
     """Counts its calls in Python, and multiplies by what a function makes of the count."""
 
