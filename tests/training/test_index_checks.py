@@ -199,3 +199,27 @@ def test_a_step_that_was_refused_changes_nothing_and_evaluation_refuses_the_same
     with pytest.raises(ArgumentError, match=rf"evaluate: '{name}'\[0\] is -1; expected 0 to 4"):
         session.evaluate(PAIR - 1)
     assert session.step_count == 1 and np.array_equal(session.state_dict()["w"], before["w"])
+
+
+def test_several_indices_are_computed_from_the_same_inputs() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+            return self.scale * x.index_select(0, i + 1), self.scale * x.index_select(0, i.flip(0) + 1)
+
+    module, x, i = Picks(), torch.randn(6, 4), torch.tensor([0, 1, 4])
+    step = gradfuse.export_training_step(
+        module,
+        lambda output, y: (output[0] * y).sum() + output[1].square().sum(),
+        ((x, i), torch.ones(4)),
+        dynamic_shapes=(({0: "rows"}, {0: "picked"}), None),
+    )
+    session = TrainingSession(step)
+    first, second = module(x, i)
+    wanted = float((first.sum() + second.square().sum()).detach())
+    assert abs(session.step((x, i), torch.ones(4)) - wanted) <= 64 * np.finfo(np.float32).eps * abs(wanted)
+    with pytest.raises(GradfuseError, match="out of"):
+        session.step((x, torch.tensor([0, 1, 5])), torch.ones(4))

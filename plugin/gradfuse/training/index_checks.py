@@ -160,7 +160,10 @@ def _nothing(graph: ir.Graph, nodes: Nodes, index: ir.Value, check: Check, dtype
     node = nothing.value.producer()
     assert node is not None
     names = " and ".join(sorted(check.inputs))
-    node.name = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
+    name = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
+    # onnxruntime refuses two nodes of one name.
+    same = sum(str(other.name).startswith(name) for other in nodes.tape.nodes)
+    node.name = f"{name} ({same + 1})" if same else name
     return nothing
 
 
