@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -451,3 +452,28 @@ def test_a_counter_in_evaluation_mode_is_refused_or_said_to_be_left_out() -> Non
     assert step.evaluation_model is None
     assert any("each time that it runs in eval mode" in str(one.message) for one in caught)
     assert module.n == 0
+
+
+class Made(OrderedDict[str, type[nn.Module]]):
+    """Gives a new module each time that it is asked for one, as a table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+MADE = Made(tanh=nn.Tanh, none=nn.Identity)
+
+
+def test_dictionaries_are_read_without_what_they_make_of_it() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.names = nn.Linear(4, 3), ["tanh"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in self.names:
+                x = MADE[name](self.linear(x))
+            return x
+
+    export_training_step(Module(), nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 3)), evaluation=False)
+    assert MADE.get("tanh") is nn.Tanh and dict.__getitem__(MADE, "none") is nn.Identity

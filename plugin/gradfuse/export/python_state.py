@@ -115,11 +115,11 @@ class PythonState:
             self.is_endless = True
         elif isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Entries(name, value, _item))
-            yield from ((_item(name, key), one) for key, one in list(value.items()))
+            yield from ((_item(name, key), one) for key, one in _entries(value).items())
         elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
             if not isinstance(value, tuple):
                 self._holders.append(_List(name, value))
-            yield from ((_item(name, key), one) for key, one in enumerate(value))
+            yield from ((_item(name, key), one) for key, one in enumerate(_elements(value)))
         elif isinstance(value, set) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Set(name, value))
         elif isinstance(value, functools.partial):
@@ -209,6 +209,17 @@ class PythonState:
         self._seen.add(id(value))
         self._alive.append(value)
         return True
+
+
+def _entries(held: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what is in a dictionary: a subclass may make something of a value when it is asked for it."""
+    return dict(dict.items(held))
+
+
+def _elements(held: Any) -> Iterator[Any]:
+    """Yield what is in a list, a tuple or a queue with two ends, likewise."""
+    kind = next(kind for kind in (list, tuple, deque) if isinstance(held, kind))
+    return kind.__iter__(held)
 
 
 class _Holder:
@@ -301,7 +312,7 @@ class _Entries(_Keyed):
 
     def _now(self) -> dict[Any, Any]:
         if self._only is _ABSENT:
-            return dict(self.owner)
+            return _entries(self.owner)
         return {self._only: self.owner[self._only]} if self._only in self.owner else {}
 
     def _set(self, key: Any, value: Any) -> None:
@@ -342,7 +353,7 @@ class _List(_Keyed):
     _makes_entries = False
 
     def _now(self) -> dict[int, Any]:
-        return dict(enumerate(self.owner))
+        return dict(enumerate(_elements(self.owner)))
 
     def _set(self, key: int, value: Any) -> None:
         self.owner[key] = value
@@ -361,7 +372,7 @@ class _List(_Keyed):
         self.owner.extend([last] * (min(count, _MOST_ADDED) - len(self.owner)))
 
     def restore(self) -> None:
-        now, before = list(self.owner), [self._iterators.get(key, one) for key, one in self._before.items()]
+        now, before = list(_elements(self.owner)), [self._iterators.get(key, one) for key, one in self._before.items()]
         if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
             self.owner.clear()
             self.owner.extend(before)
