@@ -199,3 +199,11 @@ def test_exponentials_of_matrices(size: float) -> None:
         rtol=1e-8,
         atol=1e-12,
     )
+
+
+def test_what_checks_no_errors() -> None:
+    matrix = _matrices(4)
+    assert_same(linear_algebra.inverse_alone, torch.linalg.inv, matrix)
+    assert_same(linear_algebra.solution_alone, torch.linalg.solve, matrix, torch.randn(3, 4, 2))
+    tensor = torch.randn(4, 3, 6, 2)
+    assert_same(lambda a: linear_algebra.tensor_inverse(a, 2), lambda a: torch.linalg.tensorinv(a, ind=2), tensor)

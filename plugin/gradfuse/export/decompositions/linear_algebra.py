@@ -39,6 +39,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.linalg_matrix_exp.default: matrix_exponential,
         aten.linalg_inv_ex.default: inverse,
         aten.linalg_inv.default: inverse_alone,
+        aten.linalg_solve.default: solution_alone,
+        aten.linalg_tensorinv.default: tensor_inverse,
         aten._linalg_solve_ex.default: solve,
         aten._linalg_det.default: determinant,
         aten._linalg_slogdet.default: log_determinant,
@@ -338,6 +340,19 @@ def solve(
     else:
         result = _eliminated(A.transpose(-1, -2), columns.transpose(-1, -2))[0].transpose(-1, -2)
     return (result.squeeze(-1) if is_vector else result), A, _pivots(A), _no_errors(A)
+
+
+def tensor_inverse(self: Tensor, ind: int = 2) -> Tensor:
+    """aten::linalg_tensorinv, whose first axes are the rows of a matrix, and the others its columns."""
+    rows, columns = self.shape[:ind], self.shape[ind:]
+    result = inverse_alone(self.flatten(ind).flatten(0, ind - 1))
+    return NotImplemented if result is NotImplemented else result.view([*columns, *rows])
+
+
+def solution_alone(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    """aten::linalg_solve, likewise."""
+    result: Tensor = torch.linalg.solve_ex(A, B, left=left)[0]
+    return result
 
 
 def determinant(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
