@@ -92,6 +92,10 @@ def fixes_the_batch(h: Tensor) -> Tensor:
     return h.view(4, 5) * 1.0
 
 
+def begins_at_a_value(h: Tensor) -> Tensor:
+    return h + h.narrow(1, (h.sum() > 0).long(), 1)
+
+
 def multiplies_wrongly(h: Tensor) -> Tensor:
     return h @ torch.zeros(4, 6)
 
@@ -116,6 +120,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (loops_over_blocks, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
+        (begins_at_a_value, ["the values of a tensor decide where something begins", "expected shapes to"]),
         (multiplies_wrongly, ["fails on the batch", "mat1 and mat2 shapes cannot be multiplied"]),
     ],
 )

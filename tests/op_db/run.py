@@ -246,15 +246,28 @@ def terms(step: TrainingStep, sample: Sample, exact: Arrays) -> Arrays:
     from op_db.samples import loss
     from training_models import autograd
 
+    from gradfuse.export import _torch_private as private
     from gradfuse.export.dropout import SeededDropout
     from gradfuse.export.rounding import Rounding
     from gradfuse.training.step import DROPOUT_SEED
+
+    norms = "native_batch_norm_backward native_layer_norm_backward native_group_norm_backward batch_norm_backward"
+    composed = private.known_decompositions([getattr(torch.ops.aten, name).default for name in norms.split()])
+
+    class Moving(Rounding):  # type: ignore[no-untyped-call]
+        """Moves what gradients of normalisation consist of too: what is left of them may be nothing but rounding."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in composed:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            with self:
+                return composed[func](*args, **(kwargs or {}))
 
     eps = float(np.finfo(np.float32).eps)
     largest: Arrays = {name: np.zeros(array.shape) for name, array in exact.items()}
     for seed in range(MOVES):
         moved_module = copy.deepcopy(sample.module).double()
-        with Rounding(eps, seed) as rounding, torch.no_grad():
+        with Moving(eps, seed) as rounding, torch.no_grad():
             for parameter in moved_module.parameters():
                 parameter.copy_(rounding.moved(parameter))
             inputs = tuple(rounding.moved(one.double() if one.is_floating_point() else one) for one in sample.inputs)

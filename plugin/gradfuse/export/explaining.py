@@ -51,6 +51,9 @@ _NOTES = re.compile(
 )
 """Where the part of a text begins that helps nobody who uses torch."""
 
+_UNBACKED = "Pending unbacked symbols"
+"""How torch begins to say that a size depends on values."""
+
 _CONSTANT = re.compile(
     r"marked L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((\d+)\)"
@@ -68,6 +71,8 @@ _COMPARED = os.path.join(os.path.dirname(__file__), "host_draws.py"), "spans"
 def reason(error: BaseException) -> str:
     """Return what torch says is wrong, in one line, and where the user's code is that it is about."""
     text = str(error)
+    if text.startswith(_UNBACKED):
+        return f"the values of a tensor decide where something begins or ends{_in(place(error))}; expected shapes to"
     found = _NOTES.search(text)
     kept = cut(text[: found.start()]) if found is not None else ""
     return f"{(kept or one_line(error)).rstrip(' .;:')}{_in(place(error))}"

@@ -130,9 +130,14 @@ def forward_program(
             program, returned = private.with_fewer_outputs(program, returned), 0
     standins.keep_stops(program)
     indices.mark(program)
-    program = decomposed(
-        program, fuse=fuse, batch_norm=True, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
-    )
+    narrow = step.eps_of_activations > torch.finfo(torch.float32).eps
+    try:
+        program = decomposed(program, fuse=fuse, batch_norm=True, narrow=narrow)
+    except ExportError as error:
+        known = explaining.untraceable(step)
+        if known is None:
+            raise
+        raise refusal(known) from error
     _refuse_random_operators(step, program)
     return program, returned
 
