@@ -10,30 +10,11 @@ import onnx_ir as ir
 from gradfuse.errors import WorkerError
 from gradfuse.models import inference
 from gradfuse.models.inlining import graphs_of
-from gradfuse.passes.propagation import LIKE_INPUT, Facts, Size, Sizes, size_of
+from gradfuse.passes.propagation import Facts, Size, Sizes, size_of
 
 # Larger initializers are data, which no shape depends on.
 _LARGEST_INITIALIZER_BYTES = 1000
-# Operators of onnxruntime of which several outputs have the type and shape of one of their inputs: output -> input.
-_LIKE_INPUTS = {
-    "SkipLayerNormalization": {0: 0, 3: 0},
-    "SkipSimplifiedLayerNormalization": {0: 0, 3: 0},
-    "ConvGrad": {0: 1, 1: 2},
-    "BatchNormInternal": {0: 0, 1: 3, 2: 4, 3: 1, 4: 1},
-    "BatchNormalizationGrad": {0: 1, 1: 2, 2: 2},
-    "LayerNormalizationGrad": {0: 0, 1: 2, 2: 2},
-    "SimplifiedLayerNormalizationGrad": {0: 0, 1: 2},
-}
 _QUANTISED = ("MatMulNBits", "GatherBlockQuantized")
-# Those whose first output has the type of one input, and the shape that another one holds.
-_OF_SHAPE = {"GatherGrad": (2, 0), "GatherNDGrad": (2, 0), "GatherElementsGrad": (0, 1), "SliceGrad": (0, 1)}
-_STANDARD = {
-    "ConcatTraining": "Concat",
-    "SplitTraining": "Split",
-    "ReduceSumTraining": "ReduceSum",
-    "SoftmaxCrossEntropyLossInternal": "SoftmaxCrossEntropyLoss",
-}
-
 
 _ROUNDS = 8
 """So often, at most, onnx is asked about what there is no rule for: what it says may be what a rule waits for."""
@@ -136,8 +117,6 @@ def _prepared(model: ir.Model, facts: Facts) -> onnx.ModelProto:
     _take_known_out(model, copy, facts)
     for graph in (copy.graph, *(f.graph for f in copy.functions.values())):
         for node in list(graph.all_nodes()):
-            if node.op_type in _LIKE_INPUTS and node.domain == "com.microsoft":
-                _put_identities(node)
             if node.op_type == "ConvGrad" and node.domain == "com.microsoft" and len(node.outputs) > 2:
                 _put_bias(node)
             quantised = node.op_type in _QUANTISED and node.domain == "com.microsoft" and len(node.inputs) > 2
@@ -191,13 +170,6 @@ def _take_large_initializers_out(graph: ir.Graph) -> None:
             graph.inputs.append(value)
         if tensor is None or tensor.nbytes > _LARGEST_INITIALIZER_BYTES:
             del graph.initializers[name]
-
-
-def _put_identities(node: ir.Node) -> None:
-    """Put copies of a node's inputs in the place of outputs of their types and shapes."""
-    for output, index in _LIKE_INPUTS[node.op_type].items():
-        if output < len(node.outputs) and index < len(node.inputs) and node.inputs[index] is not None:
-            _replace(node, output, [ir.node("Identity", [node.inputs[index]])])
 
 
 def _put_bias(node: ir.Node) -> None:
@@ -278,18 +250,8 @@ def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attr
 def _stand_in(node: ir.Node) -> tuple[str, Sequence[ir.Value | None], Mapping[str, ir.Attr]] | None:
     """Operator, inputs and attributes of a standard node whose outputs have the types and shapes of the node's."""
     inputs, name = node.inputs, node.op_type
-    if name == "SimplifiedLayerNormalization" and node.domain == "":
-        return "Identity", inputs[:1], {}
     if node.domain != "com.microsoft" or not inputs:
         return None
-    if name in LIKE_INPUT and len(inputs) > LIKE_INPUT[name]:
-        return "Identity", [inputs[LIKE_INPUT[name]]], {}
-    if name in _OF_SHAPE and len(inputs) > max(_OF_SHAPE[name]):
-        like, shape = _OF_SHAPE[name]
-        return "Reshape", [inputs[like], inputs[shape]], {}
-    if name in _STANDARD:
-        # What comes after scores, labels and weights is the class to ignore.
-        return _STANDARD[name], inputs[:3] if name.startswith("Softmax") else inputs, dict(node.attributes)
     if name == "FusedMatMul" and len(inputs) == 2:
         flags = [node.attributes.get(flag) for flag in ("transA", "transB", "transBatchA", "transBatchB")]
         trans_a, trans_b, *batches = (flag is not None and bool(flag.value) for flag in flags)

@@ -1,0 +1,98 @@
+"""Rules of operators that onnxruntime has, with those of its training build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradfuse.passes.propagation.elements import INT64, as_sizes
+from gradfuse.passes.propagation.facts import Operands, Result, length_of, rule
+from gradfuse.passes.propagation.operators import concat, reduce, split
+from gradfuse.passes.propagation.sizes import Sizes, Unknown, broadcast
+
+_ORT = "com.microsoft"
+_LIKE_INPUTS: Mapping[str, Mapping[int, int]] = {
+    **{key: {0: 0} for key in ("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "BiasSoftmax", "Scale", "ScaledSum")},
+    **{key: {0: 0} for key in ("ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad", "DropoutGrad")},
+    **{key: {0: 0} for key in ("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX")},
+    **{key: {0: 0} for key in ("SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13")},
+    **{key: {0: 1} for key in ("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad")},
+    "SkipLayerNormalization": {0: 0, 3: 0},
+    "SkipSimplifiedLayerNormalization": {0: 0, 3: 0},
+    "ConvGrad": {0: 1, 1: 2},
+    "BatchNormInternal": {0: 0, 1: 3, 2: 4, 3: 1, 4: 1},
+    "BatchNormalizationGrad": {0: 1, 1: 2, 2: 2},
+    "LayerNormalizationGrad": {0: 0, 1: 2, 2: 2},
+    "SimplifiedLayerNormalizationGrad": {0: 0, 1: 2},
+}
+"""Operators whose outputs have the types and shapes of inputs: output -> input."""
+_OF_SHAPE = {"GatherGrad": (2, 0), "GatherNDGrad": (2, 0), "GatherElementsGrad": (0, 1), "SliceGrad": (0, 1)}
+"""Those whose first output has the type of one input, and the shape that another one holds."""
+
+
+@rule(*_LIKE_INPUTS, domain=_ORT)
+def _like_inputs(operands: Operands) -> list[Result]:
+    found: list[Result] = []
+    for output in range(len(operands.node.outputs)):
+        like = _LIKE_INPUTS[operands.node.op_type].get(output)
+        value = None if like is None else operands.value(like)
+        if like is None or value is None or value not in operands.facts.shapes:
+            found.append((None, None, None))
+        else:
+            found.append((operands.dtype(like), [*operands.sizes(like)], None))
+    return found
+
+
+@rule("SimplifiedLayerNormalization")
+def _simplified_layer_normalization(operands: Operands) -> list[Result]:
+    """In ONNX's domain, where onnxruntime has it."""
+    return [(operands.dtype(), [*operands.sizes()], None)]
+
+
+@rule(*_OF_SHAPE, domain=_ORT)
+def _of_shape(operands: Operands) -> list[Result]:
+    like, shape = _OF_SHAPE[operands.node.op_type]
+    elements = operands.elements(shape)
+    sizes: Sizes = as_sizes(elements) if elements is not None else [None] * length_of(operands, shape)
+    return [(operands.dtype(like), sizes, None)]
+
+
+@rule("YieldOp", domain=_ORT)
+def _yield(operands: Operands) -> list[Result]:
+    """Gradients of the inputs that have one; those that are not said to have their shape may be of one element."""
+    without, full = (operands.attribute(name, []) for name in ("non_differentiable_outputs", "full_shape_outputs"))
+    differentiated = [k for k in range(len(operands.node.inputs)) if k not in without]
+    return [(operands.dtype(k), [*operands.sizes(k)] if k in full else None, None) for k in differentiated]
+
+
+@rule("BroadcastGradientArgs", domain=_ORT)
+def _broadcast_gradient_args(operands: Operands) -> list[Result]:
+    return [(INT64, [None], None), (INT64, [None], None)]
+
+
+@rule("ConcatTraining", domain=_ORT)
+def _concat_training(operands: Operands) -> list[Result]:
+    return [*concat(operands), (INT64, [len(operands.node.inputs)], None)]
+
+
+rule("SplitTraining", domain=_ORT)(split)
+rule("ReduceSumTraining", domain=_ORT)(reduce)
+
+
+@rule("SoftmaxCrossEntropyLossInternal", domain=_ORT)
+@rule("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+def _loss_of_classes(operands: Operands) -> list[Result]:
+    whole = operands.attribute("reduction", "mean") == "none"
+    return [
+        (operands.dtype(), [*operands.sizes(1)] if whole else [], None),
+        (operands.dtype(), [*operands.sizes()], None),
+    ]
+
+
+@rule("FusedMatMul", domain=_ORT)
+def _fused_matmul(operands: Operands) -> list[Result]:
+    a, b = [*operands.sizes(0)], [*operands.sizes(1)]
+    if len(a) < 2 or len(b) < 2 or any(operands.attribute(f"transBatch{name}", 0) for name in "AB"):
+        raise Unknown
+    rows = a[-1 if operands.attribute("transA", 0) else -2]
+    columns = b[-2 if operands.attribute("transB", 0) else -1]
+    return [(operands.dtype(), [*broadcast(a[:-2], b[:-2]), rows, columns], None)]
