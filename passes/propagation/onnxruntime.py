@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from gradfuse.passes.propagation.elements import INT64, as_sizes
 from gradfuse.passes.propagation.facts import Operands, Result, length_of, rule
 from gradfuse.passes.propagation.operators import concat, reduce, split
-from gradfuse.passes.propagation.sizes import Sizes, Unknown, broadcast
+from gradfuse.passes.propagation.sizes import Sizes, Unknown, broadcast, normal_axis
 
 _ORT = "com.microsoft"
 _LIKE_INPUTS: Mapping[str, Mapping[int, int]] = {
@@ -71,7 +73,12 @@ def _broadcast_gradient_args(operands: Operands) -> list[Result]:
 
 @rule("ConcatTraining", domain=_ORT)
 def _concat_training(operands: Operands) -> list[Result]:
-    return [*concat(operands), (INT64, [len(operands.node.inputs)], None)]
+    """The second output holds the size of each part."""
+    count = len(operands.node.inputs)
+    shapes = [operands.sizes(k) for k in range(count)]
+    parts = np.empty(count, object)
+    parts[:] = [shape[normal_axis(operands.attribute("axis"), len(shape))] for shape in shapes]
+    return [*concat(operands), (INT64, [count], parts)]
 
 
 rule("SplitTraining", domain=_ORT)(split)

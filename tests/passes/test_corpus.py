@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -53,9 +55,12 @@ def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
             assert_gradients_close(got[name], value, reference, value.dtype, terms=terms)
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.name == "attn_maskedfill_f16_dyn"], ids=str)
-def test_a_graph_without_the_shapes_of_its_values_is_fused_alike(case: Case) -> None:
-    model = onnx.load(case.path)
-    with_shapes = [f.op for f in fuse(model, policy="all").report.fusions]
-    del model.graph.value_info[:]
-    assert [f.op for f in fuse(model, policy="all").report.fusions] == with_shapes
+@pytest.mark.parametrize("part", range(4))
+def test_graphs_without_the_shapes_of_their_values_are_fused_alike(part: int) -> None:
+    """A fourth of the corpus at a time: ONNX leaves it to exporters whether they write them."""
+    for case in cases()[part::4]:
+        model = onnx.load(case.path)
+        with_shapes = Counter(f.op for f in fuse(model, policy="all", bodies=False).report.fusions)
+        del model.graph.value_info[:]
+        without = fuse(model, policy="all").report
+        assert Counter(f.op for f in without.fusions) == with_shapes, case

@@ -27,7 +27,7 @@ def _cases() -> list[tuple[str, onnx.ModelProto, list[Array], list[Array]]]:
     found = []
     for case in load_model_tests(kind="node"):
         model = case.model
-        if model is None or len(model.graph.node) > 3 or model.opset_import[0].version < 15:
+        if model is None or len(model.graph.node) > 3 or case.name == "test_scan_sum":  # of opset 8
             continue
         inputs, outputs = case.data_sets[0]
         arrays = all(isinstance(array, (np.ndarray, np.generic)) for array in (*inputs, *outputs))
