@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradfuse import __version__
-from gradfuse.errors import CheckError, GradfuseError, WorkerError, listed
+from gradfuse.errors import CheckError, GradfuseError, WorkerError, listed, one_line
 from gradfuse.models import files
 from gradfuse.models.memory import collection_paused
 from gradfuse.terminal import busy
@@ -279,7 +279,35 @@ def to_stock(
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
 
 
-@commands.command("training-step")
+class _CheckingCommand(click.Command):
+    """A command whose option --check takes a batch, where an .npz file follows it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's, which would take whatever follows an option that may have a value."""
+        joined: list[str] = []
+        for arg in args:
+            if joined and joined[-1] == "--check=" and arg.endswith(".npz"):
+                joined[-1] += arg
+            else:
+                joined.append("--check=" if arg == "--check" else arg)
+        return super().parse_args(ctx, joined)
+
+
+def _batch(check: str | None) -> bool | dict[str, Any]:
+    """Return what --check says: nothing, that there is a check, or the batch for it."""
+    if not check:
+        return check is not None
+    import numpy as np
+
+    try:
+        with np.load(check, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except Exception as error:
+        # numpy raises in many ways what is no archive of arrays.
+        raise click.UsageError(f"--check is {check!r}: {one_line(error)}; expected what numpy.savez wrote") from error
+
+
+@commands.command("training-step", cls=_CheckingCommand)
 @click.argument("source", metavar="IN.onnx")
 @click.argument("target", metavar="STEP.onnx")
 @click.option(
@@ -301,7 +329,9 @@ def to_stock(
 @click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average the gradients of so many calls.")
 @click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
-@click.option("--check", is_flag=True, help="Compare derivatives of the loss with its differences.")
+@click.option(
+    "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with its differences, on a batch if given."
+)
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
 @click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
 @_no_defaults
@@ -322,7 +352,7 @@ def training_step(
     max_grad_norm: float | None,
     accumulate: int,
     grad_scaler: float | None,
-    check: bool,
+    check: str | None,
     no_fuse: bool,
     no_float64: bool,
     no_defaults: bool,
@@ -331,7 +361,7 @@ def training_step(
 ) -> None:
     """Make a training step from a forward model, without PyTorch."""
     files.require_regular(target, "the training step")
-    chosen = _optimizer(optimizer, options)
+    chosen, batch = _optimizer(optimizer, options), _batch(check)
     pairs = [one.partition("=") for one in tie]
     if not all(name and other for name, _, other in pairs):
         wrong = next(one for one, (name, _, other) in zip(tie, pairs, strict=True) if not name or not other)
@@ -368,7 +398,7 @@ def training_step(
             accumulate=accumulate,
             grad_scaler=None if grad_scaler is None else optimizers.GradScaler(init_scale=grad_scaler),
             fuse=not no_fuse,
-            check=check,
+            check=batch,
             float64=not no_float64,
         )
     with busy("writing"):

@@ -27,9 +27,10 @@ def _checked(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def checked(*arguments: Any) -> Any:
         result = plain(*arguments)
-        models = [result.model, result.evaluation_model] if isinstance(result, TrainingStep) else [result]
+        models: list[Any] = [result.model, result.evaluation_model] if isinstance(result, TrainingStep) else [result]
         for model in models:
-            proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(getattr(model, "model", model))
+            inner = getattr(model, "model", model)
+            proto = ir.to_proto(inner) if isinstance(inner, ir.Model) else inner
             # An operator of onnxruntime in ONNX's domain is unknown to ONNX.
             if not any(node.op_type == "SimplifiedLayerNormalization" for node in proto.graph.node):
                 onnx.checker.check_model(proto, full_check=True)

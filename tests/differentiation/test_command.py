@@ -170,3 +170,32 @@ def test_operators_are_listed_with_their_limits(run: Run) -> None:
     assert by_name["", "Resize"]["limits"] == "no policy that keeps the aspect ratio"
     assert by_name["", "Attention"]["by"] == "body"
     assert not by_name.keys() & {("", "QuantizeLinear"), ("", "Greater"), ("", "Unique")}
+
+
+@pytest.mark.parametrize("place", ["ahead", "behind"])
+def test_a_step_is_checked_on_a_batch(place: str, run: Run, tmp_path: Path) -> None:
+    source, target, batch = saved(tmp_path / "in.onnx"), tmp_path / "step.onnx", tmp_path / "batch.npz"
+    np.savez(batch, x=np.eye(3, dtype=np.float32), target=np.zeros((3, 4), np.float32))
+    files = [source, target]
+    check = ["--check", batch]
+    ordered = [*check, *files] if place == "ahead" else [*files, *check]
+    code, _, errors = run("training-step", *ordered, "--loss", "mse")
+    assert (code, errors) == (0, "") and target.exists()
+    np.savez(batch, x=np.eye(3, dtype=np.float32))
+    code, _, errors = run("training-step", *ordered, "--loss", "mse", "--force")
+    assert code == 2 and "check has 'x'; expected arrays of 'x', 'target'" in errors
+
+
+def test_a_check_without_a_batch_takes_no_other_argument(run: Run, tmp_path: Path) -> None:
+    source, target = saved(tmp_path / "in.onnx"), tmp_path / "step.onnx"
+    code, _, errors = run("training-step", "--check", source, target, "--loss", "mse")
+    assert (code, errors) == (0, "") and target.exists()
+
+
+def test_a_batch_that_is_no_archive_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+    source, batch = saved(tmp_path / "in.onnx"), tmp_path / "batch.npz"
+    for content in (None, b"no archive"):
+        if content is not None:
+            batch.write_bytes(content)
+        code, _, errors = run("training-step", source, tmp_path / "step.onnx", "--loss", "mse", "--check", batch)
+        assert code == 2 and re.search(r"--check is '.*batch.npz': .*; expected what numpy.savez wrote", errors)

@@ -11,9 +11,10 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
+import torch
 
 from gradfuse import CheckError, build_training_step, differentiate
-from gradfuse.models import reading
+from gradfuse.models import conversion, reading
 from gradfuse.testing import assert_gradients_close
 
 Array = npt.NDArray[Any]
@@ -68,7 +69,7 @@ def test_the_check_compares_with_the_model_as_it_was_given(given: bool, monkeypa
     batch = {"x": np.ones((2, 1, 4, 4), np.float32), "target": np.zeros((2, 1, 12, 12), np.float32)}
     batch["x"][0, 0, 1] = 3
     build_training_step(model, "mse", trainable=["w"], check=batch if given else True)
-    plain = reading.raise_opset
+    plain = conversion.raise_opset
 
     def other(ir_model: Any, opset: int) -> None:
         plain(ir_model, opset)
@@ -78,3 +79,34 @@ def test_the_check_compares_with_the_model_as_it_was_given(given: bool, monkeypa
     monkeypatch.setattr(reading, "raise_opset", other)
     with pytest.raises(CheckError, match=re.escape("check: the output 'y' of what is differentiated is not that of")):
         build_training_step(model, "mse", trainable=["w"], check=batch if given else True)
+
+
+@pytest.mark.parametrize("opset", [18, 19, 20, 21])
+@pytest.mark.parametrize("typed", [True, False])
+def test_group_normalization_of_all_opsets(opset: int, typed: bool) -> None:
+    """Until 20 scale and bias were of groups, and onnx's checker calls it deprecated; onnxruntime runs it."""
+    count = 4 if opset > 20 else 2
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": {opset}]>
+        g (float[N,4,5] x, float[{count}] s, float[{count}] b) => (float[N,4,5] y) {"<float[N,4,5] h>" if typed else ""}
+        {{ h = Mul(x, x)  y = GroupNormalization <num_groups = 2> (h, s, b) }}"""
+    )
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((3, 4, 5)), "s": rng.standard_normal(count), "b": rng.standard_normal(count)}
+    seed = rng.standard_normal((3, 4, 5))
+    names = list(feeds)
+
+    def by_torch(dtype: torch.dtype) -> list[Array]:
+        leaves = {name: torch.tensor(array, dtype=dtype, requires_grad=True) for name, array in feeds.items()}
+        scale, bias = (leaves[name].repeat_interleave(4 // count) for name in "sb")
+        y = torch.nn.functional.group_norm(leaves["x"].square(), 2, scale, bias)
+        y.backward(torch.tensor(seed, dtype=dtype))  # type: ignore[no-untyped-call]
+        return [np.asarray(leaves[name].grad) for name in names]
+
+    result = differentiate(model, names, seeds={"y": "seed"})
+    given = {name: array.astype(np.float32) for name, array in {**feeds, "seed": seed}.items()}
+    feeds = {name: given[name].astype(np.float64) for name in names}
+    seed = given["seed"].astype(np.float64)
+    found = outputs(result, [f"{name}.grad" for name in names], **given)
+    for gradient, native, exact in zip(found, by_torch(torch.float32), by_torch(torch.float64), strict=True):
+        assert_gradients_close(gradient, native, exact, np.float32, terms=np.abs(exact).max() * 16)

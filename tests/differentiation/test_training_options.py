@@ -313,6 +313,32 @@ def test_a_batch_is_given_where_random_ones_do_not_fit() -> None:
         build_training_step(model, "mse", frozen=["mixing"], check={"x": X.numpy()})
 
 
+def test_random_inputs_fit_windows_and_targets() -> None:
+    """Windows may be larger than the first sizes that are tried, and targets have the sizes of the output."""
+    numbers = ", ".join(f"{np.sin(k):.3f}" for k in range(25))
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 18]> m (float[N, 1, H, W] x) => (float[N, 1, A, B] y)
+        <float[1, 1, 5, 5] w = {{{numbers}}}> {{
+            c = Conv(x, w)  y = AveragePool <kernel_shape = [3, 3], strides = [2, 2]> (c)
+        }}"""
+    )
+    build_training_step(model, "mse", check=True)
+
+
+def test_what_float32_rounds_is_no_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large number is added and taken away again, in an operator that is known in float32 alone."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]> m (float[N, 3] x) => (float[N, 3] y)
+        <float[3] w = {1.25, -0.5, 2}, float large = {20000}> {
+            p = Mul(x, w)  g = com.microsoft.QuickGelu <alpha = 1.702> (p)  a = Add(g, large)  y = Sub(a, large)
+        }"""
+    )
+    build_training_step(model, "mse", check=True, fuse=False)
+    wrong(monkeypatch, "w", lambda gradient: gradient * 1.5)
+    with pytest.raises(CheckError, match="the gradient of 'w'"):
+        build_training_step(model, "mse", check=True, fuse=False)
+
+
 def test_masks_of_the_least_number_are_no_error() -> None:
     """Rows that are masked throughout: their probabilities are equal, and gradients go through the sums."""
     least = float(np.finfo(np.float32).min)

@@ -161,7 +161,7 @@ class _Pair:
         for attempt in range(_ATTEMPTS if self._symbolic else 1):
             rng = np.random.default_rng([self._seed, run, attempt])
             try:
-                feeds = random_inputs(self._model, rng, one_size=attempt % 2 == 1, known=self._analyses)
+                feeds = random_inputs(self._model, rng, attempt=attempt, known=self._analyses)
             except ModelError as error:
                 raise ModelError(f"{self._source}: {error}") from error
             try:

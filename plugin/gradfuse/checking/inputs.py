@@ -35,6 +35,7 @@ _NO_NUMBERS = (None, ir.DataType.STRING, ir.DataType.UNDEFINED)
 # What is larger is data, which neither shapes nor ranges depend on.
 _LARGEST_CONSTANT_BYTES = 2**16
 _DEFAULT_LIMIT = 4
+_GROWTH, _LARGEST_GROWTH = 4, 16
 _SHARE_IGNORED = 0.15
 
 # Their first output holds values of their first input (or of every input) and no others but constants.
@@ -79,7 +80,12 @@ Analyses = dict[tuple[tuple[int, ...], ...], tuple[ir.Graph, dict[str, _Use]]]
 
 
 def random_inputs(
-    model: ir.Model, rng: np.random.Generator, *, one_size: bool = False, known: Analyses | None = None
+    model: ir.Model,
+    rng: np.random.Generator,
+    *,
+    attempt: int = 0,
+    sizes: Mapping[str, int] | None = None,
+    known: Analyses | None = None,
 ) -> dict[str, _Array]:
     """Return a random value for every input of a model that no initializer fills.
 
@@ -89,14 +95,16 @@ def random_inputs(
     Args:
         model: any model; it is not changed.
         rng: the source of randomness; equal states give equal inputs.
-        one_size: give all symbolic dimensions the same size, as exporters may name one dimension twice.
+        attempt: how often the model did not run on such inputs. Every second time all symbolic dimensions have the same
+            size, as exporters may name one dimension twice, and sizes grow, as windows may be larger than small ones.
+        sizes: the sizes of dimensions that are known, by name.
         known: what earlier calls for the same model found out, which saves the time to do so again; it is extended.
 
     Raises:
         ModelError: an input is no tensor of numbers, its rank is unknown, or it is too large to be run.
     """
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
-    shapes = _sizes(inputs, rng, one_size)
+    shapes = _sizes(inputs, rng, attempt, sizes or {})
     _require_runnable(inputs, shapes)
     known = {} if known is None else known
     key = tuple(shapes.values())
@@ -115,7 +123,9 @@ def random_inputs(
     return feeds
 
 
-def _sizes(inputs: list[ir.Value], rng: np.random.Generator, one_size: bool) -> dict[str, tuple[int, ...]]:
+def _sizes(
+    inputs: list[ir.Value], rng: np.random.Generator, attempt: int, given: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
     names: set[str] = set()
     for value in inputs:
         if value.dtype in _NO_NUMBERS or not isinstance(value.type, ir.TensorType):
@@ -124,12 +134,14 @@ def _sizes(inputs: list[ir.Value], rng: np.random.Generator, one_size: bool) -> 
             raise ModelError(f"input {value.name!r} has no shape; expected a known rank")
         for dim in value.shape:
             names |= _symbols(dim)
+    factor = min(_GROWTH ** (attempt // 2), _LARGEST_GROWTH)
     # Different sizes for different names, so that no two dimensions are mistaken for each other unnoticed.
-    choices = rng.permutation(np.arange(2, 2 + max(5, len(names))))
+    choices = factor * rng.permutation(np.arange(2, 2 + max(5, len(names))))
     bindings = {name: int(size) for name, size in zip(sorted(names), choices, strict=False)}
-    unnamed = int(rng.integers(2, 6))
-    if one_size:
+    unnamed = factor * int(rng.integers(2, 6))
+    if attempt % 2 == 1:
         bindings = dict.fromkeys(bindings, unnamed)
+    bindings |= given
     shapes = {}
     for value in inputs:
         assert value.shape is not None

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, widened
 from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
 from gradfuse.differentiation.dependence import captured_by
-from gradfuse.errors import ModelError
+from gradfuse.errors import ModelError, one_line
 from gradfuse.models import scatters
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.inlining import graphs_of, inline
@@ -280,7 +280,12 @@ class _Part:
         if _in_numpy(self._nodes[0]):
             (node,) = self._nodes
             arguments = [None if value is None else inputs[str(value.name)] for value in node.inputs]
-            results = _NUMPY[node.op_type](node, *arguments)
+            try:
+                results = _NUMPY[node.op_type](node, *arguments)
+            except Exception as error:
+                # numpy says in many ways that shapes do not fit, as of a window that is larger than its input.
+                what = f"{node.op_type} (node {node.name!r}): does not run on these inputs: {one_line(error)}"
+                raise ModelError(f"{source}: {what}") from error
             return {
                 str(value.name): result
                 for value, result in zip(

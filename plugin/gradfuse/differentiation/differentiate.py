@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 OLDEST_OPSET = 17
 """Older models are raised to it."""
 
+_OLD_GROUPS_OPSET, _GROUPS_OPSET = 18, 21
+"""GroupNormalization of the first is deprecated for that of the second."""
+
 PREFIX = "gradient/"
 
 METADATA_KEY = "gradfuse.gradients"
@@ -116,13 +119,14 @@ def inlined(loaded: reading.LoadedModel) -> ir.Model:
 
 def completed(model: ir.Model) -> ir.Model:
     """Bring a model without functions to an opset that rules are written for, and give it shapes; return it."""
-    raise_opset(model, OLDEST_OPSET)
-    _expand_functions(model)
+    groups = any(node.op_type == "GroupNormalization" and not node.domain for node in model.graph.all_nodes())
+    raise_opset(model, _GROUPS_OPSET if groups and model.opset_imports[""] >= _OLD_GROUPS_OPSET else OLDEST_OPSET)
     # Constants among the initializers have shapes; what lacks one is asked for.
     for value in model.graph.initializers.values():
         if value.const_value is not None:
             value.dtype = value.const_value.dtype
             value.shape = ir.Shape(value.const_value.shape.numpy())
+    _expand_functions(model)
     if any(node.op_type in sequences.OPERATORS and not node.domain for node in model.graph.all_nodes()):
         infer(model)
         sequences.without_sequences(model.graph, free_prefix(model.graph, "parts/"), model.opset_imports[""])
@@ -259,14 +263,16 @@ def _expand_functions(model: ir.Model) -> None:
     """Put standard operators in the place of those that have no rule but that ONNX defines by others."""
     for _ in range(4):  # a body may use others again
         called = False
-        for index, node in enumerate(list(model.graph)):
-            if entry_of(node) is None and node.domain in ("", "ai.onnx") and not node.overload:
-                function = _body(node, model.opset_imports[""])
-                if function is not None:
-                    node.overload = function.overload = f"{PREFIX}{index}"
-                    function.domain, function.name = node.domain, node.op_type
-                    model.functions[function.identifier()] = function
-                    called = True
+        without = [n for n in model.graph.all_nodes() if entry_of(n) is None and n.domain in ("", "ai.onnx")]
+        if any(value is not None and value.dtype is None for node in without for value in node.inputs):
+            infer(model)  # A body may depend on the types of the inputs.
+        for index, node in enumerate(without):
+            function = None if node.overload else _body(node, model.opset_imports[""])
+            if function is not None:
+                node.overload = function.overload = f"{PREFIX}{index}"
+                function.domain, function.name = node.domain, node.op_type
+                model.functions[function.identifier()] = function
+                called = True
         if not called:
             return
         inline(model, lambda function: function.overload.startswith(PREFIX))

@@ -25,12 +25,14 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 
 _WHO = "build_training_step: check"
 _ATTEMPTS = 6
-"""So many batches are drawn until the model runs on one; every second has one size in all symbolic dimensions."""
+"""So many batches are drawn until the model runs on one, of sizes that grow."""
 _DIRECTIONS = 3
 _MOVED = 1e-2
 """Parameters are moved by this share of themselves: those of a fresh model lie at kinks."""
 _LEAST_SHARE = 1e-4
 """A direction weighs parameters so that none changes the loss by more than this share of the largest change."""
+_NUDGES = 2
+"""How many roundings a parameter is moved by, to see how the loss rounds."""
 _ROUNDINGS = 64
 """How many roundings of itself a loss is exact to."""
 _TRUSTED = 1e-7
@@ -60,7 +62,9 @@ _FLOAT64 = _Precision(float(np.finfo(np.float64).eps), (2.0**-8, 2.0**-11, 2.0**
 _FLOAT32 = _Precision(float(np.finfo(np.float32).eps), (2.0**-3, 2.0**-5, 2.0**-7), 1e-3)
 
 
-def check_gradients(model: ir.Model, parameters: Arrays, others: Arrays, batch: Mapping[str, Any] | None) -> None:
+def check_gradients(
+    model: ir.Model, forward: ir.Model, parameters: Arrays, others: Arrays, batch: Mapping[str, Any] | None
+) -> None:
     """Compare the gradients of a step with central differences of its loss.
 
     All parameters are moved together along random directions, in which each has its part. Where that shows an error,
@@ -69,6 +73,7 @@ def check_gradients(model: ir.Model, parameters: Arrays, others: Arrays, batch: 
 
     Args:
         model: a step without an optimizer.
+        forward: the model whose outputs the loss is taken of.
         parameters: the parameters that gradients are given of.
         others: further inputs that are no part of the batch.
         batch: input -> array, where the check is made; None: at random inputs.
@@ -88,11 +93,13 @@ def check_gradients(model: ir.Model, parameters: Arrays, others: Arrays, batch: 
     if batch is not None:
         batch = _given(model, batch, fixed)
     try:
-        feeds, gradients = _first_run(ReferenceSession(model, _WHO), model, fixed, batch)
+        batches = _random_batches(model, forward) if batch is None else iter((batch,))
+        feeds, gradients = _first_run(ReferenceSession(model, _WHO), fixed, batches)
         losses: _Runs = ReferenceSession(loss_alone, _WHO)
         precision, groups = _FLOAT64, [list(parameters)] * _DIRECTIONS
     except ModelError:
-        feeds, gradients = _first_run(Session(model, _WHO), model, fixed, batch)
+        batches = _random_batches(model, forward) if batch is None else iter((batch,))
+        feeds, gradients = _first_run(Session(model, _WHO), fixed, batches)
         losses = Session(loss_alone, _WHO)
         precision, groups = _FLOAT32, [[name] for name in parameters]
     point = _Point(losses, feeds, gradients, {name: np.asarray(moved[name], np.float64) for name in moved}, precision)
@@ -208,15 +215,19 @@ class _Point:
 
     def _by_differences(self, direction: Arrays) -> tuple[float, float]:
         """Return the derivative along a direction, and how uncertain it is: of all steps, by the one that is least."""
-        loss = abs(self._loss(direction, 0.0))
+        loss = self._loss(direction, 0.0)
         # The longest change of a parameter is its own length.
         lengths = (np.linalg.norm(d) / (np.linalg.norm(self.parameters[name]) or 1.0) for name, d in direction.items())
         scale = 1 / max(float(max(lengths)), 1e-300)
+        # What changes by next to nothing changes the loss by what its terms round.
+        nudges = (scale * self.precision.eps * k for k in range(-_NUDGES, _NUDGES + 1))
+        noise = max(abs(self._loss(direction, nudge) - loss) for nudge in nudges)
+        noise += _ROUNDINGS * self.precision.eps * abs(loss)
         steps = [scale * step for step in self.precision.steps]
         slopes = [(self._loss(direction, h) - self._loss(direction, -h)) / (2 * h) for h in steps]
         found = []
         for (_, coarse), (h, fine) in itertools.pairwise(zip(steps, slopes, strict=True)):
-            found.append((abs(coarse - fine) + _ROUNDINGS * self.precision.eps * loss / h, fine))
+            found.append((abs(coarse - fine) + noise / h, fine))
         uncertain, slope = min(found)
         return slope, uncertain
 
@@ -268,12 +279,10 @@ def _moved(array: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any
     return moved.astype(array.dtype)
 
 
-def _first_run(
-    session: _Runs, model: ir.Model, fixed: Arrays, batch: Mapping[str, Any] | None
-) -> tuple[Arrays, Arrays]:
+def _first_run(session: _Runs, fixed: Arrays, batches: Iterator[Mapping[str, Any]]) -> tuple[Arrays, Arrays]:
     """Return inputs that a step runs on, in the types that differences are taken in, and its gradients."""
     error: ModelError | None = None
-    for given in _random_batches(model) if batch is None else (batch,):
+    for given in batches:
         feeds = {**given, **fixed}
         try:
             results = session.run(feeds)
@@ -292,10 +301,30 @@ def _first_run(
     raise error
 
 
-def _random_batches(model: ir.Model) -> Iterator[Arrays]:
-    """Yield random inputs, to be tried one after another."""
+def _random_batches(model: ir.Model, forward: ir.Model | None = None) -> Iterator[Arrays]:
+    """Yield random inputs, to be tried one after another; targets have the sizes that a forward model gives outputs."""
+    session = None
+    with contextlib.suppress(ModelError):  # As where onnxruntime has no kernels of bfloat16.
+        session = None if forward is None else Session(forward, _WHO)
     for attempt in range(_ATTEMPTS):
-        yield random_inputs(model, np.random.default_rng(attempt), one_size=attempt % 2 == 1)
+        batch = random_inputs(model, np.random.default_rng(attempt), attempt=attempt)
+        if forward is not None and session is not None:
+            with contextlib.suppress(ModelError):
+                own = {str(value.name) for value in forward.graph.inputs}
+                outputs = session.run({name: array for name, array in batch.items() if name in own})
+                sizes = dict(_sizes(forward.graph.outputs, outputs)) | dict(_sizes(forward.graph.inputs, batch))
+                batch = random_inputs(model, np.random.default_rng(attempt), attempt=attempt, sizes=sizes)
+        yield batch
+
+
+def _sizes(values: Iterable[ir.Value], arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[tuple[str, int]]:
+    """Yield the names of dimensions with the sizes that they have in arrays."""
+    for value in values:
+        array = arrays.get(str(value.name))
+        if value.shape is not None and array is not None and len(value.shape) == array.ndim:
+            for dim, size in zip(value.shape, array.shape, strict=True):
+                if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                    yield dim.value, size
 
 
 def _given(model: ir.Model, batch: Mapping[str, Any], fixed: Collection[str]) -> Mapping[str, Any]:

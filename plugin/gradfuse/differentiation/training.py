@@ -261,7 +261,7 @@ def _built(
         work = loaded.ir
     if check is not False:
         scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}
-        check_gradients(work, values, {**buffers, **scaled}, None if check is True else check)
+        check_gradients(work, evaluation, values, {**buffers, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
     index_checks.append(work, checks, free_prefix(work.graph, "index_checks/")[:-1])

@@ -182,7 +182,7 @@ def check_tensors(model: onnx.ModelProto, source: str, folder: str | None) -> No
 def check_structure(model: onnx.ModelProto, path: str | None) -> None:
     """Run onnx's checker, which here takes operators of later opsets than the model's: onnxruntime's fusions put
     LayerNormalization into older models, and onnxruntime-training operators of its own. It takes outputs without a
-    shape too, as onnxruntime does.
+    shape too, and the GroupNormalization of opsets 18 to 20, as onnxruntime does.
 
     Args:
         model: the model.
@@ -194,7 +194,7 @@ def check_structure(model: onnx.ModelProto, path: str | None) -> None:
     try:
         onnx.checker.check_model(path or _without_external_data(model))
     except Exception as error:
-        if "No Op registered for" not in str(error) and "Field 'shape'" not in str(error):
+        if not any(what in str(error) for what in ("No Op registered for", "is deprecated", "Field 'shape'")):
             raise
         changed = _without_external_data(model)
         if changed is model:
@@ -233,7 +233,7 @@ def _without_external_data(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _move_later_operators(model: onnx.ModelProto) -> bool:
-    """Put operators of later opsets into a domain of their own; tell whether there are any."""
+    """Put operators of later opsets, and deprecated ones, into a domain of their own; tell whether there are any."""
     own = _default_version(model.opset_import, 1)
     found = False
     for holder, nodes, version in (
@@ -265,8 +265,10 @@ def _every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _is_later(node: onnx.NodeProto, version: int) -> bool:
-    if node.domain not in ("", "ai.onnx") or onnx.defs.has(node.op_type, version):
+    if node.domain not in ("", "ai.onnx"):
         return False
+    if onnx.defs.has(node.op_type, version):
+        return node.op_type == "GroupNormalization" and onnx.defs.get_schema(node.op_type, version).deprecated
     return onnx.defs.has(node.op_type) or node.op_type in _TRAINING_OPS
 
 
