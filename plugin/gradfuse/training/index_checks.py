@@ -8,6 +8,7 @@ anything. What a step computes indices from is copied for that, so that it may b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -160,10 +161,11 @@ def _nothing(graph: ir.Graph, nodes: Nodes, index: ir.Value, check: Check, dtype
     node = nothing.value.producer()
     assert node is not None
     names = " and ".join(sorted(check.inputs))
-    name = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
+    text = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
     # onnxruntime refuses two nodes of one name.
-    same = sum(str(other.name).startswith(name) for other in nodes.tape.nodes)
-    node.name = f"{name} ({same + 1})" if same else name
+    taken = {one.name for one in nodes.tape.nodes}
+    numbered = itertools.chain([text], (f"{text} ({number})" for number in itertools.count(2)))
+    node.name = next(one for one in numbered if one not in taken)
     return nothing
 
 
