@@ -291,3 +291,24 @@ def test_operators_within_a_body_are_replaced_only_on_the_way(trained: bool) -> 
     found = differentiate(model, ["k"], seeds={"y": "v"})
     loops = [node for node in found.graph.node if node.op_type == "Loop"]
     assert [node.op_type for node in loops[0].attribute[0].g.node].count("RNN") == 1
+
+
+def test_weights_in_a_branch_keep_their_names_in_the_model_that_was_given() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[N, 2] a, bool wide) => (float[N, 2] y) {
+            y = If (wide) <
+                then_branch = yes () => (float[N, 2] p) <float[2] scale = {2, 3}> { p = Mul(a, scale) },
+                else_branch = no () => (float[N, 2] q) { q = Tanh(a) }
+            >
+        }"""
+    )
+    before = model.SerializeToString()
+    feeds = {"a": numbers(3, 2), "wide": np.array(True)}
+
+    def by_torch(a: Tensor, wide: Tensor) -> Tensor:
+        return torch.where(wide, a * torch.tensor([2.0, 3.0], dtype=a.dtype), torch.tanh(a))
+
+    for wide in (True, False):
+        require_torchs(model, {**feeds, "wide": np.array(wide)}, by_torch, ["a"])
+    assert model.SerializeToString() == before

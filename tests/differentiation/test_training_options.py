@@ -75,17 +75,20 @@ LOSSES: dict[str, tuple[Any, list[str], Any, torch.Tensor]] = {
         lambda y: (y - GOAL.to(y)).cosh().log().mean(),
         GOAL,
     ),
-    "a model of another opset": (
-        onnx.parser.parse_model(
-            """<ir_version: 8, opset_import: ["": 13]>
-            l (float[M, C] out, float[M, C] target) => (float loss) <float[1] scale = {3}> {
-                d = Sub(out, target)  s = Mul(d, d)  m = Mul(s, scale)  loss = ReduceMean <keepdims = 0> (m)
-            }"""
-        ),
-        ["target"],
-        lambda y: 3 * F.mse_loss(y, GOAL.to(y)),
-        GOAL,
-    ),
+    **{
+        f"a model of opset {opset}": (
+            onnx.parser.parse_model(
+                f"""<ir_version: 8, opset_import: ["": {opset}]>
+                l (float[M, C] out, float[M, C] target) => (float loss) <float[1] scale = {{3}}> {{
+                    d = Sub(out, target)  s = Mul(d, d)  m = Mul(s, scale)  loss = ReduceMean <keepdims = 0> (m)
+                }}"""
+            ),
+            ["target"],
+            lambda y: 3 * F.mse_loss(y, GOAL.to(y)),
+            GOAL,
+        )
+        for opset in (13, 18)
+    },
 }
 
 
@@ -93,7 +96,9 @@ LOSSES: dict[str, tuple[Any, list[str], Any, torch.Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_may_be_a_model_or_a_function(name: str, fuse: bool, tmp_path: Path) -> None:
     loss, targets, of_output, target = LOSSES[name]
+    before = loss.SerializeToString() if isinstance(loss, onnx.ModelProto) else None
     step = build_training_step(net(), loss, fuse=fuse, check=True)
+    assert before is None or loss.SerializeToString() == before
     assert (step.input_names, list(step.target_names), set(step.parameters)) == (("x",), targets, {"w", "b", "v"})
     session = TrainingSession(step)
     actual = session.step(X.numpy(), target.numpy())
@@ -113,7 +118,7 @@ def test_a_loss_may_be_a_model_or_a_function(name: str, fuse: bool, tmp_path: Pa
 def test_a_file_with_a_loss_is_taken_by_the_command_line(run: Run, tmp_path: Path) -> None:
     model, loss, target = tmp_path / "net.onnx", tmp_path / "loss.onnx", tmp_path / "step.onnx"
     onnx.save(net(), model)
-    onnx.save(LOSSES["a model of another opset"][0], loss)
+    onnx.save(LOSSES["a model of opset 13"][0], loss)
     sgd = ["--optimizer", "sgd", "--lr", "0.01", "--grad-scaler", "1024"]
     code, output, errors = run("training-step", model, target, "--loss", loss, "--check", *sgd)
     assert (code, errors) == (0, "") and "inputs x; targets target" in output

@@ -261,7 +261,8 @@ def test_steps_that_were_built_without_fusing(batch: str | int) -> None:
 def test_places_of_unknown_rank_are_left_alone() -> None:
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 18]>
-        f (float[N,4,T] x) => (float[N,T,4] y) <int64[1] none = {0}, int64[1] one = {1}, int64[1] all = {4}, int64[1] axis = {2}> {
+        f (float[N,4,T] x) => (float[N,T,4] y)
+        <int64[1] none = {0}, int64[1] one = {1}, int64[1] all = {4}, int64[1] axis = {2}> {
             c = ConvTranspose<pads = [1, 1]>(x, w)
             t = Transpose<perm = [0, 2, 1]>(c)
             a = Slice(t, one, all, axis)

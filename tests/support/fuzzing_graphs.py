@@ -11,13 +11,14 @@ model what it fails without.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import re
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,7 @@ class Verdict:
     """What came of a model.
 
     Attributes:
-        failures: lines that begin with the kind: wrong, unable, traceback, mistake, invalid, lost, unmeant.
+        failures: lines that begin with the kind: wrong, unable, traceback, mistake, invalid, changed, unmeant.
         refusals: the texts of refusals, each with the way that it is of.
         derivatives: how many derivatives were compared.
     """
@@ -238,7 +239,7 @@ def target_of(loss: str, output: Array, seed: int) -> Array | None:
     return numbers.standard_normal(output.shape).astype(np.float32)
 
 
-def loss_of(loss: str, o: Array, y: Array | None) -> float:
+def loss_of(loss: str, y: Array | None, o: Array) -> float:
     """A loss by numpy in float64."""
     if y is None:
         return float(o.sum())
@@ -261,12 +262,18 @@ def loss_of(loss: str, o: Array, y: Array | None) -> float:
 # Verdicts
 
 
+def _largest(array: Array) -> float:
+    return float(np.abs(array).max(initial=0))
+
+
 class _Judge:
     """A model at all sizes that it takes, with what it computes exactly."""
 
     def __init__(self, drawn: Drawn) -> None:
         self.drawn = drawn
         self.verdict = Verdict(drawn.seed)
+        self._given = onnx.ModelProto()
+        self._given.CopyFrom(drawn.model)
         try:
             original = _session(drawn.model)
         except Exception as error:
@@ -291,9 +298,7 @@ class _Judge:
                 raise Invalid(f"not in float64: {_line(error)}") from error
             if not np.isfinite(got).all() or not np.isfinite(exact).all():
                 continue
-            if got.shape != exact.shape or np.abs(got - exact).max(initial=0) > 1e-3 * (
-                1 + np.abs(exact).max(initial=0)
-            ):
+            if got.shape != exact.shape or _largest(got - exact) > 1e-3 * (1 + _largest(exact)):
                 raise Invalid("onnxruntime and the float64 model compute different things")
             self.cases.append((feeds, got, exact))
         if not self.cases:
@@ -303,7 +308,14 @@ class _Judge:
         self.verdict.failures.append(line)
 
     def attempt(self, way: str, make: Callable[[], Any]) -> Any:
-        """Do something of gradfuse's; None where it is refused or fails."""
+        """Do something of gradfuse's, which must leave the model as it is; None where it is refused or fails."""
+        result = self._attempted(way, make)
+        if self.drawn.model != self._given:
+            self.fail(f"changed: {way}: the model that was given")
+            self.drawn.model.CopyFrom(self._given)
+        return result
+
+    def _attempted(self, way: str, make: Callable[[], Any]) -> Any:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -338,10 +350,9 @@ class _Judge:
         if got.shape != original.shape:
             self.fail(f"wrong: {way}: the output has shape {got.shape}; expected {original.shape}")
             return False
-        largest = np.abs(exact).max(initial=0)
-        bound = 16 * np.abs(original - exact).max(initial=0) + 64 * 1.2e-7 * largest + 1e-6
-        if not np.abs(got - exact).max(initial=0) <= bound:
-            self.fail(f"wrong: {way}: the output is off by {np.abs(got - exact).max():.3g} of {largest:.3g}")
+        bound = 16 * _largest(original - exact) + 64 * 1.2e-7 * _largest(exact) + 1e-6
+        if not _largest(got - exact) <= bound:
+            self.fail(f"wrong: {way}: the output is off by {_largest(got - exact):.3g} of {_largest(exact):.3g}")
             return False
         return True
 
@@ -441,9 +452,8 @@ def _differentiated(judge: _Judge) -> None:
         way = f"differentiate, {_shown(feeds)}"
         seed = np.random.default_rng(number).standard_normal(original.shape).astype(np.float32)
         try:
-            found = dict(
-                zip([o.name for o in session.get_outputs()], session.run(None, {**feeds, "seed": seed}), strict=True)
-            )
+            names = [o.name for o in session.get_outputs()]
+            found = dict(zip(names, session.run(None, {**feeds, "seed": seed}), strict=True))
         except Exception as error:
             judge.fail(f"unable: {way}: {_line(error)}")
             return
@@ -460,7 +470,9 @@ def _trained(judge: _Judge) -> None:
         optimizer = gradfuse.optimizers.SGD(lr=1.0) if drawn.seed % 3 == 0 else None
         step = judge.attempt(
             way,
-            lambda: gradfuse.build_training_step(drawn.model, drawn.loss or None, optimizer=optimizer, fuse=fuse),
+            functools.partial(
+                gradfuse.build_training_step, drawn.model, drawn.loss or None, optimizer=optimizer, fuse=fuse
+            ),
         )
         if step is None:
             continue
@@ -484,11 +496,9 @@ def _trained(judge: _Judge) -> None:
                 break
             if not judge.same(f"{place}, evaluation", evaluated, original, exact):
                 break
-            of = lambda o, y=target: loss_of(drawn.loss, o, y)  # noqa: E731
-            wanted = of(exact)
-            if not judge.same(
-                f"{place}, loss", np.asarray(loss), np.asarray(of(original.astype(np.float64))), np.asarray(wanted)
-            ):
+            of = functools.partial(loss_of, drawn.loss, target)
+            expected = [np.asarray(of(o)) for o in (original.astype(np.float64), exact)]
+            if not judge.same(f"{place}, loss", np.asarray(loss), *expected):
                 break
             if optimizer is None:
                 gradients = session.gradients

@@ -50,7 +50,7 @@ class Verdict:
     """What came of a module.
 
     Attributes:
-        failures: lines that begin with the kind: wrong, unable, traceback, mistake.
+        failures: lines that begin with the kind: wrong, unable, traceback, mistake, changed.
         refusal: the text of the export's refusal.
         warned: warnings of the export.
         steps: how many steps were compared.
@@ -225,7 +225,7 @@ def judged(drawn: Drawn) -> Verdict:
                 result |= peer.evaluate(inputs)
         if not all(np.isfinite(a).all() for a in results[1].values()):
             return verdict
-        wrong = _difference(got, results[0], results[1], results[2:], drawn)
+        wrong = _difference(got, results[0], results[1], results[2:])
         verdict.steps += 1
         verdict.other_sizes += is_other
         if wrong:
@@ -265,6 +265,7 @@ def _exported(drawn: Drawn, peer: _Peer, batch: Any, verdict: Verdict) -> Any:
         of_target = axes if targets.ndim > 1 else {k: v for k, v in axes.items() if k == 0}
         shapes = (tuple(axes for _ in inputs), of_target or None)
     module = _Peer(drawn)
+    before = _state(module)
     with warnings.catch_warnings(record=True) as caught, private.translations_read_once():
         warnings.simplefilter("always")
         try:
@@ -283,19 +284,33 @@ def _exported(drawn: Drawn, peer: _Peer, batch: Any, verdict: Verdict) -> Any:
             return None
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            verdict.failures.append(
-                f"traceback: {type(error).__name__} in {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {_line(error)}"
-            )
+            place = f"{where.filename.rsplit('/', 1)[-1]}:{where.lineno}"
+            verdict.failures.append(f"traceback: {type(error).__name__} in {place}: {_line(error)}")
             return None
+    if (after := _state(module)) != before:
+        changed = [name for name in before if after.get(name) != before[name]]
+        verdict.failures.append(f"changed: {', '.join(changed) or 'what the module has'}")
     verdict.warned = [str(w.message) for w in caught if "export_training_step" in str(w.message)]
     return step
 
 
-def _difference(got: Results, native: Results, exact: Results, moved: list[Results], drawn: Drawn) -> str:
+def _state(peer: _Peer) -> dict[str, object]:
+    """What an export must leave as it is."""
+    tensors = {**dict(peer.module.named_parameters()), **dict(peer.module.named_buffers())}
+    found: dict[str, object] = {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
+    found |= {f"{name}.grad": p.grad is None for name, p in peer.module.named_parameters()}
+    found |= {f"mode of {name}": module.training for name, module in peer.module.named_modules()}
+    found["random state"] = torch.get_rng_state().numpy().tobytes()
+    for name, module in peer.module.named_modules():
+        own = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+        found[f"attributes of {name}"] = tuple(own.items())
+    return found
+
+
+def _difference(got: Results, native: Results, exact: Results, moved: list[Results]) -> str:
     """The first result that is not PyTorch's; empty if all are."""
-    largest = max(
-        (float(np.abs(a).max(initial=0)) for n, a in exact.items() if n.endswith(".grad") or n == "loss"), default=0.0
-    )
+    gradients = [array for name, array in exact.items() if name.endswith(".grad") or name == "loss"]
+    largest = max((float(np.abs(array).max(initial=0)) for array in gradients), default=0.0)
     for name, wanted in exact.items():
         if name.endswith(".grad"):
             found = got.get(name)

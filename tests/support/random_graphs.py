@@ -1,8 +1,8 @@
 """Writes ONNX models of opsets 7 to 23 as six exporters would: every value that people have in files, small.
 
-:func:`drawn` writes a model from a seed: a chain of pieces, each of which takes and gives a value of shape (N, T, WIDTH),
-and habits of exporters, which change how the model is written and not what it computes. Pieces and habits can be left
-out, so that what fails can be made small (fuzzing_graphs.py).
+:func:`drawn` writes a model from a seed: a chain of pieces, each of which takes and gives a value of shape (N, T,
+WIDTH), and habits of exporters, which change how the model is written and not what it computes. Pieces and habits can
+be left out, so that what fails can be made small (fuzzing_graphs.py).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _gemm(g: Writer, h: str) -> str:
     given = [g.weight(WIDTH, WIDTH)]
     if g.own.random() < 0.8 or g.opset < 11:
         given.append(g.weight(*g.own.choice([(WIDTH,), (1, WIDTH), (1,)])))
-    scale = {"alpha": 0.5, "beta": 2.0} if g.own.random() < 0.3 else {}
+    scale: dict[str, Any] = {"alpha": 0.5, "beta": 2.0} if g.own.random() < 0.3 else {}
     y = g.op("Gemm", flat, *given, transB=trans, **scale)
     if g.own.random() < 0.5:
         return g.op("Reshape", y, g.op("Concat", g.size(h, 0), g.size(h, 1), g.constant([WIDTH]), axis=0))
@@ -247,7 +247,7 @@ def _activation(g: Writer, h: str) -> str:
         return g.op("Exp", g.op("Neg", g.op("Mul", h, h)))
     if op_type == "Sign":
         return g.op("Mul", h, g.op("Sign", h))
-    given = {"alpha": 0.3} if op_type in ("LeakyRelu", "Elu") and g.own.random() < 0.7 else {}
+    given: dict[str, Any] = {"alpha": 0.3} if op_type in ("LeakyRelu", "Elu") and g.own.random() < 0.7 else {}
     if op_type == "Gelu" and g.own.random() < 0.5:
         return g.op("Gelu", h, approximate="tanh")
     return g.op(op_type, h, **given)
@@ -627,7 +627,7 @@ def _upsampling(g: Writer, h: str) -> str:
         y = g.op("Resize", x, scales, mode=mode)
     else:
         way = g.own.choice(["half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"])
-        more = {"nearest_mode": "floor"} if mode == "nearest" else {}
+        more: dict[str, Any] = {"nearest_mode": "floor"} if mode == "nearest" else {}
         roi = g.constant([], np.float32) if g.opset < 13 else ""
         y = g.op("Resize", x, roi, scales, mode=mode, coordinate_transformation_mode=way, **more)
     return g.op("Add", h, g.first(g.reduce("Mean", y, [2])))
@@ -741,7 +741,7 @@ def _scan(g: Writer, h: str) -> str:
         body.input.append(helper.make_tensor_value_info(name, F32, ["N", WIDTH]))
     begin = g.op("Mul", g.reduce("Mean", h, [1], keep=False), g.number(0.5))
     by_axis = g.own.random() < 0.3
-    way = {"scan_input_axes": [1], "scan_output_axes": [1]} if by_axis else {}
+    way: dict[str, Any] = {"scan_input_axes": [1], "scan_output_axes": [1]} if by_axis else {}
     given = h if by_axis else g.op("Transpose", h, perm=[1, 0, 2])
     g.nodes.append(helper.make_node("Scan", [begin, given], [last, rows], body=body, num_scan_inputs=1, **way))
     return rows if by_axis else g.op("Transpose", rows, perm=[1, 0, 2])
@@ -861,7 +861,7 @@ def _renamed(graph: onnx.GraphProto, names: dict[str, str]) -> None:
 def _weights_in_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
     """Weights are Constant nodes, as of Paddle2ONNX and older torch."""
     share = rng.choice([0.3, 1.0])
-    nodes = []
+    nodes: list[onnx.NodeProto] = []
     for tensor in list(model.graph.initializer):
         if rng.random() < share:
             model.graph.initializer.remove(tensor)
@@ -871,7 +871,7 @@ def _weights_in_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
 
 def _through_identity(model: onnx.ModelProto, rng: random.Random) -> None:
     """A weight reaches its node through Identity, as of torch.onnx with shared weights and of tf2onnx."""
-    nodes = []
+    nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         for k, name in enumerate(node.input):
             if any(t.name == name for t in model.graph.initializer) and rng.random() < 0.4 and node.op_type != "Resize":
@@ -1065,9 +1065,10 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
     loss = rng.choice(LOSSES)
     shape: tuple[int | str, ...] = ("N", "T", WIDTH)
     if loss == "cross_entropy":
-        h, shape = (
-            (g.first(h), ("N", WIDTH, "T")) if rng.random() < 0.5 else (g.reduce("Mean", h, [1], False), ("N", WIDTH))
-        )
+        if rng.random() < 0.5:
+            h, shape = g.first(h), ("N", WIDTH, "T")
+        else:
+            h, shape = g.reduce("Mean", h, [1], False), ("N", WIDTH)
     elif not loss:
         h, shape = g.op("ReduceMean", g.op("Mul", h, h), keepdims=0), ()
     output = g.name()
@@ -1083,9 +1084,8 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
     opsets = [helper.make_opsetid("", opset)]
     if g.standard:
         opsets.append(helper.make_opsetid(_OF_MICROSOFT, 1))
-    model = helper.make_model(
-        graph, opset_imports=opsets, ir_version=min(10, rng.choice([4, 7, 8, 9, 10]) if opset < 15 else 10)
-    )
+    ir_version = rng.choice([4, 7, 8, 9, 10]) if opset < 15 else 10
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
     habits = [name for name, (rate, _) in HABITS.items() if rng.random() < rate]
     for name in habits:
         if name not in plain:

@@ -15,6 +15,7 @@ from gradfuse.differentiation.dependence import Repeated, active_inputs, may_be_
 from gradfuse.differentiation.rules import error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.models.inlining import graphs_of
+from gradfuse.models.tensors import rename
 
 Walk = Callable[[ir.Graph, Tape, Mapping[ir.Value, Tensor], Collection[ir.Value]], dict[ir.Value, Tensor]]
 
@@ -374,7 +375,7 @@ def _rename(body: ir.Graph, prefix: str, of: ir.Node) -> None:
         initializers = list(graph.initializers.values())
         graph.initializers.clear()
         for value in {*graph.inputs, *initializers}:
-            value.name = f"{prefix}{value.name}"
+            rename(value, f"{prefix}{value.name}")
         for value in initializers:
             graph.register_initializer(value)
         for node in graph:

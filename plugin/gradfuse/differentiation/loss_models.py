@@ -17,6 +17,7 @@ from gradfuse.errors import ArgumentError, listed, one_line
 from gradfuse.models import reading
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import graphs_of
+from gradfuse.models.tensors import rename
 
 _WHO = "build_training_step"
 _DOMAIN = "gradfuse.loss"
@@ -109,7 +110,7 @@ def behind(outputs: Sequence[ir.Value], loss: Any, graph: ir.Graph, opset: int) 
     own.initializers.clear()
     own.remove(nodes)
     for value in initializers:
-        value.name = f"{prefix}{value.name}"
+        rename(value, f"{prefix}{value.name}")
     for node in nodes:
         _rename(node, prefix)
     return AppendedLoss(result, of, targets, nodes, initializers, dict(model.opset_imports))
@@ -196,7 +197,7 @@ def _rename(node: ir.Node, prefix: str) -> None:
     """Give a node's values and those of its subgraphs names with a prefix; their shapes are to be inferred anew."""
     for graph in graphs_of(node):
         for value in (*graph.inputs, *graph.initializers.values()):
-            value.name = f"{prefix}{value.name}"
+            rename(value, f"{prefix}{value.name}")
         for one in graph:
             _rename(one, prefix)
     node.name = f"{prefix}{node.name}" if node.name else node.name

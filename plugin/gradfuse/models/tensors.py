@@ -6,7 +6,7 @@ External data is read only where it is needed. Until then, tensors in files stay
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import onnx
@@ -85,15 +85,25 @@ def copy_model(model: ir.Model) -> ir.Model:
 
     `ir.Model.clone` shares the types of values, and setting `Value.dtype` changes a type in place.
     """
-    copy = model.clone()
-    functions = [graph for function in copy.functions.values() for graph in (function.graph, *function.subgraphs())]
-    for graph in (*copy.graphs(), *functions):
+    result = model.clone()
+    functions = [graph for function in result.functions.values() for graph in (function.graph, *function.subgraphs())]
+    for graph in (*result.graphs(), *functions):
         for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)):
             if isinstance(value.type, ir.TensorType):
                 value.type = ir.TensorType(value.type.dtype, denotation=value.type.denotation)
             else:
                 value.type = deepcopy(value.type)
-    return copy
+    return result
+
+
+def rename(value: ir.Value, name: str) -> None:
+    """Give a value another name, and its tensor, whose name another model may share, to no other value."""
+    tensor = value.const_value
+    if isinstance(tensor, ir.serde.TensorProtoTensor):
+        value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
+    elif tensor is not None:
+        value.const_value = copy(tensor)
+    value.name = name
 
 
 def with_tensors_in_memory(model: ir.Model) -> ir.Model:
@@ -104,13 +114,13 @@ def with_tensors_in_memory(model: ir.Model) -> ir.Model:
     """
     if not has_external_data(model):
         return model
-    copy = copy_model(model)
-    read_attribute_tensors(copy)
-    for graph in copy.graphs():
+    result = copy_model(model)
+    read_attribute_tensors(result)
+    for graph in result.graphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _read_tensor(value.const_value)
-    return copy
+    return result
 
 
 def read_attribute_tensors(model: ir.Model) -> None:
