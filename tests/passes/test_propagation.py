@@ -29,6 +29,7 @@ def _cases() -> list[tuple[str, onnx.ModelProto, list[Array], list[Array]]]:
         model = case.model
         if model is None or len(model.graph.node) > 3 or case.name == "test_scan_sum":  # of opset 8
             continue
+        assert case.data_sets is not None
         inputs, outputs = case.data_sets[0]
         arrays = all(isinstance(array, (np.ndarray, np.generic)) for array in (*inputs, *outputs))
         if arrays and all(node.op_type in propagation.RULES for node in model.graph.node):

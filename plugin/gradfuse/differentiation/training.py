@@ -374,6 +374,8 @@ def _labels(graph: ir.Graph, criterion: Any, targets: Sequence[str]) -> list[ind
         for (_, labels, ignored), size in zip(found, sizes, strict=True)
         if isinstance(size, int)
     ]
+
+
 _GIVES = {
     "HardSigmoid": "probabilities",
     "LogSoftmax": "log-probabilities",
