@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mutated_steps import mutants, refusal, truth_of
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import ExportError, export_training_step
+from gradfuse import export_training_step
 from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -71,24 +71,15 @@ def test_halves_times_numbers_within_a_step_of_float32(function: Callable[[Tenso
     export_training_step(Between(function), F.cross_entropy, batch, dynamic_shapes=DYNAMIC)
 
 
-class AlmostTheGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 1.01
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_gradient_within_halves_that_is_wrong_by_one_percent_is_refused(seed: int) -> None:
     torch.manual_seed(seed)
-    batch = (torch.randn(4, 6),), (torch.arange(4) % 5,)
-
-    def function(h: Tensor) -> Tensor:
-        passed: Tensor = AlmostTheGradient.apply(h.half() * 0.1)  # type: ignore[no-untyped-call]
-        return (passed + 2.0).to(h.dtype)
-
-    with pytest.raises(ExportError, match="differs from PyTorch"):
-        export_training_step(Between(function), F.cross_entropy, batch, dynamic_shapes=DYNAMIC)
+    module, batch = Between(HALVES[0]), ((torch.randn(4, 6),), (torch.arange(4) % 5,))
+    model = export_training_step(module, F.cross_entropy, batch, fuse=False).model
+    truth = truth_of(module, F.cross_entropy, batch)
+    assert refusal(truth, model) is None
+    wrong = [mutant for mutant in mutants(model) if mutant.kind == "one percent"]
+    assert len(wrong) == 4
+    for mutant in wrong:
+        text = refusal(truth, mutant.model)
+        assert text is not None and "differs from PyTorch" in text, mutant.place

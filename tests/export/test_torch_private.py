@@ -937,7 +937,7 @@ def test_no_other_module_uses_a_private_api_of_torch() -> None:
     assert found == []
 
 
-def test_operators_are_collected_once() -> None:
+def test_operators_collected_once() -> None:
     from torch._export import utils
 
     with private.operators_collected_once():

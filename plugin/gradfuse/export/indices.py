@@ -63,7 +63,8 @@ def mark(program: ExportedProgram) -> None:
                 known = graph.call_function(aten.sym_size.int, (found.of, found.axis))
                 known.meta["val"], size = size, known
             marked = graph.call_function(_IN_RANGE, (index, size, found.ignored))
-        marked.meta = dict(index.meta)
+        # A size that values decide is bound where the index is computed.
+        marked.meta = {key: value for key, value in index.meta.items() if key != "unbacked_bindings"}
         node.update_arg(found.place, marked)
 
 
