@@ -67,6 +67,23 @@ def attention(layers: int) -> onnx.ModelProto:
     return model
 
 
+def test_sizes_that_derive_from_one_another_are_computed_once() -> None:
+    """What is added to a slice of itself has a size of two sizes: walked anew, they would double with each layer."""
+    layer = (
+        "s{k} = Slice(x{k}, zero, many, axis)  a{k} = Add(x{k}, s{k})  m{k} = MatMul(a{k}, w)  x{n} = Softmax(m{k}) "
+    )
+    body = "".join(layer.format(k=k, n=k + 1) for k in range(24))
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["": 18]> g (float[B, T, 2] x0) => (float[B, T2, 2] x24)
+        <int64[1] zero = {{0}}, int64[1] many = {{100}}, int64[1] axis = {{1}}, float[2, 2] w = {{1, 2, -1, 0.5}}>
+        {{ {body} }}"""
+    )
+    begin = time.process_time()
+    step = build_training_step(model, "mse")
+    assert time.process_time() - begin < SECONDS
+    assert step.report is not None and len(step.report.fusions) >= 24
+
+
 @pytest.mark.long
 def test_200_layers_are_built_fused_and_explained() -> None:
     begin = time.process_time()
