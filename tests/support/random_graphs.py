@@ -701,6 +701,7 @@ def _if(g: Writer, h: str) -> str:
         g.nodes.append(
             helper.make_node("Constant", [], [name], value=numpy_helper.from_array(numbers.astype(np.float32)))
         )
+        g.weights.append(name)
         return g.op("MatMul", h, name)
 
     shape = ("N", "T", WIDTH)

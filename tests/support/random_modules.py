@@ -614,7 +614,8 @@ class Drawn:
     @property
     def rounds_to(self) -> float:
         """The spacing at 1 of the coarsest type in it."""
-        return 2.0**-7 if "bfloat16" in self.source else 2.0**-10 if "float16" in self.source else 2.0**-23
+        is_narrow = "float16" in self.source or "autocast" in dict(self.options)
+        return 2.0**-7 if "bfloat16" in self.source else 2.0**-10 if is_narrow else 2.0**-23
 
 
 def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ()) -> Drawn:
@@ -650,7 +651,7 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
     if optimizer and rng.random() < 0.1:
         options["max_grad_norm"] = 0.5
     if rng.random() < 0.03:
-        options["autocast"] = torch.bfloat16
+        options["autocast"] = torch.float16
     if "optimizer" in plain:
         optimizer = ""
     if "options" in plain or not optimizer:
