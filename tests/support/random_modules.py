@@ -567,11 +567,11 @@ OPTIMIZERS = (
     "",
     "",
     "",
-    "torch.optim.SGD(parameters, lr=0.125)",
-    "torch.optim.SGD(parameters, lr=0.125, momentum=0.5"
+    "torch.optim.SGD(parameters, lr=0.0078125)",
+    "torch.optim.SGD(parameters, lr=0.0078125, momentum=0.5"
     "<<|, nesterov=True|, weight_decay=0.125|, dampening=0.25|, maximize=True>>)",
-    "torch.optim.Adam(parameters, lr=0.0625, eps=0.125<<|, weight_decay=0.125|, betas=(0.5, 0.75)>>)",
-    "torch.optim.AdamW(parameters, lr=0.0625, eps=0.125<<|, weight_decay=0.25>>)",
+    "torch.optim.Adam(parameters, lr=0.015625, eps=0.125<<|, weight_decay=0.125|, betas=(0.5, 0.75)>>)",
+    "torch.optim.AdamW(parameters, lr=0.015625, eps=0.125<<|, weight_decay=0.25>>)",
 )
 
 _INPUTS = {"z": "float", "i": "word", "m": "mask"}
@@ -650,7 +650,8 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
         options["evaluation"] = True
     if optimizer and rng.random() < 0.1:
         options["max_grad_norm"] = 0.5
-    if rng.random() < 0.03:
+    # onnxruntime computes nothing in bfloat16 on a CPU.
+    if rng.random() < 0.03 and "bfloat16" not in text:
         options["autocast"] = torch.float16
     if "optimizer" in plain:
         optimizer = ""
