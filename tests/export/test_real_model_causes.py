@@ -192,6 +192,14 @@ def test_extremes_of_all_elements(keepdim: bool) -> None:
     _compared(Layer(function), _batch(3), [_batch(7)])
 
 
+def test_bounds_of_which_one_is_a_whole_number() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.clamp(-0.25, 1) + (4 * x).to(torch.int64).clip(-1, 1.5) + x.clamp(-1, 0.5).square()
+
+    torch.manual_seed(0)
+    _compared(Layer(function), _batch(3), [_batch(7)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_factors_in_sums_of_16_bits_are_not_rounded_first(dtype: torch.dtype) -> None:
     def function(x: Tensor) -> Tensor:

@@ -41,6 +41,19 @@ def cast_operands(program: ExportedProgram) -> None:
         program.graph_module.recompile()
 
 
+def bound_by_floats(program: ExportedProgram) -> None:
+    """Let floats be clamped by floats: `x.clamp(-0.5, 1)`.
+
+    torch.onnx.export makes a tensor of a whole number that bounds floats, and there is no clamp by a tensor and a number.
+    """
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.target is aten.clamp.default and isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+            node.args = (node.args[0], *(float(one) if type(one) is int else one for one in node.args[1:]))
+            node.kwargs = {name: float(one) if type(one) is int else one for name, one in node.kwargs.items()}
+    program.graph_module.recompile()
+
+
 def compute_with_numbers(program: ExportedProgram) -> None:
     """Let products and quotients of a tensor of 16 bits and a number be in float32, and round them, as PyTorch does.
 

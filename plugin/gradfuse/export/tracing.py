@@ -221,6 +221,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow
                     program = decomposing.decompose(program, rest)
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
+            promotion.bound_by_floats(program)
             if not narrow:
                 promotion.compute_with_numbers(program)
     except Exception as error:
