@@ -510,9 +510,23 @@ def _trained(judge: _Judge) -> None:
                 after = session.state_dict()
                 gradients = {n: np.asarray(a, np.float64) - after[n] for n, a in step.parameters.items()}
             before = len(judge.verdict.failures)
-            judge.gradients(place, of, feeds, gradients, number)
+            judge.gradients(place, of, feeds, _of_merged(judge, step, gradients), number)
             if len(judge.verdict.failures) > before:
                 break
+
+
+def _of_merged(judge: _Judge, step: Any, gradients: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Gradients by the names of the model that was given, where tensors that an exporter merged have been divided."""
+    if "merged" not in judge.drawn.habits:
+        return gradients
+    values, found = judge.exact.values, {name: np.asarray(a, np.float64) for name, a in gradients.items()}
+    for name in [name for name in found if name not in values]:
+        own = step.parameters[name]
+        source = next((n for n in values if n in step.parameters and np.array_equal(values[n], own)), None)
+        gradient = found.pop(name)
+        if source is not None and source in found:
+            found[source] = found[source] + gradient
+    return found
 
 
 def _judge_parameters(judge: _Judge, way: str, step: Any) -> None:

@@ -667,7 +667,8 @@ def _filled(g: Writer, h: str) -> str:
 def _folded_mask(g: Writer, h: str) -> str:
     mask = np.zeros((1, 1, WIDTH))
     mask[..., -1] = -np.inf if g.own.random() < 0.5 else -1e9
-    return g.op("Add", h, g.softmax(g.op("Add", h, g.statistic(mask)), -1))
+    scores = g.op("Mul", h, h)
+    return g.op("Add", h, g.softmax(g.op("Add", scores, g.statistic(mask)), -1))
 
 
 # Control flow

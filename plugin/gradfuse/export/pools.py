@@ -136,5 +136,5 @@ def pool(
 
 
 def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
-    values = [value] if isinstance(value, int) else list(value)
+    values = [value] if isinstance(value, int | torch.SymInt) else list(value)
     return values * axes if len(values) == 1 else values
