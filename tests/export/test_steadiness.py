@@ -477,3 +477,23 @@ def test_dictionaries_are_read_without_what_they_make_of_it() -> None:
 
     export_training_step(Module(), nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 3)), evaluation=False)
     assert MADE.get("tanh") is nn.Tanh and dict.__getitem__(MADE, "none") is nn.Identity
+
+
+def test_numbers_by_a_seed_that_forward_sets_are_the_same_in_each_call() -> None:
+    class Seeded(nn.Module):
+        def __init__(self, seeds: bool) -> None:
+            super().__init__()
+            self.linear, self.seeds = nn.Linear(4, 3), seeds
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.seeds:
+                np.random.seed(5)
+            return self.linear(x[:, np.random.permutation(4).tolist()])
+
+    batch = torch.randn(2, 4), torch.randn(2, 3)
+    module = Seeded(True)
+    session = TrainingSession(export_training_step(module, nn.MSELoss(), batch, evaluation=False))
+    wanted = float(F.mse_loss(module(batch[0]), batch[1]).detach())
+    assert abs(session.step(*batch) - wanted) <= 64 * np.finfo(np.float32).eps * wanted
+    with pytest.raises(ExportError, match="draws random numbers by numpy"):
+        export_training_step(Seeded(False), nn.MSELoss(), batch, evaluation=False)

@@ -74,7 +74,7 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
             draws = host_draws.states() != before
         refuse_shared(step, first)
         aliases.refuse(step, first)
-        if draws:
+        if draws and not _seeds_itself(step):
             places = _Sources.of(step, state).text("draws")
             raise refusal(
                 f"the module draws random numbers by numpy or by Python{places and f':{places}'}, which an exported "
@@ -98,6 +98,15 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
         return first
     finally:
         state.restore()
+
+
+def _seeds_itself(step: TorchStep) -> bool:
+    """Whether the generators of numpy and Python end where they ended before: the step seeds them in each call."""
+    with _same_process():
+        step.run()
+        ended = host_draws.states()
+        step.run()
+        return host_draws.states() == ended
 
 
 def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: PythonState) -> None:
