@@ -44,7 +44,8 @@ def cast_operands(program: ExportedProgram) -> None:
 def bound_by_floats(program: ExportedProgram) -> None:
     """Let floats be clamped by floats: `x.clamp(-0.5, 1)`.
 
-    torch.onnx.export makes a tensor of a whole number that bounds floats, and there is no clamp by a tensor and a number.
+    torch.onnx.export makes a tensor of a whole number that bounds floats, and there is no clamp by a tensor and a
+    number.
     """
     for node in program.graph.nodes:
         value = node.meta.get("val")
