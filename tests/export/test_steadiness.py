@@ -488,7 +488,7 @@ def test_numbers_by_a_seed_that_forward_sets_are_the_same_in_each_call() -> None
         def forward(self, x: Tensor) -> Tensor:
             if self.seeds:
                 np.random.seed(5)
-            return self.linear(x[:, np.random.permutation(4).tolist()])
+            return self.linear(x[:, np.random.permutation(4).tolist()])  # type: ignore[no-any-return]
 
     batch = torch.randn(2, 4), torch.randn(2, 3)
     module = Seeded(True)
