@@ -59,11 +59,13 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The body of a fused operator is chosen by the types and ranks of its inputs.
-        fused = (n for g in _graphs(self.model) for n in g if n.domain == custom_ops.DOMAIN)
+        # The body of a fused operator is chosen by the types and ranks of its inputs, and ONNX wants those of outputs.
+        fused = [n for g in _graphs(self.model) for n in g if n.domain == custom_ops.DOMAIN]
         needed = {value for node in fused for value in node.inputs if value is not None}
+        needed.update(self.model.graph.outputs if fused else ())
         for value, type_, shape in self._inferred:
-            if value not in needed:
+            is_told = type_ is not None and shape is not None and len(shape) == len(value.shape or ())
+            if value not in needed or is_told:
                 value.type, value.shape = type_, shape
         self._sites, self._inferred = {}, []
 

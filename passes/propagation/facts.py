@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -62,7 +63,7 @@ class Facts:
                 self._read(branch)
             try:
                 found = results(self, node)
-            except Unknown:
+            except Exception:  # Unknown, or whatever a malformed node leads to: its execution tells what is wrong.
                 found = []
             for index, value in enumerate(node.outputs):
                 dtype, sizes, elements = found[index] if index < len(found) else (None, None, None)
@@ -81,7 +82,8 @@ class Facts:
             not tensor.dtype.is_floating_point() or not len(tensor.shape)
         )
         if followed and tensor.size <= MOST_ELEMENTS and not value.is_graph_input():
-            self.elements[value] = objects(tensor.numpy())
+            with contextlib.suppress(ValueError, TypeError, OSError):  # Of a malformed tensor.
+                self.elements[value] = objects(tensor.numpy())
 
     def _note(self, value: ir.Value, dtype: ir.DataType | None, sizes: Sizes | None, joins: bool = True) -> None:
         """Note what a rule says of a value; where it says nothing, what the model does, or others do."""

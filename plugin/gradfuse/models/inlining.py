@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
@@ -45,22 +46,22 @@ def inline(model: ir.Model, chosen: Callable[[ir.Function], bool]) -> None:
 
 
 class Names:
-    """The names of values and of nodes in a graph and all graphs within it."""
+    """How often each name of values and of nodes is in graphs and all graphs within them."""
 
-    def __init__(self, holder: ir.Graph | ir.Function) -> None:
-        self._taken: dict[str, set[str]] = {"value": set(), "node": set()}
+    def __init__(self, *holders: ir.Graph | ir.Function) -> None:
+        self._taken: dict[str, Counter[str]] = {"value": Counter(), "node": Counter()}
         self._last: dict[tuple[str, str], int] = {}
-        self._take(holder)
-        for graph in holder.subgraphs():
-            self._take(graph)
-            self._taken["value"].update(graph.initializers)
-        if isinstance(holder, ir.Graph):
-            self._taken["value"].update(holder.initializers)
+        for holder in holders:
+            for graph in (holder, *holder.subgraphs()):
+                own = graph.initializers if isinstance(graph, ir.Graph) else ()
+                values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+                names = {*own, *(value.name for value in values if value.name)}
+                self._taken["value"].update(names)
+                self._taken["node"].update(node.name for node in graph if node.name)
 
-    def _take(self, graph: ir.Graph | ir.Function) -> None:
-        values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
-        self._taken["value"].update(value.name for value in values if value.name)
-        self._taken["node"].update(node.name for node in graph if node.name)
+    def kept(self, kind: str, name: str, inside: Names) -> str:
+        """The name of something that comes out of some graphs: its own, unless it is outside of them too."""
+        return name if self._taken[kind][name] <= inside._taken[kind][name] else self.fresh(kind, name)
 
     def fresh(self, kind: str, name: str) -> str:
         """A name that nothing of this kind has: the name itself, or with a number behind it."""
@@ -69,7 +70,7 @@ class Names:
             number += 1
             candidate = f"{name}_{number}"
         self._last[kind, name] = number
-        taken.add(candidate)
+        taken[candidate] += 1
         return candidate
 
 
@@ -79,22 +80,26 @@ def put_branch(graph: ir.Graph, node: ir.Node, branch: ir.Graph, names: Names) -
     Args:
         graph: the graph of the If.
         node: the If.
-        branch: one of its graphs.
-        names: the names that are taken.
+        branch: one of its graphs; its initializers become constants.
+        names: the names that are taken, with those of both branches.
     """
+    inside = Names(*graphs_of(node))
     for value in list(branch.initializers.values()):
         tensor = value.const_value
         assert tensor is not None
-        constant = ir.node("Constant", [], {"value": ir.AttrTensor("value", tensor)}, name=names.fresh("node", "node"))
-        branch.insert_before(branch[0], constant) if len(branch) else branch.append(constant)
+        constant = ir.node("Constant", [], {"value": ir.AttrTensor("value", tensor)}, name=f"{value.name}/Constant")
+        if len(branch):
+            branch.insert_before(branch[0], constant)
+        else:
+            branch.append(constant)
         value.replace_all_uses_with(constant.outputs[0], replace_graph_outputs=True)
         constant.outputs[0].name = value.name
         constant.outputs[0].type, constant.outputs[0].shape = value.type, value.shape
         del branch.initializers[str(value.name)]
     for one in branch.all_nodes():
-        one.name = names.fresh("node", one.name or "node")
+        one.name = names.kept("node", one.name or "node", inside)
         for value in one.outputs:
-            value.name = names.fresh("value", value.name) if value.name else value.name
+            value.name = names.kept("value", value.name, inside) if value.name else value.name
     results = _results(branch, len(node.outputs), names)
     branch.outputs.clear()
     nodes = list(branch)
