@@ -483,11 +483,12 @@ def test_numbers_by_a_seed_that_forward_sets_are_the_same_in_each_call() -> None
     class Seeded(nn.Module):
         def __init__(self, seeds: bool) -> None:
             super().__init__()
-            self.linear, self.seeds = nn.Linear(4, 3), seeds
+            self.linear, self.dropout, self.seeds = nn.Linear(4, 3), nn.Dropout(0.25), seeds
 
         def forward(self, x: Tensor) -> Tensor:
             if self.seeds:
                 np.random.seed(5)
+            x = self.dropout(x) if x.shape[0] > 2 else x
             return self.linear(x[:, np.random.permutation(4).tolist()])  # type: ignore[no-any-return]
 
     batch = torch.randn(2, 4), torch.randn(2, 3)
@@ -495,5 +496,7 @@ def test_numbers_by_a_seed_that_forward_sets_are_the_same_in_each_call() -> None
     session = TrainingSession(export_training_step(module, nn.MSELoss(), batch, evaluation=False))
     wanted = float(F.mse_loss(module(batch[0]), batch[1]).detach())
     assert abs(session.step(*batch) - wanted) <= 64 * np.finfo(np.float32).eps * wanted
+    more = torch.randn(3, 4), torch.randn(3, 3)
+    export_training_step(module, nn.MSELoss(), more, evaluation=False)
     with pytest.raises(ExportError, match="draws random numbers by numpy"):
         export_training_step(Seeded(False), nn.MSELoss(), batch, evaluation=False)
