@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from mutated_steps import mutants, refusal, truth_of
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import export_training_step
+from gradfuse import TrainingSession, export_training_step
 from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -69,6 +71,29 @@ def test_halves_times_numbers_within_a_step_of_float32(function: Callable[[Tenso
     torch.manual_seed(seed)
     batch = (torch.randn(4, 6),), (torch.arange(4) % 5,)
     export_training_step(Between(function), F.cross_entropy, batch, dynamic_shapes=DYNAMIC)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_layer_normalisation_of_halves_by_weights_of_float32(fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+    (x,), (y,) = batch = (torch.randn(4, 6),), (torch.arange(4) % 5,)
+    step = export_training_step(module, F.cross_entropy, batch, autocast=torch.float16, fuse=fuse)
+    # What a session runs is the step in its own types.
+    session = TrainingSession(step)
+    session.step(x.numpy(), y.numpy())
+
+    def gradients(dtype: torch.dtype) -> dict[str, Any]:
+        copy = deepcopy(module).to(dtype)
+        with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+            loss = F.cross_entropy(copy(x.to(dtype)), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {name: one.grad.numpy() for name, one in copy.named_parameters() if one.grad is not None}
+
+    native, exact = gradients(torch.float32), gradients(torch.float64)
+    for name, gradient in session.gradients.items():
+        terms = float(np.abs(exact[name]).max()) * np.finfo(np.float16).eps / np.finfo(np.float32).eps
+        assert_gradients_close(gradient, native[name], exact[name], np.float32, terms=terms)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -114,7 +114,13 @@ def _read(node: onnx.NodeProto) -> set[str]:
 class Exact:
     """A model in float64: its outputs as a function of inputs and of all its float tensors, by their names."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: Drawn, *, statistics_apart: bool = False) -> None:
+        """Read a model.
+
+        Args:
+            drawn: the model.
+            statistics_apart: whether running statistics are tensors of their own where they are something else as well.
+        """
         wide = onnx.ModelProto()
         wide.CopyFrom(drawn.model)
         wide.ir_version = max(wide.ir_version, 8)
@@ -134,6 +140,8 @@ class Exact:
         nodes = self._nodes(drawn.model.graph.node, drawn.standard)
         del graph.node[:]
         graph.node.extend(nodes)
+        if statistics_apart:
+            self._take_statistics_apart(graph)
         for function in wide.functions:
             nodes = self._nodes(function.node, drawn.standard, inside=True)
             del function.node[:]
@@ -179,6 +187,16 @@ class Exact:
             result.append(node_in_64)
         return _sorted(result, set()) if not inside else result
 
+    def _take_statistics_apart(self, graph: onnx.GraphProto) -> None:
+        sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Identity"}
+        for node in graph.node:
+            for k in (3, 4) if node.op_type == "BatchNormalization" else ():
+                name = node.input[k]
+                while name in sources:
+                    name = sources[name]
+                node.input[k] = f"{name}/statistic"
+                self.values[node.input[k]] = self.values[name]
+
     def _inner(self, graph: onnx.GraphProto, standard: Mapping[str, list[onnx.NodeProto]], inside: bool) -> None:
         for tensor in list(graph.initializer):
             if tensor.data_type == TensorProto.FLOAT:
@@ -204,6 +222,23 @@ class Exact:
                     raise
                 self._evaluator = ReferenceEvaluator(self._wide)
                 return np.asarray(self._evaluator.run(None, every)[0])
+
+    def along(self, of: Callable[[Array], float], feeds: Arrays, name: str, direction: Array) -> tuple[float, float]:
+        """The derivative along a direction, by five points, and how far it may be off; NaN at a kink."""
+        at = (feeds[name] if name in feeds else self.values[name]).astype(np.float64)
+
+        def differences(step: float) -> tuple[float, float]:
+            """By five points, and how far the slopes of the two sides are apart."""
+            low, left, here, right, high = (
+                of(self.output({**feeds, name: np.asarray(at + k * step * direction)})) for k in (-2, -1, 0, 1, 2)
+            )
+            return (low - 8 * left + 8 * right - high) / (12 * step), abs(right - 2 * here + left) / step
+
+        (far, apart), (near, still_apart) = differences(4 * _STEP), differences(_STEP)
+        doubt, scale = abs(far - near), max(abs(near), 1e-2)
+        # Where a function bends, its slopes come together with the step; at a kink they do not.
+        is_kink = still_apart > 1e-4 * scale and still_apart > 0.5 * apart
+        return (float("nan") if is_kink or doubt > 1e-4 * scale else near), doubt
 
 
 def inputs_of(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> Arrays:
@@ -282,6 +317,9 @@ class _Judge:
             self.exact = Exact(drawn)
         except Exception as error:
             raise Invalid(f"not in float64: {_line(error)}") from error
+        self.exact_of_steps = self.exact
+        if "merged" in drawn.habits and "batch norm" in drawn.pieces:
+            self.exact_of_steps = Exact(drawn, statistics_apart=True)
         self._is_valid = _passes_check(drawn.model, full_check=False)
         self._is_inferred = _passes_check(drawn.model, full_check=True)
         self.cases: list[tuple[Arrays, Array, Array]] = []
@@ -359,34 +397,23 @@ class _Judge:
             return False
         return True
 
-    def along(self, of: Callable[[Array], float], feeds: Arrays, name: str, direction: Array) -> tuple[float, float]:
-        """The derivative along a direction, by five points, and how far it may be off; NaN at a kink."""
-        at = (feeds[name] if name in feeds else self.exact.values[name]).astype(np.float64)
-
-        def differences(step: float) -> tuple[float, float]:
-            """By five points, and how far the slopes of the two sides are apart."""
-            low, left, here, right, high = (
-                of(self.exact.output({**feeds, name: np.asarray(at + k * step * direction)})) for k in (-2, -1, 0, 1, 2)
-            )
-            return (low - 8 * left + 8 * right - high) / (12 * step), abs(right - 2 * here + left) / step
-
-        (far, apart), (near, still_apart) = differences(4 * _STEP), differences(_STEP)
-        doubt, scale = abs(far - near), max(abs(near), 1e-2)
-        # Where a function bends, its slopes come together with the step; at a kink they do not.
-        is_kink = still_apart > 1e-4 * scale and still_apart > 0.5 * apart
-        return (float("nan") if is_kink or doubt > 1e-4 * scale else near), doubt
-
     def gradients(
-        self, way: str, of: Callable[[Array], float], feeds: Arrays, found: Mapping[str, Array], number: int
+        self,
+        way: str,
+        exact: Exact,
+        of: Callable[[Array], float],
+        feeds: Arrays,
+        found: Mapping[str, Array],
+        number: int,
     ) -> None:
         """Compare gradients with differences."""
         rng = np.random.default_rng([self.drawn.seed, number])
         # What a function gives as a constant is no float tensor of the model's own graph.
-        names = [name for name in found if name in feeds or name in self.exact.values]
+        names = [name for name in found if name in feeds or name in exact.values]
         if len(names) > _MOST_CHECKED:
             names = list(rng.choice(names, _MOST_CHECKED, replace=False))
         for name in names:
-            wanted_shape = feeds[name].shape if name in feeds else self.exact.values[name].shape
+            wanted_shape = feeds[name].shape if name in feeds else exact.values[name].shape
             gradient = found[name].astype(np.float64)
             if gradient.shape != wanted_shape:
                 self.fail(f"wrong: {way}: the gradient of {name!r} has shape {gradient.shape}; expected {wanted_shape}")
@@ -394,7 +421,7 @@ class _Judge:
             if not gradient.size:
                 continue
             (direction,) = directions(gradient.shape, 1, rng)
-            wanted, doubt = self.along(of, feeds, name, direction)
+            wanted, doubt = exact.along(of, feeds, name, direction)
             if not np.isfinite(wanted):
                 self.verdict.unclear += 1
                 continue
@@ -464,7 +491,12 @@ def _differentiated(judge: _Judge) -> None:
         if not judge.same(way, found[output], original, exact):
             return
         gradients = {name: found[f"{name}.grad"] for name in wrt}
-        judge.gradients(way, lambda o, s=seed: float((o * s).sum()), feeds, gradients, number)  # type: ignore[misc]
+        of = functools.partial(_product, seed)
+        judge.gradients(way, judge.exact, of, feeds, gradients, number)
+
+
+def _product(seed: Array, o: Array) -> float:
+    return float((o * seed).sum())
 
 
 def _trained(judge: _Judge) -> None:
@@ -510,7 +542,8 @@ def _trained(judge: _Judge) -> None:
                 after = session.state_dict()
                 gradients = {n: np.asarray(a, np.float64) - after[n] for n, a in step.parameters.items()}
             before = len(judge.verdict.failures)
-            judge.gradients(place, of, feeds, _of_merged(judge, step, gradients), number)
+            found = _of_merged(judge, step, gradients)
+            judge.gradients(place, judge.exact_of_steps, of, feeds, found, number)
             if len(judge.verdict.failures) > before:
                 break
 
@@ -519,7 +552,7 @@ def _of_merged(judge: _Judge, step: Any, gradients: Mapping[str, Array]) -> Mapp
     """Gradients by the names of the model that was given, where tensors that an exporter merged have been divided."""
     if "merged" not in judge.drawn.habits:
         return gradients
-    values, found = judge.exact.values, {name: np.asarray(a, np.float64) for name, a in gradients.items()}
+    values, found = judge.exact_of_steps.values, {name: np.asarray(a, np.float64) for name, a in gradients.items()}
     for name in [name for name in found if name not in values]:
         own = step.parameters[name]
         source = next((n for n in values if n in step.parameters and np.array_equal(values[n], own)), None)

@@ -55,6 +55,32 @@ def bound_by_floats(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
+def normalise_in_one_type(program: ExportedProgram) -> None:
+    """Let layer normalisation of 16 bits by a weight of float32, as under autocast, be in float32, as PyTorch does.
+
+    ONNX's operator has one type for all of its operands.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is not aten.native_layer_norm.default:
+            continue
+        image = node.args[0]
+        types = {one.meta["val"].dtype for one in node.all_input_nodes}
+        if len(types) == 1 or image.meta["val"].dtype not in _NARROW:
+            continue
+        with graph.inserting_before(node):
+            wide = graph.call_function(aten._to_copy.default, (image,), {"dtype": torch.float32})
+        wide.meta = {"val": image.meta["val"].to(torch.float32)}
+        node.args = (wide, *node.args[1:])
+        result, mean, deviation = node.meta["val"]
+        node.meta["val"] = result.to(torch.float32), mean.to(torch.float32), deviation.to(torch.float32)
+        for part in list(node.users):
+            if part.args[1] == 0:
+                _round_result(graph, part, result)
+    graph.lint()
+    program.graph_module.recompile()
+
+
 def compute_with_numbers(program: ExportedProgram) -> None:
     """Let products and quotients of a tensor of 16 bits and a number be in float32, and round them, as PyTorch does.
 
@@ -89,11 +115,16 @@ def _compute_wide(graph: Graph, node: Node) -> None:
             node.replace_input_with(tensor, wide)
     value = node.meta["val"]
     if value.dtype in _NARROW:
-        with graph.inserting_after(node):
-            narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
-        narrow.meta = {"val": value}
-        node.meta["val"] = value.to(torch.float32)
-        node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+        _round_result(graph, node, value)
+
+
+def _round_result(graph: Graph, node: Node, value: torch.Tensor) -> None:
+    """Let a node give float32, and round that to the type of a value."""
+    with graph.inserting_after(node):
+        narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
+    narrow.meta = {"val": value}
+    node.meta["val"] = value.to(torch.float32)
+    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
 
 
 _NARROW = (torch.float16, torch.bfloat16)

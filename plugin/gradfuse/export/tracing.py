@@ -222,6 +222,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
             promotion.bound_by_floats(program)
+            promotion.normalise_in_one_type(program)
             if not narrow:
                 promotion.compute_with_numbers(program)
     except Exception as error:
