@@ -535,7 +535,8 @@ COUNTED = "counted = Add(step, one_more) count = Cast<to = 11>(counted)"
     "narrowed",
     [
         *(f"counted = Add(step, one_more) few = Cast<to = {t}>(counted)" for t in (2, 3, 4, 5, 9, 10, 16)),
-        "slim = Cast<to = 2>(step) one_slim = Cast<to = 2>(one_more) few = Add(slim, one_slim) counted = Cast<to = 7>(few)",
+        "slim = Cast<to = 2>(step) one_slim = Cast<to = 2>(one_more) few = Add(slim, one_slim) "
+        "counted = Cast<to = 7>(few)",
         "counted = Add(step, one_more) round = Constant<value = int64 {200}>() few = Mod(counted, round)",
         "counted = Add(step, one_more) most = Constant<value = int64 {200}>() few = Min(counted, most)",
         "counted = Add(step, one_more) least = Constant<value = int64 {500}>() few = Max(counted, least)",
