@@ -158,3 +158,18 @@ def test_gradients_of_a_model_without_sizes_are_differentiated_again() -> None:
     seed, feeds = numbers(2, 3, seed=3), {"x": numbers(2, 3), "w": numbers(1, 3, seed=1)}
     found = run(twice, {**feeds, "seed": seed}, by_onnx=False)["w.grad_2"]
     assert_gradients_close(found, seed.sum(0, keepdims=True), seed.astype(np.float64).sum(0, keepdims=True), np.float32)
+
+
+def test_what_a_taken_branch_computes_keeps_its_name() -> None:
+    model = model_of(
+        "float[N,1,4] x",
+        """s = Shape(x)  d = Gather(s, one)  c = Equal(d, one)
+        v = If (c) <then_branch = t () => (float[A, B] p) { q = Exp(x)  p = Squeeze(q, axis) },
+                    else_branch = e () => (float[A, B, C] r) { q = Identity(x)  r = Exp(q) }>
+        y = ReduceSum <keepdims = 0> (v)""",
+        output="float y",
+        constants="int64[1] axis = {1}, int64 one = {1}",
+    )
+    result = differentiate(model, ["x"])
+    assert {"q", "v"} <= {name for node in result.graph.node for name in node.output}
+    assert "If" not in {node.op_type for node in result.graph.node}
