@@ -81,10 +81,13 @@ def test_the_check_compares_with_the_model_as_it_was_given(given: bool, monkeypa
         build_training_step(model, "mse", trainable=["w"], check=batch if given else True)
 
 
-@pytest.mark.parametrize("opset", [18, 19, 20, 21])
+@pytest.mark.parametrize("opset", range(18, 25))
 @pytest.mark.parametrize("typed", [True, False])
 def test_group_normalization_of_all_opsets(opset: int, typed: bool) -> None:
-    """Until 20 scale and bias were of groups, and onnx's checker calls it deprecated; onnxruntime runs it."""
+    """Until 20 scale and bias were of groups, and onnx's checker calls it deprecated; onnxruntime runs it.
+
+    From 22 on onnx has no body for it, as operators of the body have gained types.
+    """
     count = 4 if opset > 20 else 2
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": {opset}]>

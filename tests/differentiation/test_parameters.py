@@ -357,10 +357,14 @@ TABLES = {
 }
 
 
+@pytest.mark.parametrize("function", ["Sigmoid", "Identity"])
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_and_masks_do_not_train(name: str) -> None:
+def test_tables_and_masks_do_not_train(name: str, function: str) -> None:
+    """Not even where they are added to a product, as biases are."""
     model = onnx.parser.parse_model(
-        HEAD + "g (float[8, 8] x) => (float[8, 8] y) <float[8, 8] w> { a = MatMul(x, w) s = Sigmoid(a) y = Add(s, t) }"
+        HEAD
+        + "g (float[8, 8] x) => (float[8, 8] y) <float[8, 8] w> "
+        + f"{{ a = MatMul(x, w) s = {function}(a) y = Add(s, t) }}"
     )
     weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
     model.graph.initializer.extend(

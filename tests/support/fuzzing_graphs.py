@@ -320,8 +320,8 @@ class _Judge:
         self.exact_of_steps = self.exact
         if "merged" in drawn.habits and "batch norm" in drawn.pieces:
             self.exact_of_steps = Exact(drawn, statistics_apart=True)
-        self._is_valid = _passes_check(drawn.model, full_check=False)
-        self._is_inferred = _passes_check(drawn.model, full_check=True)
+        self._objection = _objection(drawn.model, full_check=False)
+        self._inference = _objection(drawn.model, full_check=True)
         self.cases: list[tuple[Arrays, Array, Array]] = []
         rng = random.Random(drawn.seed)
         sizes = SIZES[:1] if "fixed sizes" in drawn.habits else (*SIZES, rng.choice(SMALL_SIZES))
@@ -374,12 +374,10 @@ class _Judge:
 
     def opened(self, way: str, model: onnx.ModelProto) -> Any:
         """A session on a model that the checker takes, with inference where it infers the original."""
+        text = _objection(model, full_check=not self._inference)
         # What onnxruntime takes, and the checker does not, may be fused and stay what it is.
-        if way != "fuse" or self._is_valid:
-            try:
-                onnx.checker.check_model(model, full_check=self._is_inferred)
-            except Exception as error:
-                self.fail(f"invalid: {way}: {_line(error)}")
+        if text and text != self._objection and not (way == "fuse" and self._objection):
+            self.fail(f"invalid: {way}: {text}")
         try:
             return _session(model, library=True)
         except Exception as error:
@@ -445,12 +443,13 @@ def judged(drawn: Drawn) -> Verdict:
     return judge.verdict
 
 
-def _passes_check(model: onnx.ModelProto, *, full_check: bool) -> bool:
+def _objection(model: onnx.ModelProto, *, full_check: bool) -> str:
+    """What onnx's checker says against a model; empty if nothing."""
     try:
         onnx.checker.check_model(model, full_check=full_check)
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return _line(error)
+    return ""
 
 
 def _differentiated(judge: _Judge) -> None:

@@ -283,18 +283,23 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
         schema: Any = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
         return None
-    if schema.has_context_dependent_function:
-        types = [onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type for value in node.inputs]
-        content = schema.get_context_dependent_function_with_opset_version(
-            opset, ir.to_proto(node).SerializeToString(), [t.SerializeToString() for t in types]
-        )
-    elif schema.has_function:
-        content = schema.get_function_with_opset_version(opset)
-    else:
-        return None
+    types = [onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type for value in node.inputs]
+    content = b""
+    # onnx has no body for an opset in which an operator of the body gained a type.
+    for version in range(opset, schema.since_version - 1, -1):
+        if schema.has_context_dependent_function:
+            content = schema.get_context_dependent_function_with_opset_version(
+                version, ir.to_proto(node).SerializeToString(), [t.SerializeToString() for t in types]
+            )
+        elif schema.has_function:
+            content = schema.get_function_with_opset_version(version)
+        if content:
+            break
     if not content:
         return None
     function = onnx.FunctionProto.FromString(content)
+    if not all(_has_same_form(inner, version, opset) for inner in function.node):
+        return None
     for name in function.attribute:
         # A body refers to attributes by name, and knows no defaults.
         default = schema.attributes[name].default_value
@@ -308,6 +313,18 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
     # It holds from its own version on, up to that of the next body.
     body.opset_imports[""] = opset
     return body
+
+
+def _has_same_form(node: onnx.NodeProto, version: int, opset: int) -> bool:
+    """Tell whether a node of an opset is written in the same way in a newer one, which may have further options."""
+    old, new = (onnx.defs.get_schema(node.op_type, one, node.domain) for one in (version, opset))
+    further = [value for name, value in new.attributes.items() if name not in old.attributes]
+    return (
+        set(old.attributes) <= set(new.attributes)
+        and not any(attribute.required for attribute in further)
+        and [value.name for value in old.inputs] == [value.name for value in new.inputs][: len(old.inputs)]
+        and new.min_input <= old.min_input
+    )
 
 
 def free_prefix(graph: ir.Graph, stem: str = PREFIX) -> str:

@@ -129,7 +129,9 @@ def verdict(store: Store, value: ir.Value, readers: Iterable[Reader]) -> Verdict
         is_dummy = made and store.producer == "pytorch" and is_filled(array)
         if not is_dummy and any(is_norm_place(*reader) for reader in readers):
             return Verdict.PARAMETER
-        if any(_is_bias(array.size, *reader) or _is_affine(array.size, *reader) for reader in readers):
+        # What has rows is no bias if it follows a formula, but a table of positions that were added to a product.
+        is_table = array.squeeze().ndim > 1 and _follows_a_formula(array, readers)
+        if not is_table and any(_is_bias(array.size, *reader) or _is_affine(array.size, *reader) for reader in readers):
             return Verdict.PARAMETER
     if array.size == 1:
         is_named = store.producer == "pytorch" and not made
