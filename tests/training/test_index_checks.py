@@ -129,7 +129,7 @@ def test_a_step_refuses_the_indices_that_torch_refuses(name: str, fuse: bool) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FUNCTIONS.keys() - set(SOME))
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in SOME])
 def test_a_step_refuses_the_indices_that_torch_refuses_of_other_operators(name: str) -> None:
     require_as_in_torch(name, False)
 
