@@ -65,7 +65,9 @@ def normalise_in_one_type(program: ExportedProgram) -> None:
         if node.target is not aten.native_layer_norm.default:
             continue
         image = node.args[0]
-        types = {one.meta["val"].dtype for one in node.all_input_nodes}
+        # Of a dynamic axis, the normalised shape is a node as well.
+        operands = [one for one in node.args if isinstance(one, Node)]
+        types = {one.meta["val"].dtype for one in operands}
         if len(types) == 1 or image.meta["val"].dtype not in _NARROW:
             continue
         with graph.inserting_before(node):
