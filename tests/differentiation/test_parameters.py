@@ -149,7 +149,32 @@ class Twice(nn.Module):
         return self.last(self.norm(one)) - self.last(self.norm(other))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [Normalised, Adapted, Twice])
+class Root(nn.Module):
+    """Normalisation by the root mean square, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3) * self.weight
+
+
+class CalledAgain(nn.Module):
+    """A scale that its layer reads at each of three calls, as in T5's attention, and one of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last = Root(), Root()
+        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(self.norm(torch.sin((n + 1) * x))) for n, linear in enumerate(self.linears))
+        return self.last(x + q * k * v)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [Normalised, Adapted, Twice, CalledAgain])
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_merged_parameters_train_apart(make: Callable[[], nn.Module], exporter: str, tmp_path: Path) -> None:
     if exporter == "torchscript":
@@ -158,6 +183,14 @@ def test_merged_parameters_train_apart(make: Callable[[], nn.Module], exporter: 
     # What no module reads by itself is numbered.
     names = {"b.1": "b.0_2", "scale.1": "scale.0_2"} if make is Adapted else {}
     require_torchs(quietly(by_dynamo(make(), X)), make, X, names)
+
+
+def test_what_a_named_tensor_was_merged_with_is_told_of() -> None:
+    model = by_dynamo(Normalised(), X)
+    with pytest.warns(UserWarning, match=r"trainable has 'batch.weight', .* 'layer.weight', 'other.weight' stay"):
+        build_training_step(model, "mse", trainable=["batch.weight"])
+    names = ["batch.weight", "layer.weight", "other.weight"]
+    require_torchs(quietly(model, trainable=names), Normalised, X, {}, only=names)
 
 
 def test_a_bias_that_is_cut_and_was_merged_is_one_for_each_layer() -> None:

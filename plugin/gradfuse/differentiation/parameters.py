@@ -96,6 +96,7 @@ class Choice:
         left_out: what is taken for numbers though it may be meant to train.
         shared: parameters that several layers read.
         copies: parameter -> another one of its values, or of those transposed.
+        parts: a parameter that the caller has named -> tensors that other layers read in its place, which stay.
         named: whether the caller has named the parameters.
     """
 
@@ -103,6 +104,7 @@ class Choice:
     left_out: list[str]
     shared: list[str]
     copies: dict[str, str]
+    parts: dict[str, list[str]]
     named: bool
 
 
@@ -376,6 +378,7 @@ def _divide(store: Store, value: ir.Value) -> None:
             continue
         leaf = leaves.get(_role(store, *readers[0]))
         copy = store.put(array_of(value), store.fresh(f"{module}.{leaf}" if module and leaf else name))
+        store.divided[name].append(str(copy.name))
         for user, place in readers:
             user.replace_input_with(place, copy)
 
@@ -460,9 +463,18 @@ def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] 
         raise ArgumentError(f"{_WHO}: no float initializer is left to train; expected at least one")
     shared = [name for name in names if _is_shared(store, values[name])]
     copies = _copies(store.producer, {name: values[name] for name in names})
+    divided = {} if trainable is None else {name: store.divided[name] for name in names if name in store.divided}
+    parts = {name: [one for one in ones if one not in names and one not in kept] for name, ones in divided.items()}
     for name in names:
         store.lift(values[name])
-    return Choice(names, [name for name in left_out if name not in kept], shared, copies, named=trainable is not None)
+    return Choice(
+        names,
+        [name for name in left_out if name not in kept],
+        shared,
+        copies,
+        {name: ones for name, ones in parts.items() if ones},
+        named=trainable is not None,
+    )
 
 
 def _numbers(store: Store, values: Mapping[str, ir.Value], found: Mapping[str, Verdict]) -> list[str]:
@@ -576,6 +588,11 @@ def warn(store: Store, choice: Choice, parameters: Collection[str]) -> None:
         shown = listed([f"{name!r} has the values of {other!r}" for name, other in copies.items()], quoted=False)
         name, other = next(iter(copies.items()))
         messages.append(f"{shown}; each trains by itself. If they are one weight: tie={{{name!r}: {other!r}}}")
+    for name, parts in choice.parts.items():
+        messages.append(
+            f"trainable has {name!r}, whose values other layers have too; {listed(parts)} stay as they are, and "
+            f"trainable takes their names. If they are one parameter: tie={{{parts[0]!r}: {name!r}}}"
+        )
     if choice.left_out:
         messages.append(
             f"{listed(choice.left_out)} stay as they are, as single numbers and what looks like a table, a mask or "

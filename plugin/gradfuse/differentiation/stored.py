@@ -14,7 +14,7 @@ import onnx_ir as ir
 from gradfuse.differentiation.dependence import is_branches
 from gradfuse.differentiation.rules import FLOATS
 from gradfuse.models.inlining import graphs_of
-from gradfuse.models.scopes import module_of, noted_scopes
+from gradfuse.models.scopes import module_of, noted_parameters, noted_scopes, placeholder_of
 
 Reader = tuple[ir.Node, int]
 """A node, and the index of its input that reads a tensor."""
@@ -75,11 +75,13 @@ class Store:
     Attributes:
         graph: the model's graph.
         producer: the name of what wrote the model.
+        divided: a tensor -> those that other layers got in its place.
     """
 
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph
         self.producer = model.producer_name or ""
+        self.divided: dict[str, list[str]] = collections.defaultdict(list)
         self._holders = {
             branch: node for node in model.graph.all_nodes() if is_branches(node) for branch in graphs_of(node)
         }
@@ -167,17 +169,27 @@ class Store:
     def layers(self, value: ir.Value, readers: Iterable[Reader]) -> list[list[Reader]]:
         """Return the readers of a tensor by the layers that they belong to, each of which may be called several times.
 
-        A layer is known by its module, where the file names it and the operator has a place for the tensor; else by
-        the weights that are nearest ahead, which its calls read in nodes of their own.
+        A layer is known by the parameter that the file notes; else by its module, where the file names it and either
+        the operator has a place for the tensor or the tensor is the module's, which each of its calls reads once; else
+        by the weights that are nearest ahead, which its calls read in nodes of their own.
         """
+        own = placeholder_of(str(value.name)).lower()
         found: dict[Any, list[Reader]] = {}
         met: collections.Counter[Any] = collections.Counter()
         for node, index in readers:
             cut = is_cut(node, index)
             behind, place = next(iter(self.behind(node, index)), (node, index))
             module, role = self.module(behind), "cut" if cut else (behind.op_type, place)
+            noted = noted_parameters(node)
+            call = module_of(behind), role
+            met[call] += 1
+            is_own = str(value.name).rpartition(".")[0] == module and met[call] == 1
             key: Any = module, role
-            if not module or not (is_place(behind, place) or is_statistic(behind, place)):
+            if noted:
+                # Of several operands, the place tells which one it is.
+                is_noted = own in {name.lower() for name in noted}
+                key = own if is_noted else noted, None if is_noted and len(noted) == 1 else role
+            elif not module or not (is_place(behind, place) or is_statistic(behind, place) or is_own):
                 near = self._nearest(behind, value)
                 weights = frozenset(stored for _, stored in near)
                 met[role, near] += 1

@@ -10,6 +10,9 @@ import onnx_ir as ir
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 """The metadata of a node with the names of the modules around it, and its own last."""
+_CALLED = "pkg.torch.onnx.fx_node"
+"""The metadata of a node with the call that it comes from."""
+_PARAMETER = re.compile(r"%(p_\w+)")
 _CALL = re.compile(r"@\d+")
 """What torch.export appends to the name of a module that is called again."""
 
@@ -33,3 +36,16 @@ def module_of(node: ir.Node) -> str:
         return _CALL.sub("", scopes[-2])
     path = (node.name or "").split("/")
     return ".".join(path[1:-1]) if len(path) > 2 and not path[0] else ""
+
+
+def noted_parameters(node: ir.Node) -> frozenset[str]:
+    """Return what torch's newer exporter notes as the parameters among the operands of a node's call.
+
+    Each has the name of its placeholder in the program, whatever tensors the file has been given for it since.
+    """
+    return frozenset(_PARAMETER.findall(node.metadata_props.get(_CALLED, "")))
+
+
+def placeholder_of(name: str) -> str:
+    """Return the name of the placeholder of a parameter."""
+    return "p_" + re.sub(r"[^a-zA-Z0-9]", "_", name)
