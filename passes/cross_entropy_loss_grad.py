@@ -141,7 +141,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
         assert root.dtype is not None
-        if loss.ignore_index == NOTHING_IGNORED and not loss.masks and algebra.tested_below_zero(loss.target):
+        if not loss.masks and algebra.tested_outside(loss.target, form.sizes[loss.classes], loss.ignore_index):
             raise Mismatch("the graph tests its target for a number that is no class; here it is not ignored")
         sizes = dict(enumerate(form.sizes))
         rows = [v for v in sizes if v != loss.classes]
@@ -349,17 +349,26 @@ def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
 
 
 def _without_ignored_hits(algebra: Algebra, form: Form) -> Form:
-    """The form with [j = t] as [j = t] (1 - [t = i]) where t is compared with a negative i, which no class is."""
-    poly = form.poly
+    """The form with [j = t] as [j = t] (1 - [t = i]) where t is compared with an i that is no class."""
+    poly, sizes = form.poly, dict(enumerate(form.sizes))
     conditions = [a for a in _atoms(algebra, poly) if a.kind == "eq"]
-    hits = [(a, x) for a in conditions for v in a.free if v >= 0 and (x := algebra.solve(a, v)) is not None]
-    for hit, target in hits:
+    hits = [(a, v, x) for a in conditions for v in a.free if v >= 0 and (x := algebra.solve(a, v)) is not None]
+    for hit, v, target in hits:
         for other in conditions:
-            values = [(target - other.args[0].scaled(sign)).integer for sign in (1.0, -1.0)]
-            if other is not hit and any(value is not None and value < 0 for value in values):
+            if other is not hit and _is_no_class(algebra, other, target, sizes[v]):
                 at = Poly({m: c for m, c in poly.terms.items() if (hit.id, 1) in m})
                 poly = poly - at + algebra.mul(at, UNIT - algebra.of(other))
     return Form(form.groups, poly)
+
+
+def _is_no_class(algebra: Algebra, condition: Atom, target: Poly, classes: Poly) -> bool:
+    """Whether a condition says that a target is a number below 0, or not below the number of classes."""
+    for sign in (1.0, -1.0):
+        value = target - condition.args[0].scaled(sign)
+        below, above = value.integer, (value - classes).integer
+        if (below is not None and below < 0) or (above is not None and above >= 0):
+            return True
+    return False
 
 
 def _rest(algebra: Algebra, form: Form, p: Poly, j: int) -> Poly | None:

@@ -36,7 +36,7 @@ class Algebra(Operations):
     given = staticmethod(conditions.given)
     solve = conditions.solve
     end_of = conditions.end_of
-    tested_below_zero = conditions.tested_below_zero
+    tested_outside = conditions.tested_outside
 
     # Facts
     is_integer = facts.is_integer

@@ -129,15 +129,26 @@ def end_of(atoms: Atoms, poly: Poly) -> tuple[int, Poly] | None:
     return None
 
 
-def tested_below_zero(atoms: Atoms, poly: Poly) -> bool:
-    """Whether the graph compares elements of the tensor that the polynomial is one of with a number below 0."""
+def tested_outside(atoms: Atoms, poly: Poly, classes: Poly, but: int) -> bool:
+    """Whether the graph compares elements of the tensor that the polynomial is one of with a number that is no class.
+
+    Args:
+        atoms: those of the graph.
+        poly: an element of a tensor of classes.
+        classes: how many there are.
+        but: a number that may be compared with.
+    """
     own = [atoms.atoms[a] for m in poly.terms for a, _ in m]
     if len(own) != 1 or own[0].kind != "tensor" or any(atoms.tensors(index) for index in own[0].args[1:]):
         return False
     for a in atoms.equalities:
         terms = dict(atoms.atoms[a].args[0].terms)
-        offset = terms.pop(ONE, 0.0)
-        ((m, c),) = terms.items() if len(terms) == 1 else ((ONE, 0.0),)
-        if offset * c > 0 and len(m) == 1 and atoms.atoms[m[0][0]].args[:1] == own[0].args[:1]:
+        elements = [m for m in terms if len(m) == 1 and atoms.atoms[m[0][0]].args[:1] == own[0].args[:1]]
+        if len(elements) != 1:
+            continue
+        factor = terms.pop(elements[0])
+        value = Poly(terms).scaled(-1.0 / factor)
+        below, above = value.integer, (value - classes).integer
+        if below != but and ((below is not None and below < 0) or (above is not None and above >= 0)):
             return True
     return False

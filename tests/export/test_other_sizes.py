@@ -254,3 +254,55 @@ def test_sizes_have_nothing_to_do_with_those_of_the_batch(monkeypatch: pytest.Mo
         height, width = one.sizes["x", 2], one.sizes["x", 3]
         assert math.gcd(height, 6) == math.gcd(width, 8) == 1
         assert height != width
+
+
+def test_a_class_that_is_ignored_may_follow_from_a_size() -> None:
+    """As of the answers of transformers, which are ignored where they lie beyond the end."""
+    model = nn.Linear(4, 1)
+
+    def loss(found: Tensor, place: Tensor) -> Tensor:
+        scores = found[..., 0]
+        return F.cross_entropy(scores, place.clamp(0, scores.size(1)), ignore_index=scores.size(1))
+
+    def batch(items: int, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        torch.manual_seed(length)
+        return (torch.randn(items, length, 4),), (torch.tensor([1, length, 3, length + 5, 0][:items]),)
+
+    step = export_training_step(
+        model, loss, batch(3, 8), dynamic_shapes=(({0: "batch", 1: "length"},), ({0: "batch"},))
+    )
+    assert "CrossEntropyLossGrad" in {node.op_type for node in step.model.graph.node}
+    # Place 8 is ignored in a batch of length 8, and one like the others in a longer one.
+    other = batch(5, 11)
+    other[1][0][0] = 8
+    native, exact = (autograd(model, loss, other, dtype, step) for dtype in (torch.float32, torch.float64))
+    terms = 8 * max(np.abs(array).max() for array in exact.values())
+    for kernels in (True, False):
+        for name, result in run(step, other, kernels=kernels).items():
+            assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+def test_a_text_with_places_for_pictures_has_as_many_at_other_lengths() -> None:
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.last = nn.Embedding(6, 4), nn.Linear(4, 6)
+
+        def forward(self, ids: Tensor, picture: Tensor) -> Tensor:
+            places = ids == 5
+            if not torch.compiler.is_exporting() and int(places.sum()) != picture[..., 0].numel():
+                raise ValueError("not as many places as pictures have rows")
+            return self.last(self.words(ids).masked_scatter(places[..., None], picture))  # type: ignore[no-any-return]
+
+    ids = torch.tensor([[5, 5, 5, 5, 5, 5, 1, 2], [5, 5, 5, 5, 5, 5, 0, 1]])
+    batch = (ids, torch.randn(2, 6, 4)), (torch.randint(6, ids.shape),)
+    words = {0: "batch", 1: "length"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_training_step(
+            Shown(),
+            lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+            batch,
+            dynamic_shapes=((words, {0: "batch"}), (words,)),
+            fuse=False,
+        )

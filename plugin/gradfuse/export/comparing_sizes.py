@@ -72,17 +72,21 @@ def compare(
             _judge(truth, step, own, model, opened, state, which)
         except ExportError as error:
             with undisturbed(step):
-                if explaining.tied(step) is not None:
-                    # What repeats a batch has equal numbers, for which PyTorch defines no order.
-                    continue
+                tied = explaining.tied(step)
+            if tied is not None:
+                # What repeats a batch may have equal numbers where no other batch has.
+                places, numbers = _named(sizes)
+                text = f"{places} with size {numbers}: {str(error).removeprefix(f'{WHO}: ')}; {tied}"
+                warnings.warn(f"{WHO}: {text}", stacklevel=4)
+                continue
             alone = _alone(truth, model, opened, state, others, which) if len(sizes.names) > 1 else None
             raise _refused(truth.step, *(alone or (sizes, step, error))) from error
         compared.update(sizes.names)
     for name, (sizes, failure) in failures.items():
         if name not in compared:
             named = isinstance(failure, ExportError)
-            text = failure if named else f"the module fails: {explaining.reason(failure)}"
-            raise _refused(truth.step, sizes, None, text) from failure
+            why = failure if named else f"the module fails: {explaining.reason(failure)}"
+            raise _refused(truth.step, sizes, None, why) from failure
     given = {str(value.name) for value in model.graph.inputs}
     axes = {name: one for name, one in shapes.names.items() if name in given}
     for label in dict.fromkeys(label for one in axes.values() for label in one.values()):
@@ -131,13 +135,18 @@ def _alone(
     return None
 
 
+def _named(sizes: OtherSizes) -> tuple[str, str]:
+    """Return the axes that vary, and their sizes."""
+    axes = " and ".join(f"axis {axis} of {name!r}" for name, axis in sizes.sizes)
+    return axes, ", ".join(str(size) for size in dict.fromkeys(sizes.sizes.values()))
+
+
 def _refused(before: TorchStep, sizes: OtherSizes, step: TorchStep | None, error: object) -> ExportError:
     text = str(error).removeprefix(f"{WHO}: ")
     call = _other_call(before, step) if step is not None else None
     why = f", where {call.name.partition('.')[2] or call.name} takes other numbers" if call is not None else ""
     where = f", in {call.place}" if call is not None and call.place is not None else ""
-    axes = " and ".join(f"axis {axis} of {name!r}" for name, axis in sizes.sizes)
-    numbers = ", ".join(str(size) for size in dict.fromkeys(sizes.sizes.values()))
+    axes, numbers = _named(sizes)
     return refusal(
         f"{axes} cannot vary as dynamic_shapes says: with size {numbers}, {text}{why}{where}; expected code for any "
         "size, or this axis static"

@@ -31,6 +31,8 @@ _library.impl("in_range", lambda index, size, ignored: index.clone(), "Composite
 _IN_RANGE, _OP_TYPE = torch.ops.gradfuse.in_range.default, "InRange"
 _SIZE, _IGNORED = "size", "ignored"
 _IGNORED_BY_DEFAULT = -100
+_NO_CLASS = torch.iinfo(torch.int32).min
+"""What is ignored where a size says what that is."""
 
 _ALONG_AN_AXIS = (
     *("index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
@@ -48,24 +50,40 @@ _OF_CLASSES: dict[str, int | None] = {
 
 
 def mark(program: ExportedProgram) -> None:
-    """Mark the indices of a program that the operators which read them refuse if they are out of range."""
+    """Mark the indices of a program that the operators which read them refuse if they are out of range.
+
+    A class that is ignored and follows from a size, as of answers beyond the end, becomes a number that is no class.
+    """
     graph: Any = program.graph
     for node in list(graph.nodes):
         found = _index_of(node)
         if found is None or not _is_integer(node.args[found.place]):
             continue
-        index = node.args[found.place]
+        index, ignored = node.args[found.place], found.ignored
         with graph.inserting_before(node):
+            if isinstance(ignored, Node):
+                index, ignored = _with_fixed_number(graph, index, ignored), _NO_CLASS
+                node.update_arg(_OF_CLASSES[_name(node)], ignored)
             size = found.size
             if found.of is not None:
                 size = found.of.meta["val"].shape[found.axis] if found.of.meta["val"].dim() else 1
             if not isinstance(size, int):
                 known = graph.call_function(aten.sym_size.int, (found.of, found.axis))
                 known.meta["val"], size = size, known
-            marked = graph.call_function(_IN_RANGE, (index, size, found.ignored))
+            marked = graph.call_function(_IN_RANGE, (index, size, ignored))
         # A size that values decide is bound where the index is computed.
         marked.meta = {key: value for key, value in index.meta.items() if key != "unbacked_bindings"}
         node.update_arg(found.place, marked)
+
+
+def _with_fixed_number(graph: Any, index: Any, ignored: Any) -> Any:
+    """Return an index that has one number where it has another one, which follows from a size."""
+    value = index.meta["val"]
+    same = graph.call_function(aten.eq.Scalar, (index, ignored))
+    same.meta = {"val": torch.empty_like(value, dtype=torch.bool)}
+    fixed = graph.call_function(aten.where.ScalarSelf, (same, _NO_CLASS, index))
+    fixed.meta = {"val": torch.empty_like(value)}
+    return fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +94,17 @@ class _Read:
     of: Any = None
     axis: int = 0
     size: int = 0
-    ignored: int | None = None
+    ignored: int | Node | None = None
+
+
+def _name(node: Any) -> str:
+    return str(node.target._schema.name.removeprefix("aten::"))
 
 
 def _index_of(node: Any) -> _Read | None:
     if not private.is_operator(node.target) or node.target.namespace != "aten":
         return None
-    name, args = node.target._schema.name.removeprefix("aten::"), node.args
+    name, args = _name(node), node.args
     if name in _ALONG_AN_AXIS and isinstance(args[1], int):
         return _Read(2, args[0], args[1])
     if name in _OF_ROWS:

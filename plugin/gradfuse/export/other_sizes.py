@@ -73,11 +73,14 @@ class OtherSizes:
 
     def steps(self, step: TorchStep) -> Iterator[TorchStep]:
         """Yield the step with batches of these sizes; later ones for modules that do not take the earlier ones."""
-        for fit in (lambda tensor, _: tensor, _fitted):
+        changes = self._changes(step)
+        for fitted, repeats in ((False, True), (True, True), (False, False)):
             tensors = {}
             for name, tensor in step.batch.items():
                 sizes = {axis: size for (one, axis), size in self.sizes.items() if one == name}
-                tensors[name] = fit(_resized(tensor.detach(), sizes), self._changes(step))
+                tensors[name] = _resized(tensor.detach(), sizes, repeats=repeats)
+                if fitted:
+                    tensors[name] = _fitted(tensors[name], changes)
             yield dataclasses.replace(
                 step,
                 inputs=tuple(tensors[name] for name in step.input_names),
@@ -89,14 +92,17 @@ class OtherSizes:
         return {step.batch[name].shape[axis]: size for (name, axis), size in self.sizes.items()}
 
 
-def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
-    """Return a tensor of other sizes, of which what is more than before repeats what is there, with other fractions."""
+def _resized(tensor: Tensor, sizes: Mapping[int, int], *, repeats: bool) -> Tensor:
+    """Return a tensor of other sizes, of which what is more than before repeats what is there, with other fractions.
+
+    It repeats all, or only the last, as of places for pictures in a text there must not be more.
+    """
     for axis, size in sizes.items():
         before = tensor.shape[axis]
         if not before or size == before:
             continue
         places = torch.arange(size, device=tensor.device)
-        tensor = tensor.index_select(axis, places % before)
+        tensor = tensor.index_select(axis, places % before if repeats else places.clamp(max=before - 1))
         if size > before and tensor.is_floating_point():
             # As of numbers that are equal, kernels choose another one. What is between 0 and 1 stays so.
             more = tensor.narrow(axis, before, size - before)
