@@ -100,6 +100,11 @@ def multiplies_wrongly(h: Tensor) -> Tensor:
     return h @ torch.zeros(4, 6)
 
 
+def indexes_by_tuples(h: Tensor) -> Tensor:
+    places = tuple(h.detach().argmax(1))
+    return h * torch.ones(9, 9)[places, places][:, None]
+
+
 def fails_in_a_library(h: Tensor) -> Tensor:
     return h * float(np.linalg.inv(np.zeros((2, 2))).sum())
 
@@ -119,6 +124,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (scales_by_frequency, ["embedding_bag by frequency", "expected F.embedding with scale_grad_by_freq"]),
         (loops_over_blocks, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
         (fixes_the_batch, ["axis 0 of 'x' has size 4", "expected code for any size, or this axis static"]),
+        (indexes_by_tuples, ["numbers are taken out of tensors, as by an index that is a tuple", "of torch.stack"]),
         (fails_in_a_library, ["fails on the batch", "Singular matrix"]),
         (begins_at_a_value, ["the values of a tensor decide where something begins", "expected shapes to"]),
         (multiplies_wrongly, ["fails on the batch", "mat1 and mat2 shapes cannot be multiplied"]),

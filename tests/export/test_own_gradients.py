@@ -224,3 +224,25 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
     batch = torch.randn(3, 4), torch.randn(3, 4)
     with pytest.raises(ExportError, match="writes into its input, which cannot be traced; expected one that returns"):
         export_training_step(Net(lambda net, x: applied(Written, x.clone())), nn.MSELoss(), batch)
+
+
+class Chosen(torch.autograd.Function):
+    """Takes numbers out of a tensor on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        places = tuple(ctx.saved_tensors[0].argmax(1))
+        return grad * torch.eye(9)[places, places][:, None]
+
+
+def test_a_backward_pass_that_cannot_be_traced_is_named() -> None:
+    batch = torch.randn(3, 4), torch.randn(3, 4)
+    message = r"Chosen .*a backward pass .* cannot be traced: numbers .*, in Chosen.backward .*; expected"
+    with pytest.raises(ExportError, match=message) as caught:
+        export_training_step(Net(lambda net, x: applied(Chosen, x)), nn.MSELoss(), batch)
+    assert "\n" not in str(caught.value)

@@ -1130,7 +1130,7 @@ for name, axis in {
 # These choose by values what they compute, or have gradients of their own.
 for name, why in {
     "Mistral3ForConditionalGeneration": "numbers that it takes out of tensors",
-    "ReformerModelWithLMHead": "differs from PyTorch",
-    "YosoForSequenceClassification": "differs from PyTorch",
+    "ReformerModelWithLMHead": "a backward pass of its own",
+    "UdopForConditionalGeneration": "numbers are taken out of tensors",
 }.items():
     CASES[name] = dataclasses.replace(CASES[name], refused=why)

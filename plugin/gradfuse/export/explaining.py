@@ -52,6 +52,7 @@ _NOTES = re.compile(
 """Where the part of a text begins that helps nobody who uses torch."""
 
 _UNBACKED = "Pending unbacked symbols"
+_WITHOUT_DATA = "The tensor has a non-zero number of elements, but its data is not allocated yet"
 """How torch begins to say that a size depends on values."""
 
 _CONSTANT = re.compile(
@@ -73,6 +74,11 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if text.startswith(_UNBACKED):
         return f"the values of a tensor decide where something begins or ends{_in(place(error))}; expected shapes to"
+    if text.startswith(_WITHOUT_DATA):
+        return (
+            f"numbers are taken out of tensors, as by an index that is a tuple or list of tensors{_in(place(error))}; "
+            "expected one tensor of indices for each axis, as of torch.stack"
+        )
     found = _NOTES.search(text)
     kept = cut(text[: found.start()]) if found is not None else ""
     return f"{(kept or one_line(error)).rstrip(' .;:')}{_in(place(error))}"

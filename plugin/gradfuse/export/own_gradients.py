@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
+from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
+from gradfuse.export import explaining
 from gradfuse.export.reporting import refusal
 from gradfuse.export.translation import LOCAL_DOMAIN
 
@@ -152,8 +154,18 @@ def _applied(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             for one, has in zip(every, differentiable, strict=True)
         ]
         backward = function.backward if private.has_backward(function) else function.vjp
-        with private.without_autocast():
-            found = backward(context, *cotangents)
+        try:
+            with private.without_autocast():
+                found = backward(context, *cotangents)
+        except ExportError:
+            raise
+        except Exception as error:
+            # A user's function may raise anything.
+            raise refusal(
+                f"{function.__name__} has a backward pass of its own, which cannot be traced: "
+                f"{explaining.reason(error)}; expected PyTorch's operators instead, with detach() as in "
+                "x + (f(x) - x).detach()"
+            ) from error
         gradients = found if isinstance(found, tuple) else (found,)
     # With the gradients that these have.
     inputs = [
