@@ -91,6 +91,7 @@ FREE: dict[str, Function] = {
     "positions": lambda h: h * torch.arange(h.shape[2])[:, None],
     "more": lambda h: torch.cat([h, h.new_zeros(h.shape[0], 3, h.shape[2], 2)], 3) ** 2,
     "the largest": lambda h: h.topk(h.shape[2] // 2, 2)[0] ** 2,
+    "uneven parts": lambda h: torch.cat([part.mean(2, keepdim=True) for part in h.tensor_split(2, 2)], 2) ** 2,
 }
 
 
@@ -105,6 +106,22 @@ def test_what_follows_from_a_size_and_exports_is_right_at_other_sizes(case: str)
         terms = 8 * max(np.abs(array).max() for array in exact.values())
         for name, result in run(step, batch, kernels=False).items():
             assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+def _halves(h: Tensor) -> Tensor:
+    first, last = h.hsplit(2)
+    return first.mean((1, 2, 3), keepdim=True) * last + h.mean()
+
+
+def test_what_an_operator_asks_of_a_size_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"\(size % 2\) == 0 is taken to hold for axis 2 of 'x'.* _halves"):
+        export_training_step(
+            Between(lambda h: _halves(h.transpose(1, 2)).transpose(1, 2)),
+            F.mse_loss,
+            _batch(6, 7),
+            dynamic_shapes=(({2: "height"},), (None,)),
+            fuse=False,
+        )
 
 
 @pytest.mark.parametrize("axes", [1, 3])

@@ -5,7 +5,8 @@ derivatives are central differences of the model as it was written, in float64. 
 model what it fails without.
 
     python tests/support/fuzzing_graphs.py SEED            the verdict on a model; --small makes it small first
-    python tests/support/fuzzing_graphs.py FIRST LAST       the failures among many, and the counts
+
+sweeping.py runs many.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import argparse
 import functools
 import random
 import re
-import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from differences import directions
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from random_graphs import WIDTH, WORDS, Drawn, drawn
+from sweeping import Outcome
 
 import gradfuse
 from gradfuse.errors import GradfuseError
@@ -647,72 +647,38 @@ def reason(text: str) -> str:
 # Many
 
 
-@dataclass
-class Sweep:
-    """The counts of many models, and their failures as lines that start with the seed."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, int] = field(default_factory=dict)
-    invalid: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def run(self, seeds: Iterable[int]) -> Sweep:
-        for seed in seeds:
-            case = drawn(seed)
-            try:
-                verdict = judged(case)
-            except Invalid as error:
-                self.counts["invalid"] += 1
-                self.invalid[reason(str(error))[:90]] += 1
-                continue
-            self.counts["models"] += 1
-            self.counts["derivatives"] += verdict.derivatives
-            self.counts["at kinks"] += verdict.unclear
-            self.counts["with refusals"] += bool(verdict.refusals)
-            for text in verdict.refusals:
-                key = reason(text)
-                self.refusals[key] += 1
-                self.examples.setdefault(key, seed)
-            for kind in verdict.kinds:
-                self.counts[kind] += 1
-            opset = case.model.opset_import[0].version
-            made_of = f"opset {opset}; {', '.join(case.pieces)}; {', '.join(case.habits)}"
-            self.failures += [f"{seed}: {made_of}: {line}" for line in verdict.failures]
-        return self
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {count}" for name, count in self.counts.items())
+def outcome(seed: int) -> Outcome:
+    """What came of the model of a seed."""
+    case = drawn(seed)
+    try:
+        verdict = judged(case)
+    except Invalid as error:
+        return Outcome(seed, {"invalid": 1}, [f"not taken by onnxruntime: {reason(str(error))[:90]}"])
+    counts = {
+        "models": 1,
+        "derivatives": verdict.derivatives,
+        "at kinks": verdict.unclear,
+        "with refusals": int(bool(verdict.refusals)),
+        **dict.fromkeys(verdict.kinds, 1),
+    }
+    made_of = f"opset {case.model.opset_import[0].version}; {', '.join(case.pieces)}; {', '.join(case.habits)}"
+    failures = [f"{seed}: {made_of}: {line}" for line in verdict.failures]
+    return Outcome(seed, counts, [reason(text) for text in verdict.refusals], failures)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("seed", type=int)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--save")
     args = parser.parse_args()
     # Models that the checker does not survive are none of these.
     inference.ask = inference_worker.infer
-    if len(args.seeds) == 2:
-        begin = time.perf_counter()
-        sweep = Sweep()
-        for seed in range(*args.seeds):
-            before = len(sweep.failures)
-            sweep.run([seed])
-            for line in sweep.failures[before:]:
-                print(line, flush=True)
-        print(sweep)
-        for key, count in sweep.refusals.most_common():
-            print(f"refused {count}, such as {sweep.examples[key]}: {key}")
-        for key, count in sweep.invalid.most_common():
-            print(f"invalid {count}: {key}")
-        print(f"{time.perf_counter() - begin:.1f} s")
-        return
-    case = drawn(args.seeds[0])
+    case = drawn(args.seed)
     verdict = judged(case)
     if args.small and (verdict.failures or verdict.refusals):
         kind = label(verdict.failures[0]) if verdict.failures else reason(verdict.refusals[0])
-        case = smallest(args.seeds[0], kind)
+        case = smallest(args.seed, kind)
         verdict = judged(case)
     print(onnx.printer.to_text(case.model))
     print(case.pieces, case.habits, case.loss)

@@ -4,7 +4,8 @@
 dynamic. :func:`smallest` leaves out of a failing module what it fails without.
 
     python tests/support/fuzzing_modules.py SEED            the verdict on a module; --small makes it small first
-    python tests/support/fuzzing_modules.py FIRST LAST       the failures among many, and the counts
+
+sweeping.py runs many.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import argparse
 import copy
 import random
 import re
-import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from random_modules import Drawn, batches, drawn, filled
+from sweeping import Outcome
 from torch import Tensor, nn
 
 import gradfuse
@@ -380,72 +380,37 @@ def reason(text: str) -> str:
 # Many
 
 
-@dataclass
-class Sweep:
-    """The counts of many modules, and their failures as lines that start with the seed."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, int] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    last_refusal: str = ""
-
-    def run(self, seeds: Iterable[int]) -> Sweep:
-        for seed in seeds:
-            case = drawn(seed)
-            self.last_refusal = ""
-            random.seed(seed)
-            try:
-                verdict = judged(case)
-            except Invalid:
-                self.counts["invalid"] += 1
-                continue
-            self.last_refusal = verdict.refusal
-            self.counts["modules"] += 1
-            self.counts["refused"] += bool(verdict.refusal)
-            self.counts["steps"] += verdict.steps
-            self.counts["steps of other sizes"] += verdict.other_sizes
-            self.counts["limited by a warning"] += bool(verdict.limited)
-            if verdict.refusal:
-                key = reason(verdict.refusal)
-                self.refusals[key] += 1
-                self.examples.setdefault(key, seed)
-            for kind in verdict.kinds:
-                self.counts[kind] += 1
-            self.failures += [f"{seed}: {', '.join(case.pieces)}: {line}" for line in verdict.failures]
-        return self
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {count}" for name, count in self.counts.items())
+def outcome(seed: int) -> Outcome:
+    """What came of the module of a seed."""
+    case = drawn(seed)
+    random.seed(seed)
+    try:
+        verdict = judged(case)
+    except Invalid:
+        return Outcome(seed, {"invalid": 1})
+    counts = {
+        "modules": 1,
+        "refused": int(bool(verdict.refusal)),
+        "steps": verdict.steps,
+        "steps of other sizes": verdict.other_sizes,
+        "limited by a warning": int(bool(verdict.limited)),
+        **dict.fromkeys(verdict.kinds, 1),
+    }
+    failures = [f"{seed}: {', '.join(case.pieces)}: {line}" for line in verdict.failures]
+    return Outcome(seed, counts, [reason(verdict.refusal)] if verdict.refusal else [], failures)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("seed", type=int)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--verbose", action="store_true", help="print refusals as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if len(args.seeds) == 2:
-        begin = time.perf_counter()
-        sweep = Sweep()
-        for seed in range(*args.seeds):
-            before = len(sweep.failures)
-            sweep.run([seed])
-            for line in sweep.failures[before:]:
-                print(line, flush=True)
-            if args.verbose and sweep.last_refusal:
-                print(f"  {seed}: {sweep.last_refusal}", flush=True)
-        print(sweep)
-        for key, count in sweep.refusals.most_common():
-            print(f"refused {count}, such as {sweep.examples[key]}: {key}")
-        print(f"{time.perf_counter() - begin:.1f} s")
-        return
-    case = drawn(args.seeds[0])
+    case = drawn(args.seed)
     verdict = judged(case)
     if args.small and (verdict.failures or verdict.refusal):
         kind = sorted(verdict.kinds)[0] if verdict.failures else reason(verdict.refusal)
-        case = smallest(args.seeds[0], kind)
+        case = smallest(args.seed, kind)
         verdict = judged(case)
     print(case.source)
     print(case.dynamic, case.options)

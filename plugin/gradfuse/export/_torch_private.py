@@ -791,6 +791,12 @@ class SizeCondition:
         symbols = {symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}
         return bool(self.expression.subs(symbols))
 
+    @property
+    def has_remainder(self) -> bool:
+        from torch.utils._sympy.functions import Mod, PythonMod
+
+        return bool(self.expression.has(Mod, PythonMod))
+
     def text(self, names: Mapping[str, str]) -> str:
         """Return it in Python, with names for the symbols."""
         import sympy

@@ -24,6 +24,7 @@ from gradfuse.export import (
     onnx_model,
     pools,
     recurrences,
+    splits,
     steadiness,
     tracing,
 )
@@ -136,7 +137,7 @@ class _Traced(nn.Module):
             for name, value in zip(step.state, values, strict=True)
         }
         answered = branches.answered(step, taken, copies, changed)
-        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), answered:
+        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), splits.sized(), answered:
             return _outputs(step, copies, inputs)
 
 

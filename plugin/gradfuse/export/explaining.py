@@ -63,6 +63,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _SLICING = ("_compute_slice_index", "split")
 """Functions of torch whose conditions on sizes are those of the code that calls them."""
+_OPERATORS = os.path.join("torch", "_ops.py")
+"""Where operators in C++ are called, which ask for remainders of sizes to compute something else, or to raise."""
 _RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("torch_step.py", "evaluation.py"))
 """The modules that call the user's code."""
 _COMPARED = os.path.join(os.path.dirname(__file__), "host_draws.py"), "spans"
@@ -210,7 +212,8 @@ class Sizes:
     ) -> Iterator[tuple[private.SizeCondition, dict[str, tuple[str, int]]]]:
         """Yield what the user's code asks of sizes, and the axes that its symbols are the sizes of."""
         for condition in private.conditions_on_sizes(program):
-            if is_users(condition.filename) or condition.function in _SLICING:
+            is_own = is_users(condition.filename) or condition.function in _SLICING
+            if is_own or (condition.filename.endswith(_OPERATORS) and condition.has_remainder):
                 axes = {symbol: _axis(step, source) for symbol, source in condition.sources.items()}
                 if None not in axes.values():
                     yield condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}

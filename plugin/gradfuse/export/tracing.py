@@ -27,6 +27,7 @@ from gradfuse.export import (
     pools,
     promotion,
     recurrences,
+    splits,
     standins,
 )
 from gradfuse.export.decompositions import complex_numbers, forward, logarithms
@@ -268,7 +269,7 @@ class _Traced(nn.Module):
         # A graph must not write into its inputs: copies take the updates and are returned.
         state |= {name: state[name].clone() for name in step.buffers}
         answered = branches.answered(step, taken, state, native.changed)
-        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), answered:
+        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), splits.sized(), answered:
             value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
