@@ -20,6 +20,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("gradfuse")
 
 
+CASES = 300
+"""How many random modules, and how many random models, the suite has."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-cases", type=int, default=CASES, help="of modules and of models in tests/properties")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Divide the seeds of random cases."""
+    for name in {"module_seeds", "model_seeds"}.intersection(metafunc.fixturenames):
+        count = metafunc.config.getoption("--random-cases")
+        parts = [range(first, min(first + 10, count)) for first in range(0, count, 10)]
+        metafunc.parametrize(name, parts, ids=[f"{part.start}-{part.stop - 1}" for part in parts])
+
+
 def pytest_collection_finish() -> None:
     """Keep the search for cyclic garbage from all that was imported, which stays, and make it rarer."""
     gc.freeze()

@@ -11,12 +11,14 @@ sweeping.py runs many.
 from __future__ import annotations
 
 import argparse
+import bisect
 import copy
+import dataclasses
 import random
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from random_modules import Drawn, batches, drawn, filled
+from random_modules import Drawn, batches, drawn, filled, side_by_side
 from sweeping import Outcome
 from torch import Tensor, nn
 
@@ -109,7 +111,7 @@ class _Peer:
             for tensor in {id(t): t for t in self.module.parameters()}.values():
                 tensor.mul_(1 + eps * (2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1))
 
-    def step(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Results:
+    def step(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Results:
         """Train a batch; return the loss, gradients if there is no optimizer, and all parameters and buffers."""
         with self._types(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -117,7 +119,7 @@ class _Peer:
                 parameter.grad = None
             cast = tuple(self._cast(tensor.clone()) for tensor in inputs)
             with torch.autocast("cpu", self._autocast, enabled=self._autocast is not None):
-                loss = self.loss(self.module(*cast), self._cast(targets))
+                loss = self.loss(self.module(*cast), *map(self._cast, targets))
             loss.backward()
             found = {"loss": loss.detach().numpy().copy()}
             if self.optimizer is None:
@@ -137,12 +139,17 @@ class _Peer:
         self.module.eval()
         try:
             with self._types(), torch.no_grad():
-                return {"evaluation": self.module(*(self._cast(t.clone()) for t in inputs)).numpy().copy()}
+                outputs = self.module(*(self._cast(t.clone()) for t in inputs))
+                return {f"evaluation {k}": tensor.numpy().copy() for k, tensor in enumerate(_several(outputs))}
         finally:
             self.module.train()
             with torch.no_grad():
                 for name, buffer in self.module.named_buffers():
                     buffer.copy_(kept[name])
+
+
+def _several(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def _copied(source: nn.Module, target: nn.Module) -> None:
@@ -196,7 +203,8 @@ def judged(drawn: Drawn) -> Verdict:
         got: Results = {}
         failure = ""
         try:
-            got["loss"] = np.asarray(session.step(tuple(t.numpy() for t in inputs), targets.numpy()), np.float32)
+            arrays, labels = (tuple(tensor.numpy() for tensor in given) for given in (inputs, targets))
+            got["loss"] = np.asarray(session.step(arrays, labels), np.float32)
         except GradfuseError as error:
             failure = f"refused in a step: {_line(error)}"
         except Exception as error:
@@ -220,8 +228,8 @@ def judged(drawn: Drawn) -> Verdict:
         results = [peer.step(inputs, targets) for peer in (native, exact, *moved)]
         # What is drawn in an evaluation nobody is told of.
         if dict(drawn.options)["evaluation"] and not replays:
-            evaluated = session.evaluate(tuple(t.numpy() for t in inputs))
-            got["evaluation"] = np.asarray(evaluated)
+            evaluated = session.evaluate(arrays)
+            got |= {f"evaluation {k}": np.asarray(array) for k, array in enumerate(_several(evaluated))}
             for peer, result in zip((native, exact, *moved), results, strict=True):
                 result |= peer.evaluate(inputs)
         if not all(np.isfinite(a).all() for result in results[:2] for a in result.values()):
@@ -241,18 +249,20 @@ def judged(drawn: Drawn) -> Verdict:
 def _take_draws(module: nn.Module, got: Mapping[str, Array]) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            if name.startswith("drawn"):
+            if name.rpartition(".")[2].startswith("drawn"):
                 buffer.copy_(torch.from_numpy(np.array(got[name])))
-    module.replays = True  # type: ignore[assignment]
+    for one in module.modules():
+        if hasattr(one, "replays"):
+            one.replays = True  # type: ignore[assignment]
 
 
-def _probed(drawn: Drawn, native: _Peer, inputs: tuple[Tensor, ...], targets: Tensor) -> bool:
+def _probed(drawn: Drawn, native: _Peer, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> bool:
     """Whether PyTorch refuses a batch, or gives no numbers for it."""
     try:
         with torch.no_grad():
             module = _Peer(drawn)
             _copied(native.module, module.module)
-            loss = module.loss(module.module(*(t.clone() for t in inputs)), targets)
+            loss = module.loss(module.module(*(t.clone() for t in inputs)), *targets)
             return not bool(torch.isfinite(loss))
     except Exception:
         return True
@@ -263,8 +273,8 @@ def _exported(drawn: Drawn, peer: _Peer, batch: Any, verdict: Verdict) -> Any:
     inputs, targets = batch
     shapes = None
     if axes:
-        of_target = axes if targets.ndim > 1 else {k: v for k, v in axes.items() if k == 0}
-        shapes = (tuple(axes for _ in inputs), of_target or None)
+        of_targets = (axes if one.ndim > 1 else {k: v for k, v in axes.items() if k == 0} for one in targets)
+        shapes = (tuple(axes for _ in inputs), tuple(one or None for one in of_targets))
     module = _Peer(drawn)
     before = _state(module)
     with warnings.catch_warnings(record=True) as caught, private.translations_read_once():
@@ -310,8 +320,10 @@ def _state(peer: _Peer) -> dict[str, object]:
 
 def _difference(got: Results, native: Results, exact: Results, moved: list[Results]) -> str:
     """The first result that is not PyTorch's; empty if all are."""
-    gradients = [array for name, array in exact.items() if name.endswith(".grad") or name == "loss"]
-    largest = max((float(np.abs(array).max(initial=0)) for array in gradients), default=0.0)
+    largest: dict[str, float] = {}
+    for name, array in exact.items():
+        if name.endswith(".grad") or name == "loss":
+            largest[_part(name)] = max(largest.get(_part(name), 0.0), float(np.abs(array).max(initial=0)))
     for name, wanted in exact.items():
         if name.endswith(".grad"):
             found = got.get(name)
@@ -328,12 +340,17 @@ def _difference(got: Results, native: Results, exact: Results, moved: list[Resul
                 return f"{name} is {_shown(found)}; expected {_shown(native[name])}"
             continue
         noise = max((float(np.abs(m[name] - wanted).max(initial=0)) for m in moved), default=0.0)
-        terms = 16 * noise / 2.0**-23 + largest
+        terms = 16 * noise / 2.0**-23 + max(largest.get(_part(name), 0.0), largest[""])
         try:
             assert_gradients_close(found, native[name], wanted, native[name].dtype, terms=terms)
         except AssertionError as error:
             return f"{name}: {error}"
     return ""
+
+
+def _part(name: str) -> str:
+    """The part of a module of several that a result is of."""
+    return name.split(".")[1] if name.startswith("parts.") else ""
 
 
 def _shown(array: Array) -> str:
@@ -382,7 +399,11 @@ def reason(text: str) -> str:
 
 def outcome(seed: int) -> Outcome:
     """What came of the module of a seed."""
-    case = drawn(seed)
+    return _outcome(drawn(seed))
+
+
+def _outcome(case: Drawn) -> Outcome:
+    seed = case.seed
     random.seed(seed)
     try:
         verdict = judged(case)
@@ -398,6 +419,65 @@ def outcome(seed: int) -> Outcome:
     }
     failures = [f"{seed}: {', '.join(case.pieces)}: {line}" for line in verdict.failures]
     return Outcome(seed, counts, [reason(verdict.refusal)] if verdict.refusal else [], failures)
+
+
+def outcomes(seeds: Sequence[int], pieces: int, *, static: bool) -> list[Outcome]:
+    """What came of the modules of some seeds, of some pieces at most, which are exported as one while they can be.
+
+    Each has its own parameters and loss, so that its gradients are its own. What is refused, fails or has a warning is
+    judged again by itself.
+    """
+    parts = [drawn(seed, without=range(pieces, _MANY), plain=("batch", "length") if static else ()) for seed in seeds]
+    like = parts[0]
+    own = {id(part): Outcome(part.seed, {"invalid": 1}) for part in parts}
+    valid = []
+    for part in parts:
+        match _taken_by_pytorch(dataclasses.replace(part, dynamic=like.dynamic, options=like.options)):
+            case "always":
+                valid.append(part)
+            case "as exported":
+                own[id(part)] = _outcome(part)
+    waiting = [valid] if valid else []
+    while waiting:
+        group = waiting.pop()
+        if len(group) == 1:
+            own[id(group[0])] = _outcome(group[0])
+            continue
+        case = side_by_side(group, like)
+        verdict = judged(case)
+        if not verdict.refusal and not verdict.failures and not verdict.limited:
+            for part in group:
+                counts = {"modules": 1, "steps": verdict.steps, "steps of other sizes": verdict.other_sizes}
+                own[id(part)] = Outcome(part.seed, counts)
+            continue
+        told = verdict.refusal or " ".join(verdict.warned)
+        named = {int(number) for number in re.findall(r"\bparts\.(\d+)", told)}
+        named |= {bisect.bisect_left(case.ends, int(line)) for line in re.findall(r"module_\d+\.py:(\d+)", told)}
+        named &= set(range(len(group)))
+        if not named or len(named) == len(group):
+            waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
+            continue
+        waiting += [[group[k]] for k in named]
+        waiting.append([part for k, part in enumerate(group) if k not in named])
+    return list(own.values())
+
+
+_MANY = 99
+
+
+def _taken_by_pytorch(drawn: Drawn) -> str:
+    """Whether PyTorch trains a module on all batches ("always"), on those like that of the export, or never ("")."""
+    found = "always"
+    for number, (inputs, targets) in enumerate(batches(drawn)):
+        try:
+            good = all(np.isfinite(a).all() for a in _Peer(drawn).step(inputs, targets).values())
+        except Exception:
+            good = False
+        if not good and number < 2:
+            return ""
+        if not good:
+            found = "as exported"
+    return found
 
 
 def main() -> None:

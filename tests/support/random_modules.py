@@ -11,7 +11,7 @@ import itertools
 import linecache
 import random
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -587,21 +587,25 @@ class Drawn:
         pieces: the names of the pieces that the module has.
         source: what defines `Model`, `loss` and `optimizer`.
         inputs: the kinds of the inputs: float, word (integers below WORDS) or mask.
-        target: the kind of the target.
+        targets: the kinds of the targets.
         dynamic: which of the axes "batch" and "length" may vary.
         options: further arguments of the export.
         drawn_pieces: how many pieces there were to leave out from.
+        parts: the modules that it consists of, side by side, if it is made of several.
+        ends: the lines of the source at which their classes end.
     """
 
     seed: int
     pieces: tuple[str, ...]
     source: str
     inputs: tuple[str, ...]
-    target: str
+    targets: tuple[str, ...]
     dynamic: frozenset[str]
     options: tuple[tuple[str, Any], ...]
     drawn_pieces: int
     has_optimizer: bool
+    parts: tuple[Drawn, ...] = ()
+    ends: tuple[int, ...] = ()
 
     def namespace(self) -> dict[str, Any]:
         """Execute the source; tracebacks and `inspect` find its lines."""
@@ -657,46 +661,101 @@ def drawn(seed: int, without: Collection[int] = (), plain: Collection[str] = ())
         optimizer = ""
     if "options" in plain or not optimizer:
         options = {"fuse": options["fuse"], "evaluation": False}
-    source = "\n".join(
-        [
-            "import math",
-            "import torch",
-            "import torch.nn.functional as F",
-            "import torch.utils.checkpoint",
-            "from torch import nn",
-            "",
-            "",
-            "class Model(nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            f"        self.first = nn.Linear(3, {WIDTH})",
-            *(f"        {line}" for line in init),
-            "",
-            f"    def forward(self, {', '.join(['x', *asked])}):",
-            "        h = self.first(x)",
-            *(f"        {line}" for line in body),
-            "        return h",
-            "",
-            "",
-            "def loss(o, y):",
-            f"    return {formula}",
-            "",
-            "",
-            "def optimizer(parameters):",
-            f"    return {optimizer or None}",
-            "",
-        ]
-    )
+    source = "\n".join([*_IMPORTS, *_class("Model", init, asked, body), *_loss(formula), *_optimizer(optimizer)])
     return Drawn(
         seed,
         tuple(name for k, name in enumerate(names) if k not in without),
         source,
         ("first", *(_INPUTS[name] for name in asked)),
-        kind,
+        (kind,),
         dynamic - frozenset(plain),
         tuple(options.items()),
         len(names),
         bool(optimizer),
+    )
+
+
+_IMPORTS = (
+    "import math",
+    "import torch",
+    "import torch.nn.functional as F",
+    "import torch.utils.checkpoint",
+    "from torch import nn",
+)
+
+
+def _class(name: str, init: Collection[str], asked: Collection[str], body: Collection[str]) -> list[str]:
+    return [
+        "",
+        "",
+        f"class {name}(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        f"        self.first = nn.Linear(3, {WIDTH})",
+        *(f"        {line}" for line in init),
+        "",
+        f"    def forward(self, {', '.join(['x', *asked])}):",
+        "        h = self.first(x)",
+        *(f"        {line}" for line in body),
+        "        return h",
+    ]
+
+
+def _loss(formula: str, name: str = "loss") -> list[str]:
+    return ["", "", f"def {name}(o, y):", f"    return {formula}"]
+
+
+def _optimizer(written: str) -> list[str]:
+    return ["", "", "def optimizer(parameters):", f"    return {written or None}", ""]
+
+
+def side_by_side(parts: Sequence[Drawn], like: Drawn) -> Drawn:
+    """Return one module with all of some, which read the same inputs; the losses are added up.
+
+    Optimizer, options and dynamic axes are those of another module.
+    """
+    lines, ends = list(_IMPORTS), []
+    for k, part in enumerate(parts):
+        own, _, rest = part.source.partition("\n\n\ndef loss")
+        formula = rest.partition("return ")[2].partition("\n\n\ndef optimizer")[0]
+        lines += own.partition("from torch import nn")[2].replace("class Model", f"class Part{k}").split("\n")[1:]
+        lines += _loss(formula, f"loss{k}")
+        ends.append(len(lines))
+    kinds = [kind for kind in ("float", "word", "mask") if any(kind in part.inputs for part in parts)]
+    names = {kind: name for name, kind in _INPUTS.items()}
+    calls = [
+        f"self.parts[{k}]({', '.join(['x', *(names[kind] for kind in part.inputs[1:])])})"
+        for k, part in enumerate(parts)
+    ]
+    losses = " + ".join(f"loss{k}(o[{k}], y[{k}])" for k in range(len(parts)))
+    lines += [
+        "",
+        "",
+        "class Model(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        f"        self.parts = nn.ModuleList([{', '.join(f'Part{k}()' for k in range(len(parts)))}])",
+        "",
+        f"    def forward(self, {', '.join(['x', *(names[kind] for kind in kinds)])}):",
+        f"        return {', '.join(calls)},",
+        "",
+        "",
+        "def loss(o, *y):",
+        f"    return {losses}",
+    ]
+    lines += like.source.partition("\n\n\ndef optimizer")[2].join(["\n\ndef optimizer", ""]).split("\n")
+    return Drawn(
+        parts[0].seed,
+        tuple(name for part in parts for name in part.pieces),
+        "\n".join(lines),
+        ("first", *kinds),
+        tuple(kind for part in parts for kind in part.targets),
+        like.dynamic,
+        like.options,
+        0,
+        like.has_optimizer,
+        tuple(parts),
+        tuple(ends),
     )
 
 
@@ -715,7 +774,7 @@ def _alternatives(text: str) -> list[str]:
     return re.split(r"(?<! )\||\|(?! )", text)
 
 
-def batches(drawn: Drawn) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+def batches(drawn: Drawn) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Yield batches: the one to export with, another of its sizes, and some of other sizes where those may vary."""
     sizes = [(BATCH, LENGTH), (BATCH, LENGTH)]
     rng = random.Random(f"{drawn.seed}/sizes")
@@ -724,7 +783,7 @@ def batches(drawn: Drawn) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
     for (batch, length), number in zip(sizes, itertools.count(), strict=False):
         generator = torch.Generator().manual_seed(drawn.seed * 16 + number)
         inputs = tuple(_tensor(kind, batch, length, generator) for kind in drawn.inputs)
-        yield inputs, _tensor(drawn.target, batch, length, generator)
+        yield inputs, tuple(_tensor(kind, batch, length, generator) for kind in drawn.targets)
 
 
 def _tensor(kind: str, batch: int, length: int, generator: torch.Generator) -> Tensor:
