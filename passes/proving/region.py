@@ -209,7 +209,7 @@ class Region:
         if node.domain == "" and node.op_type in ("Shape", "Size"):
             # What the graph computes a shape that is not known from is run with the rest.
             return forms.vector(value) is not None
-        if node in own or node in self.rewrite.runs:
+        if node in own or node in self.rewrite.runs or node in forms.looked_through:
             return False
         if node.domain == "" and node.op_type in ("TopK", "ReduceMax"):
             # Rules rely on the order that a sort makes; and where a maximum is infinite, so is one of its numbers.

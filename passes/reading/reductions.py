@@ -11,6 +11,7 @@ from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import Opaque, attribute, given, is_float
 from gradfuse.passes.reading.registry import reads
+from gradfuse.passes.reading.segments import segment_sum
 
 
 def _row_sum_of_exp(forms: KnownForms, x: Form, axes: Sequence[int]) -> tuple[Poly, Poly]:
@@ -136,6 +137,10 @@ def broadcast_axes(forms: KnownForms, value: ir.Value | None) -> dict[int, Poly 
 )
 def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
+    if node.op_type == "ReduceSum" and forms.operator_of(node, 0) == "Gather":
+        sums = segment_sum(forms, node)
+        if sums is not None:
+            return sums
     x = forms.operand(node, 0)
     if node.op_type not in ("ReduceSum", "ReduceSumSquare") and not is_float(given(node.inputs, 0)):
         raise Opaque("a mean, root or logarithm of integers is rounded")

@@ -10,7 +10,8 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import Positions
 from gradfuse.passes.reading.constants import VECTOR_LIMIT
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.nodes import FLOATS
+from gradfuse.passes.reading.nodes import FLOATS, operators_of
+from gradfuse.passes.reading.registry import reader_of
 
 
 def likeness(forms: KnownForms, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
@@ -26,7 +27,9 @@ def likeness(forms: KnownForms, node: ir.Node) -> tuple[object, tuple[object, ..
         return None  # whose name holds what they are the positions of
     ranges = tuple(map(forms.constants.ranges.get, places))
     types = tuple([value.dtype for value in node.outputs])
-    return (node.domain, node.op_type, attributes_key(node), operands, ranges, types), tuple(places)
+    reader = reader_of(node)
+    makers = operators_of(node) if reader is not None and reader.uses_producers else ()
+    return (node.domain, node.op_type, attributes_key(node), operands, ranges, types, makers), tuple(places)
 
 
 def _operand(forms: KnownForms, value: ir.Value, places: dict[object, int]) -> tuple[object, ...]:
