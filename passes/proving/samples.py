@@ -125,7 +125,8 @@ class Samples:
             arrays.append(array)
             feeds[region.names[value]] = array
         for value, vector in region.shapes.items():
-            sizes = np.asarray([region.size(s, env, table) for s in vector], np.int64)
+            numbers = [region.size(s, env, table) for s in vector]
+            sizes = np.asarray(numbers, np.int32 if value.dtype == ir.DataType.INT32 else np.int64)
             scalar = value.shape is not None and len(value.shape) == 0
             feeds[region.names[value]] = sizes.reshape(()) if scalar else sizes
         return feeds

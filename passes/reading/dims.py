@@ -183,6 +183,12 @@ class Sizes:
                 return [[s[axis] for s in shapes] for axis in range(rank) if axis != apart]
             case "ScatterElements" if len(inputs) > 2:
                 return _paired(inputs[1], inputs[2])
+            case "GatherND" if len(shapes) == len(inputs) == 2 and "batch_dims" in node.attributes:
+                return [[a, b] for a, b in zip(*(s[: node.attributes["batch_dims"].as_int()] for s in shapes))]
+            case "ScatterND" if len(shapes) == len(inputs) == 3 and shapes[1]:
+                data, index, updates = shapes
+                depth = index[-1] if isinstance(index[-1], int) else len(data)
+                return _paired([*index[:-1], *data[depth:]], updates)
             case loss if loss in LOSSES and len(inputs) > 1 and inputs[0]:
                 return _paired([*inputs[0][:1], *inputs[0][2:]], inputs[1])
         return []
