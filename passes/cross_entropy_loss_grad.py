@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -305,11 +306,13 @@ def _readable(algebra: Algebra, form: Form) -> Form:
 def _without_flat_indices(algebra: Algebra, form: Form) -> Form:
     """The form with [j = t[v]] u[v] for sum_i [C v + j = C i + t[i]] u[i], as t is below the number C of classes.
 
+    Rows of several dimensions, v and w, have one number as well: n v + w, where w is below n.
+
     Elements of a matrix are picked by one index, and that is what their gradients are scattered by.
     """
     single: dict[int, Poly] = {}
     for atom in _atoms(algebra, form.poly):
-        if atom.kind == "sum" and len(atom.args[0]) == 1 and (found := _at_one_row(algebra, form, atom)) is not None:
+        if atom.kind == "sum" and (found := _at_one_row(algebra, form, atom)) is not None:
             single[atom.id] = found
     if not single:
         return form
@@ -323,28 +326,32 @@ def _without_flat_indices(algebra: Algebra, form: Form) -> Form:
 
 def _at_one_row(algebra: Algebra, form: Form, atom: Atom) -> Poly | None:
     """A sum over rows with a condition that only the row of the element fulfils; None for other sums."""
-    sizes = form.sizes
-    rows = [v for v, size in enumerate(sizes) if size == atom.args[0][0]]
-    (row,) = algebra.fresh(1)
-    summand = algebra.opened(atom, [row])
+    sizes, bound = form.sizes, algebra.fresh(len(atom.args[0]))
+    summand = algebra.opened(atom, bound)
     for condition in _atoms(algebra, summand):
-        if row not in condition.free or condition.kind not in ("eq", "inside"):
+        if not condition.free & set(bound) or condition.kind not in ("eq", "inside"):
             continue
-        for v in rows:
-            for j, classes in enumerate(sizes):
-                if j == v or v not in condition.free:
-                    continue
-                index = condition.args[0] if condition.kind == "inside" else algebra.solve(condition, j)
-                if index is None or (condition.kind == "inside" and condition.args[1] != classes):
-                    continue
-                target = index + algebra.mul(classes, algebra.var(v) - algebra.var(row))
-                if algebra.free(target) != {row} or algebra.has_variable_factor(target):
-                    continue
-                here = {row: algebra.var(v)}
-                hit = UNIT
-                if condition.kind == "eq":
-                    hit = algebra.equal_zero(algebra.var(j) - algebra.substitute(target, here))
-                return algebra.mul(hit, algebra.substitute(algebra.given(summand, condition, True), here))
+        for j, classes in enumerate(sizes):
+            index = condition.args[0] if condition.kind == "inside" else algebra.solve(condition, j)
+            if index is None or (condition.kind == "inside" and condition.args[1] != classes):
+                continue
+            others = [v for v in condition.free if v != j and 0 <= v < len(sizes)]
+            for rows in itertools.permutations(others, len(bound)):
+                for own in itertools.permutations(bound):
+                    if [sizes[v] for v in rows] != [atom.args[0][bound.index(w)] for w in own]:
+                        continue
+                    target, stride = index, classes
+                    for v, w in zip(reversed(rows), reversed(own), strict=True):
+                        target = target + algebra.mul(stride, algebra.var(v) - algebra.var(w))
+                        stride = algebra.mul(stride, sizes[v])
+                    is_class = algebra.tensors(target) and not algebra.has_variable_factor(target)
+                    if not is_class or not algebra.free(target) <= set(bound):
+                        continue
+                    here = {w: algebra.var(v) for v, w in zip(rows, own, strict=True)}
+                    hit = UNIT
+                    if condition.kind == "eq":
+                        hit = algebra.equal_zero(algebra.var(j) - algebra.substitute(target, here))
+                    return algebra.mul(hit, algebra.substitute(algebra.given(summand, condition, True), here))
     return None
 
 

@@ -80,10 +80,11 @@ class Constants:
         """Numbers as a short expression of the variables of their dimensions; None where there is none."""
         if numbers.ndim == 1:
             return self._line(numbers, self.algebra.var(variables[0]), dtype)
-        if numbers.ndim == 2:
-            diagonal = self._diagonal(numbers, variables)
-            return self._blocks(numbers, variables) if diagonal is None else diagonal
-        return None
+        if numbers.ndim == 2 and (found := self._diagonal(numbers, variables)) is not None:
+            return found
+        if dtype.kind in "iu" and (found := self._plane(numbers, variables)) is not None:
+            return found
+        return self._blocks(numbers, variables) if numbers.ndim == 2 else None
 
     def _line(self, numbers: Array, index: Poly, dtype: np.dtype[Any]) -> Poly | None:
         """Numbers that rise evenly, or in a few equal steps; one True."""
@@ -100,6 +101,15 @@ class Constants:
         if boolean and numbers.sum() == 1:
             return self.algebra.equal_zero(index - number(float(numbers.argmax())))
         return None
+
+    def _plane(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
+        """Integers that rise evenly along each dimension, such as the numbers of the rows of a batch of sequences."""
+        poly, rest = number(float(numbers.flat[0])), numbers - numbers.flat[0]
+        for axis, v in enumerate(variables):
+            step = float(rest[tuple(int(axis == a) for a in range(rest.ndim))])
+            places = np.arange(rest.shape[axis]).reshape([-1 if axis == a else 1 for a in range(rest.ndim)])
+            poly, rest = poly + self.algebra.var(v).scaled(step), rest - step * places
+        return None if rest.any() else poly
 
     def _diagonal(self, numbers: Array, variables: Sequence[int]) -> Poly | None:
         """A multiple of the identity matrix."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import Algebra, Poly, TooComplex, number
+from gradfuse.passes.algebra import ZERO, Algebra, Poly, TooComplex, number
 from gradfuse.passes.reading.layouts import Group, Layouts, dims_in, groups_of_sizes
 from gradfuse.passes.reading.nodes import Unreadable
 
@@ -184,7 +184,8 @@ class Sizes:
             case "ScatterElements" if len(inputs) > 2:
                 return _paired(inputs[1], inputs[2])
             case "GatherND" if len(shapes) == len(inputs) == 2 and "batch_dims" in node.attributes:
-                return [[a, b] for a, b in zip(*(s[: node.attributes["batch_dims"].as_int()] for s in shapes))]
+                count = node.attributes["batch_dims"].as_int()
+                return _paired(shapes[0][:count], shapes[1][:count])
             case "ScatterND" if len(shapes) == len(inputs) == 3 and shapes[1]:
                 data, index, updates = shapes
                 depth = index[-1] if isinstance(index[-1], int) else len(data)
@@ -254,6 +255,17 @@ class Dims:
         """Note what dimensions are, by their names."""
         self._resolved |= found
         self._known.clear()
+        if any(found.keys() & dims_in(self._algebra, [size]) for size in self._resolved.values()):
+            self._resolved = {name: self._resolved_in(size) for name, size in self._resolved.items()}
+
+    def _resolved_in(self, size: Poly) -> Poly:
+        """A size with what dimensions are in the place of their names."""
+        algebra, result = self._algebra, ZERO
+        for monomial, c in size.terms.items():
+            own = ((algebra.atoms[a], e) for a, e in monomial)
+            sizes = ((self._resolved.get(str(atom.args[0]), algebra.of(atom)), e) for atom, e in own)
+            result = result + algebra.product(algebra.power(one, e) for one, e in sizes).scaled(c)
+        return result
 
     def _merge_names(self, graph: ir.Graph) -> None:
         """Give symbols that are proved to be equal one name, before any form is made.

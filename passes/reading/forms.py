@@ -64,7 +64,7 @@ class Forms(KnownForms):
         self.dims.learn(met)
         if self._require_sizes(graph) or met:
             # Forms that were made before a size was known call it by another name.
-            for memory in (self._forms, self.vectors, self._names, self._examples, self.opaque):
+            for memory in (self._forms, self.vectors, self._names, self._examples, self.opaque, self.tables):
                 memory.clear()
             for node in graph:
                 self._read(node)
@@ -225,5 +225,6 @@ class Forms(KnownForms):
             for own, source in zip(forms, sources, strict=True)
         )
         part = copy.copy(self)
+        part.tables = dict(self.tables)
         part._forms = ChainMap(dict(zip(sources, opaque, strict=True)), self._forms)
         return _Relative(sources, opaque, part, set(sources), set())

@@ -7,9 +7,10 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, Positions, number
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
-from gradfuse.passes.reading.nodes import Opaque, attribute
+from gradfuse.passes.reading.nodes import INTEGERS, Opaque, attribute
 from gradfuse.passes.reading.pieces import concatenated, sliced
 from gradfuse.passes.reading.registry import reads
+from gradfuse.passes.reading.segments import table
 
 
 def from_start(forms: KnownForms, index: Form, size: Poly) -> Form:
@@ -92,7 +93,10 @@ def _leading(forms: KnownForms, data: Form, part: Form, axis: int) -> dict[int, 
 @reads("GatherND")
 def _gather_nd(forms: KnownForms, node: ir.Node) -> Form:
     data, index = forms.operands(node)
-    index = with_batch_indices(forms, index, attribute(node, "batch_dims", 0))
+    batch_dims = attribute(node, "batch_dims", 0)
+    for own, other in zip(data.groups[:batch_dims], index.groups[:batch_dims], strict=True):
+        forms.layouts.demand(forms.extent(own), forms.extent(other))
+    index = with_batch_indices(forms, index, batch_dims)
     depth = forms.extent(index.groups[-1]).integer
     if depth is None:
         raise Opaque("a gather by several indices")
@@ -189,9 +193,11 @@ def _scatter_elements(forms: KnownForms, node: ir.Node) -> Form:
     return _updated(forms, data, placed, hits, attribute(node, "reduction", "none"))
 
 
-@reads("ScatterND")
+@reads("ScatterND", uses_producers=True)
 def _scatter_nd(forms: KnownForms, node: ir.Node) -> Form:
     data, index, updates = forms.operands(node)
+    if node.outputs[0].dtype in INTEGERS and (found := table(forms, node)) is not None:
+        return found
     placed, hits = scattered_by_rows(forms, data, index, updates)
     return _updated(forms, data, placed, hits, attribute(node, "reduction", "none"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, MutableMapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -10,8 +11,16 @@ from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, numbe
 from gradfuse.passes.reading.constants import Constants
 from gradfuse.passes.reading.dims import Dims
 from gradfuse.passes.reading.layouts import Form, Group, Layouts
-from gradfuse.passes.reading.nodes import INTEGERS, Opaque, Unreadable, given, operators_of
+from gradfuse.passes.reading.nodes import INTEGERS, Opaque, Unreadable, given
 from gradfuse.passes.reading.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tensor of row numbers in which each row is once, in the line of its segment, beside that of a row of zeros."""
+
+    ids: Form  # the segment of each row, with one dimension
+    segments: Poly  # how many there are
 
 
 class KnownForms:
@@ -26,6 +35,8 @@ class KnownForms:
         self.vectors = Vectors(self.layouts, self.constants, self.form)
         self.opaque: set[ir.Value] = set()
         """The values that are named, not expressed."""
+        self.tables: dict[object, Table] = {}
+        """By the names of tensors."""
         self.looked_through: set[ir.Node] = set()
         """Nodes that make what another node computes what its form says it is: no values that are chosen freely."""
         self.looked_at_output = self.looked_at_producer = False
@@ -83,13 +94,6 @@ class KnownForms:
         """
         self.looked_at_producer = True
         return None if value is None else value.producer()
-
-    def operator_of(self, node: ir.Node, k: int) -> str | None:
-        """The operator that computes input `k` of a node; None where no node of the graph does.
-
-        Nodes of a reader with `uses_producers` are alike where these are, so what it returns is replayed.
-        """
-        return operators_of(node)[k]
 
     def axes(self, node: ir.Node, position: int, rank: int) -> list[int] | None:
         """The axes of a node, from the input at the position or the attribute; None where it has none."""

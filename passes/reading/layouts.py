@@ -186,6 +186,15 @@ class Layouts:
             if size == self.algebra.dim(name) and name not in dims_in(self.algebra, [end]):
                 self._cuts[name] = end
 
+    def demand(self, a: Poly, b: Poly) -> None:
+        """Say that an operation fails where two sizes differ: if both are symbols, they are one."""
+        pair = [next(iter(names)) for size in (a, b) if len(names := dims_in(self.algebra, [size])) == 1]
+        if self.met is None or len(pair) < 2 or [a, b] != [self.algebra.dim(name) for name in pair]:
+            return
+        kept, other = sorted(pair)
+        if kept != other and not self.algebra.derived.keys() & {kept, other}:
+            self.met.setdefault(other, self.algebra.dim(kept))
+
     def _is_cut(self, a: Group, b: Group) -> bool:
         """Whether the first dimension is one that was cut at the size of the second."""
         if len(a) != 1 or not b:

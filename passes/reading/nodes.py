@@ -37,12 +37,6 @@ def given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
     return value
 
 
-def operators_of(node: ir.Node) -> tuple[str | None, ...]:
-    """The operators that compute the inputs of a node."""
-    makers = (None if value is None else value.producer() for value in node.inputs)
-    return tuple(None if maker is None else maker.op_type for maker in makers)
-
-
 def through_casts(value: ir.Value) -> ir.Value:
     """The first value of the chain of Identity and Cast between floats that ends here."""
     while (node := value.producer()) is not None and node.domain == "" and node.op_type in ("Identity", "Cast"):

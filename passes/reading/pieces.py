@@ -12,7 +12,7 @@ from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import Opaque, attribute, given
 from gradfuse.passes.reading.registry import reads
 
-_END = (1 << 31) - 1  # what slices to the end of a dimension have at least
+_END = 10**9  # what slices to the end of a dimension have at least, as tf2onnx writes
 
 
 def sliced(forms: KnownForms, x: Form, axis: int, start: Poly, step: int, size: Poly) -> Form:
@@ -158,6 +158,10 @@ def concatenated(forms: KnownForms, parts: Sequence[Form], axis: int) -> Form:
     live = [k for k, s in enumerate(sizes) if s.constant != 0]
     if len(live) == 1:
         return parts[live[0]]
+    for k in live[1:]:
+        for a, (first, other) in enumerate(zip(parts[live[0]].groups, parts[k].groups, strict=True)):
+            if a != axis:
+                forms.layouts.demand(forms.extent(first), forms.extent(other))
     total = sum(sizes[1:], sizes[0])
     placed, start = [], ZERO
     for part, size in zip(parts, sizes, strict=True):

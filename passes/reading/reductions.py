@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.algebra import UNIT, ZERO, Poly
+from gradfuse.passes.reading.indexing import scattered
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import Opaque, attribute, given, is_float
 from gradfuse.passes.reading.registry import reads
-from gradfuse.passes.reading.segments import segment_sum
 
 
 def _row_sum_of_exp(forms: KnownForms, x: Form, axes: Sequence[int]) -> tuple[Poly, Poly]:
@@ -137,11 +137,9 @@ def broadcast_axes(forms: KnownForms, value: ir.Value | None) -> dict[int, Poly 
 )
 def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
-    if node.op_type == "ReduceSum" and forms.operator_of(node, 0) == "Gather":
-        sums = segment_sum(forms, node)
-        if sums is not None:
-            return sums
     x = forms.operand(node, 0)
+    if node.op_type == "ReduceSum" and (sums := _segment_sum(forms, node, x)) is not None:
+        return sums
     if node.op_type not in ("ReduceSum", "ReduceSumSquare") and not is_float(given(node.inputs, 0)):
         raise Opaque("a mean, root or logarithm of integers is rounded")
     axes, order = reduced_axes(forms, node, x)
@@ -161,6 +159,29 @@ def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     groups = tuple(() if a in axes else g for a, g in enumerate(x.groups))
     left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in variables)}
     return forms.moved(Form(groups, algebra.substitute(poly, left)), order)
+
+
+def _segment_sum(forms: KnownForms, node: ir.Node, x: Form) -> Form | None:
+    """The sum of the rows of segments, where they are gathered by a table, and a row of zeros comes after them."""
+    used = [name for name in forms.algebra.tensors(x.poly) if name in forms.tables]
+    gather = forms.producer(node.inputs[0]) if used else None
+    if gather is None or gather.domain or gather.op_type != "Gather" or attribute(gather, "axis", 0) != 0:
+        return None
+    index, concat = forms.operand(gather, 1), forms.producer(gather.inputs[0])
+    tables = [name for name in used if index.poly == forms.algebra.tensor(name, map(forms.algebra.var, range(2)))]
+    if concat is None or concat.domain or concat.op_type != "Concat" or attribute(concat, "axis", 0) != 0 or not tables:
+        return None
+    table, (rows, *end) = forms.tables[tables[0]], forms.operands(concat)
+    of_zeros = len(end) == 1 and not end[0].poly and not end[0].groups[0]
+    if not of_zeros or forms.extent(rows.groups[0]) != forms.extent(table.ids.groups[0]):
+        return None
+    if reduced_axes(forms, node, x)[0] != [1]:
+        return None
+    ids = Form((table.ids.groups[0], *rows.groups[1:]), table.ids.poly)
+    sums, _ = scattered(forms, Form(((table.segments,), *rows.groups[1:]), ZERO), ids, rows, 0)
+    forms.looked_through.update((gather, concat))
+    rest = range(1, len(sums.groups))
+    return forms.moved(sums, [0, None, *rest] if attribute(node, "keepdims", 1) else [0, *rest])
 
 
 @reads("CumSum")

@@ -10,8 +10,7 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import Positions
 from gradfuse.passes.reading.constants import VECTOR_LIMIT
 from gradfuse.passes.reading.known import KnownForms
-from gradfuse.passes.reading.nodes import FLOATS, operators_of
-from gradfuse.passes.reading.registry import reader_of
+from gradfuse.passes.reading.nodes import FLOATS
 
 
 def likeness(forms: KnownForms, node: ir.Node) -> tuple[object, tuple[object, ...]] | None:
@@ -23,13 +22,11 @@ def likeness(forms: KnownForms, node: ir.Node) -> tuple[object, tuple[object, ..
         return None
     places: dict[object, int] = {}
     operands = tuple([None if value is None else _operand(forms, value, places) for value in node.inputs])
-    if any(isinstance(tensor, Positions) for tensor in places):
-        return None  # whose name holds what they are the positions of
+    if any(isinstance(tensor, Positions) or tensor in forms.tables for tensor in places):
+        return None  # of whose names is known what they are the positions or rows of
     ranges = tuple(map(forms.constants.ranges.get, places))
     types = tuple([value.dtype for value in node.outputs])
-    reader = reader_of(node)
-    makers = operators_of(node) if reader is not None and reader.uses_producers else ()
-    return (node.domain, node.op_type, attributes_key(node), operands, ranges, types, makers), tuple(places)
+    return (node.domain, node.op_type, attributes_key(node), operands, ranges, types), tuple(places)
 
 
 def _operand(forms: KnownForms, value: ir.Value, places: dict[object, int]) -> tuple[object, ...]:

@@ -49,6 +49,11 @@ class GraphBuilder:
         self._nodes.append(helper.make_node(op_type, inputs, names, name=f"n{len(self._nodes)}", **attributes))
         return name
 
+    def ops(self, op_type: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
+        """Add a node as `op`, and return the names of all of its outputs."""
+        first = self.op(op_type, *inputs, outputs=outputs, **attributes)
+        return [first, *(f"{first}_{k}" for k in range(1, outputs))]
+
     def sum(self, x: str, axis: int, keepdims: int = 1) -> str:
         return self.op("ReduceSum", x, self.ints(axis), keepdims=keepdims)
 

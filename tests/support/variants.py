@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from graphs import GraphBuilder
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 Array = np.ndarray[Any, Any]
 Feeds = dict[str, Array]
@@ -529,6 +529,96 @@ BY_INDEX: dict[str, Build] = {
 }  # fmt: skip
 
 
+def _counted(g: GraphBuilder, key: str) -> str:
+    """The number of each key among those that are the same, where these are next to each other."""
+    _, _, kind, count = g.ops("Unique", key, outputs=4, axis=0)
+    return g.op("Mod", arange(g, N), g.op("Gather", count, kind))
+
+
+def after_the_first(g: GraphBuilder, key: str) -> str:
+    """The number of each key less that of the first one that is the same."""
+    _, first_one, kind, _ = g.ops("Unique", key, outputs=4, axis=0)
+    return g.op("Sub", arange(g, N), g.op("Gather", first_one, kind))
+
+
+def blank(g: GraphBuilder, key: str, fill: int = -1) -> str:
+    """As many columns as the largest segment has rows."""
+    count = g.ops("Unique", key, outputs=4, axis=0)[3]
+    shape = g.op("Concat", g.ints(N * C), g.op("ReduceMax", count, g.ints(0)), axis=0)
+    return g.op("ConstantOfShape", shape, value=numpy_helper.from_array(np.asarray([fill])))
+
+
+def sorted_ids(g: GraphBuilder, ids: str, **how: int) -> Sequence[str]:
+    return g.ops("TopK", ids, g.ints(N), outputs=2, axis=0, **how)
+
+
+def of_all_places(g: GraphBuilder, key: str) -> str:
+    return g.constant(np.full((N * C, N), -1), np.int64)
+
+
+def summed_by_table(
+    g: GraphBuilder,
+    ids: str,
+    rows: str,
+    place: Callable[[GraphBuilder, str], str] = _counted,
+    blank: Callable[[GraphBuilder, str], str] = blank,
+    order: Callable[[GraphBuilder, str], Sequence[str]] | None = None,
+    column: Callable[[GraphBuilder, str], str] = last,
+    below: float = 0.0,
+    keepdims: int = 0,
+) -> str:
+    """The sums of [N, 1] by segments below N C, as tf2onnx writes them: by a table of the numbers of rows."""
+    key, number_of_row = sorted_ids(g, ids, largest=0) if order is None else order(g, ids)
+    places = g.op("Concat", column(g, key), column(g, place(g, key)), axis=1)
+    table = g.op("ScatterND", blank(g, key), places, number_of_row)
+    all_rows = g.op("Concat", rows, g.constant([[below]]), axis=0)
+    return g.op("ReduceSum", g.op("Gather", all_rows, table), g.ints(1), keepdims=keepdims)
+
+
+def _by_table(g: GraphBuilder, index: Callable[[GraphBuilder, str], str] | None = None, **how: Any) -> str:
+    """The gradient of log-probabilities that one index picks."""
+    p, t = _p(g), given(g, "t")
+    row = g.op("Mul", arange(g, N), g.constant(C, np.int64))
+    ids = g.op("Add", t if index is None else index(g, t), row)
+    hot = g.op("Reshape", summed_by_table(g, ids, g.constant(np.ones((N, 1))), **how), g.ints(N, C))
+    return cross_entropy(g, g.op("Sub", g.op("Mul", p, g.sum(hot, 1)), hot))
+
+
+BY_TABLE: dict[str, Build] = {
+    "by a table": _by_table,
+    "by a table: the largest first": lambda g: _by_table(g, order=lambda g, ids: sorted_ids(g, ids, largest=1)),
+    "by a table: places after the first": lambda g: _by_table(g, place=after_the_first),
+    "by a table: in any order": lambda g: _by_table(
+        g, place=after_the_first, order=lambda g, ids: (ids, arange(g, N))
+    ),
+    "by a table: a column for each row": lambda g: _by_table(
+        g, place=lambda g, key: arange(g, N), blank=of_all_places
+    ),
+    "by a table: a constant, in any order": lambda g: _by_table(
+        g,
+        place=lambda g, key: g.constant(np.arange(N), np.int64),
+        blank=of_all_places,
+        order=lambda g, ids: (ids, g.constant(np.arange(N), np.int64)),
+    ),
+    "by a table: filled by Expand": lambda g: _by_table(
+        g, blank=lambda g, key: g.op("Expand", g.constant(-1, np.int64), g.ints(N * C, N))
+    ),
+    "by a table: filled with the row of zeros": lambda g: _by_table(g, blank=lambda g, key: blank(g, key, N)),
+    "by a table: columns by Reshape": lambda g: _by_table(
+        g, column=lambda g, x: g.op("Reshape", x, g.ints(-1, 1))
+    ),
+    "by a table: sums keep their dimension": lambda g: _by_table(g, keepdims=1),
+    "by a table: int32": lambda g: _by_table(
+        g, index=lambda g, t: g.op("Cast", g.op("Cast", t, to=I32), to=I64)
+    ),
+    "by a table: views in between": lambda g: _by_table(
+        g,
+        place=lambda g, key: g.op("Squeeze", g.op("Unsqueeze", _counted(g, key), g.ints(0)), g.ints(0)),
+        column=lambda g, x: g.op("Unsqueeze", g.op("Identity", x), g.ints(1)),
+    ),
+}  # fmt: skip
+
+
 def _focal(g: GraphBuilder) -> str:
     """The loss of a row times its gradient; both are zero where the row is ignored."""
     t = given(g, "t_some")
@@ -594,6 +684,7 @@ CROSS_ENTROPY: dict[str, Build] = {
     "lessened by the row's number": _lessened_by_number,
     "through one element": _through_one_element,
     "by one index": _by_flat_index,
+    **BY_TABLE,
     "focal": _focal,
 }
 
@@ -874,6 +965,30 @@ OTHERS: dict[str, tuple[str, Build]] = {
         lambda g: _against_each_other(g, lambda g, z: _onehot(g, g.op("Add", arange(g, C), g.constant(1, np.int64)))),
     ),
     "by one index of fewer classes": ("CrossEntropyLossGrad", lambda g: _by_flat_index(g, C - 1)),
+    "by a table: rows of a segment on one place": (
+        "CrossEntropyLossGrad",
+        lambda g: _by_table(g, order=lambda g, ids: (ids, arange(g, N))),
+    ),
+    "by a table: filled with the first row": (
+        "CrossEntropyLossGrad",
+        lambda g: _by_table(g, blank=lambda g, key: blank(g, key, 0)),
+    ),
+    "by a table: a row of ones": ("CrossEntropyLossGrad", lambda g: _by_table(g, below=1.0)),
+    "by a table: some of the rows": (
+        "CrossEntropyLossGrad",
+        lambda g: _by_table(
+            g,
+            place=lambda g, key: g.constant(np.arange(N - 1), np.int64),
+            order=lambda g, ids: g.ops("TopK", ids, g.ints(N - 1), outputs=2, axis=0, largest=0),
+            blank=of_all_places,
+        ),
+    ),
+    "by a table: numbers of rows sorted by others": (
+        "CrossEntropyLossGrad",
+        lambda g: _by_table(
+            g, order=lambda g, ids: (sorted_ids(g, ids, largest=0)[0], sorted_ids(g, ids, largest=1)[1])
+        ),
+    ),
     "no class": ("CrossEntropyLossGrad", lambda g: _one_class(g, C)),
     "almost a unit matrix": (
         "CrossEntropyLossGrad",
