@@ -41,11 +41,11 @@ class _Tables:
         self._forms = forms
 
     def of(self, scatter: ir.Node) -> Table | None:
-        if attribute(scatter, "reduction", "none") != "none":
-            return None
         blank, places, numbers = scatter.inputs
         pair = self._made_by(places, "Concat")
         if pair is None or len(pair.inputs) != 2 or attribute(pair, "axis", 0) not in (1, -1):
+            return None
+        if attribute(scatter, "reduction", "none") != "none":
             return None
         columns = [*self._forms.operands(pair), self._forms.operand(scatter, 2)]
         if [len(column.groups) for column in columns] != [2, 2, 1] or any(c.groups[1] for c in columns[:2]):

@@ -21,7 +21,7 @@ def _read() -> Iterator[Sample]:
     yield s("NonZero", below(3, 8))
     yield s("ScatterElements", x(4, 4), distinct(4, 1, 4), x(1, 4), reduction="add")
     yield s("ScatterND", x(4, "N", 3), below(4, 5, 1), x(5, "N", 3), reduction="add")
-    yield s("ScatterND", below(9, 4), ints([1], [3]), below(9, 2))
+    yield s("ScatterND", below(9, 4), ints([1], [3]), below(9, 2), reduction="add")
     yield s("OneHot", below(4, "N", 3), scalar(4), singles(0.25, 2.0))
     yield s("Gather", x("N", 4), below(4, 2, 3), axis=1)
     yield s("Gather", x("N", 4), below(4), axis=-1)
