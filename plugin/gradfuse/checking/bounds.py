@@ -148,6 +148,10 @@ def ratio(error: float, bound: float) -> float:
 
 def magnitude(array: _Array) -> float:
     """Return the largest absolute value among the finite elements."""
+    if array.size and array.dtype.kind == "f":
+        largest = float(max(array.max(), -array.min()))
+        if math.isfinite(largest):
+            return largest
     finite = np.abs(array[np.isfinite(array)])
     return float(finite.max()) if finite.size else 0.0
 

@@ -10,8 +10,10 @@ import numpy.typing as npt
 LARGEST = 2**20
 """Arrays of more elements are condensed."""
 SUMS = 2**16
-_ROWS = 64
+_ROWS = 4
 """So many elements of each sum are added up at once."""
+_SIGNS = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
+"""The signs of eight elements by a random byte."""
 
 
 def condensed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -25,14 +27,17 @@ def condensed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     flat = array.reshape(-1)
     if flat.size <= LARGEST or flat.dtype.kind in "biuc":
         return array
-    signs = np.random.Generator(np.random.Philox(key=0))
+    bits = np.random.Generator(np.random.Philox(key=0))
     sums = np.zeros(SUMS)
+    count = SUMS * _ROWS
+    # One piece of memory for all parts, which stays in the cache.
+    memory = np.empty(count)
     with np.errstate(invalid="ignore"):
-        for begin in range(0, flat.size, SUMS * _ROWS):
-            part = flat[begin : begin + SUMS * _ROWS].astype(np.float64)
-            negative = np.unpackbits(np.frombuffer(signs.bytes(SUMS * _ROWS // 8), np.uint8), count=part.size)
-            np.negative(part, out=part, where=negative.view(np.bool_))
+        for begin in range(0, flat.size, count):
+            part = flat[begin : begin + count]
+            signs = _SIGNS[np.frombuffer(bits.bytes(count // 8), np.uint8)].reshape(-1)
+            signed = np.multiply(part, signs[: part.size], out=memory[: part.size])
             whole = part.size // SUMS * SUMS
-            sums += part[:whole].reshape(-1, SUMS).sum(0)
-            sums[: part.size - whole] += part[whole:]
+            sums += signed[:whole].reshape(-1, SUMS).sum(0)
+            sums[: part.size - whole] += signed[whole:]
     return sums

@@ -73,13 +73,71 @@ class Session:
             for name, array in feeds.items()
         }
         try:
-            results = self._session.run(names, wide)
+            results = run_in_place(self._session, names, wide)
+        except MemoryError:
+            raise
         except Exception as error:
             raise ModelError(f"{self._source}: onnxruntime cannot run the model: {reason(error)}") from error
         return {
             name: np.asarray(result).astype(self._dtypes[name] or np.asarray(result).dtype, copy=False)
             for name, result in zip(names, results, strict=True)
         }
+
+
+def run_in_place(
+    session: Any, outputs: Sequence[str] | None, feeds: Mapping[str, npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    """Run an onnxruntime session, and return its outputs in the memory in which it has made them.
+
+    `InferenceSession.run` returns copies, all of which are there before any of the memory is given back.
+
+    Args:
+        session: a session on the CPU.
+        outputs: the names of the outputs; None: all.
+        feeds: the inputs, by name.
+    """
+    made = {value.name: value.type for value in session.get_outputs()}
+    names = list(made) if outputs is None else list(outputs)
+    numbers = all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in feeds.values())
+    if not numbers or not all(made[name] in _NUMBERS for name in names):
+        results: list[npt.NDArray[Any]] = session.run(names, feeds)
+        return results
+    new = import_onnxruntime().OrtValue.ortvalue_from_numpy
+    given = {name: new(np.asarray(array, order="C")) for name, array in feeds.items()}
+    values = session.run_with_ort_values(names, given)
+    arrays = [np.asarray(_Memory(value, _NUMBERS[made[name]])) for name, value in zip(names, values, strict=True)]
+    # An input that is an output keeps its memory, which is the caller's.
+    addresses = {value.data_ptr() for value in given.values()}
+    return [array.copy() if array.ctypes.data in addresses else array for array in arrays]
+
+
+class _Memory:
+    """The memory of an `onnxruntime.OrtValue`, as numpy asks for it."""
+
+    def __init__(self, value: Any, dtype: np.dtype[Any]) -> None:
+        self._value = value
+        shape = tuple(value.shape())
+        address = value.data_ptr()
+        # What has no elements may have no address.
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (address, False) if address else bytearray(dtype.itemsize),
+            "version": 3,
+        }
+
+
+_NUMBERS = {
+    f"tensor({name})": np.dtype(of)
+    for name, of in {
+        "bool": np.bool_,
+        "float16": np.float16,
+        "float": np.float32,
+        "double": np.float64,
+        **{name: name for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
+    }.items()
+}
+"""Types of tensors that numpy has, by onnxruntime's names."""
 
 
 def import_onnxruntime() -> Any:
@@ -211,7 +269,13 @@ def _results(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
-    return ir.tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=tensor.name)
+    def cast() -> ir.TensorProtocol:
+        return ir.tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=tensor.name)
+
+    if tensor.nbytes < _LARGE:
+        return cast()
+    # When it is read, and not kept.
+    return ir.LazyTensor(cast, dtype=dtype, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name)
 
 
 def _with_float32_borders(model: ir.Model) -> ir.Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 
-from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, widened
+from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, run_in_place, widened
 from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
 from gradfuse.differentiation.dependence import captured_by
 from gradfuse.errors import ModelError, one_line
@@ -36,6 +36,10 @@ _EXACT = frozenset(
 """Operators whose results are values of their inputs, or whole numbers."""
 _LARGEST_WINDOWS = 2**25
 """So many elements of overlapping windows are laid out at once."""
+_LARGE = 2**20
+"""Weights of more elements are float64 only while a part of the model runs that reads them."""
+_LARGEST_PART = 2**23
+"""So many elements of such weights a part reads, or returns as outputs of the model, if it has more than one."""
 
 
 class ReferenceSession:
@@ -60,25 +64,42 @@ class ReferenceSession:
             inline(copy, lambda function: True)
         self._source = source
         self._outputs = [str(value.name) for value in model.graph.outputs] if outputs is None else list(outputs)
+        # In their own types, as large ones are converted when they are read.
         self._constants = {
-            name: _as_float64(value.const_value.numpy())
-            for name, value in copy.graph.initializers.items()
+            name: _kept(value.const_value.numpy())
+            for name, value in model.graph.initializers.items()
             if value.const_value is not None
         }
         self._parts = _parts(copy, self._outputs)
 
-    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+    def run(self, feeds: Mapping[str, _Array], take: Callable[[str, _Array], _Array] | None = None) -> Arrays:
         """Return every output for the given inputs, by name and in order; floats are float64.
+
+        Args:
+            feeds: the inputs.
+            take: what to return of an output, by its name, in place of the output: it is asked as soon as that is
+                there, so that no two large ones are in memory at once. It may raise what it likes.
 
         Raises:
             ModelError: there is no kernel for a node, or it cannot be run on the inputs.
         """
-        values = self._constants | {name: _as_float64(array) for name, array in feeds.items()}
+        values = self._constants | {name: _kept(array) for name, array in feeds.items()}
+        wanted = set(self._outputs)
+        results: Arrays = {}
+
+        def found(names: Iterable[str]) -> None:
+            for name in names:
+                if name in wanted and name in values:
+                    array = _as_float64(values[name])
+                    results[name] = array if take is None else take(name, array)
+
+        found(list(values))
         for part in self._parts:
-            values |= part.run({name: values[name] for name in part.inputs}, self._source)
+            values |= part.run({name: _as_float64(values[name]) for name in part.inputs}, self._source)
+            found(part.outputs)
             for name in part.last_uses:
                 del values[name]
-        return {name: values[name] for name in self._outputs}
+        return {name: results[name] for name in self._outputs}
 
 
 def moved(model: ir.Model, size: float) -> ir.Model:
@@ -234,6 +255,8 @@ class _Sessions:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self._threads
+        # Each would keep what its largest results took, and there are as many sessions as kinds of layers.
+        options.enable_cpu_mem_arena = False
         # Threads that wait for work would take the time of those that have some.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # The graph runs as it is written, and sessions of long graphs open several times faster.
@@ -282,6 +305,8 @@ class _Part:
             arguments = [None if value is None else inputs[str(value.name)] for value in node.inputs]
             try:
                 results = _NUMPY[node.op_type](node, *arguments)
+            except MemoryError:
+                raise
             except Exception as error:
                 # numpy says in many ways that shapes do not fit, as of a window that is larger than its input.
                 what = f"{node.op_type} (node {node.name!r}): does not run on these inputs: {one_line(error)}"
@@ -299,23 +324,57 @@ class _Part:
                 self._shapes = shapes
             names = [value.name for value in self._session.get_inputs()]
             feeds = dict(zip(names, inputs.values(), strict=True))
-            return dict(zip(self.outputs, self._session.run(None, feeds), strict=True))
+            return dict(zip(self.outputs, run_in_place(self._session, None, feeds), strict=True))
+        except MemoryError:
+            raise
         except Exception as error:
             # onnxruntime's exception classes share no public base.
             raise ModelError(f"{source}: onnxruntime cannot run the model in float64: {reason(error)}") from error
 
 
 def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
-    nodes = list(model.graph)
-    groups = itertools.groupby(enumerate(nodes), lambda item: item[0] if _in_numpy(item[1]) else -1)
     sessions = _Sessions(model)
-    parts = [_Part([node for _, node in group], sessions) for _, group in groups]
-    needed: set[str] = set(outputs)
+    parts = [_Part(nodes, sessions) for nodes in _runs(model, outputs)]
+    wanted: set[str] = set(outputs)
+    needed: set[str] = set()
     for part in reversed(parts):
-        part.outputs = [name for name in part.made if name in needed]
-        part.last_uses = [name for name in (*part.inputs, *part.outputs) if name not in needed]
-        needed |= {*part.inputs}
+        part.outputs = [name for name in part.made if name in needed or name in wanted]
+        if part.outputs:
+            part.last_uses = [name for name in (*part.inputs, *part.outputs) if name not in needed]
+            needed |= {*part.inputs}
     return [part for part in parts if part.outputs]
+
+
+def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
+    """Yield the nodes that run one after the other, without too many large weights in one run, and gradients of them.
+
+    Those for numpy are alone.
+    """
+    given = {str(value.name): _elements(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    returned = {str(value.name): _elements(value) for value in model.graph.outputs if value.name in outputs}
+    nodes: list[ir.Node] = []
+    large: dict[str, int] = {}
+    for node in model.graph:
+        more = {name: given[name] for name in _reads(node) if name in given}
+        more |= {str(value.name): returned[str(value.name)] for value in node.outputs if value.name in returned}
+        more = {name: size for name, size in more.items() if size > _LARGE}
+        alone = _in_numpy(node)
+        if nodes and (alone or sum((large | more).values()) > _LARGEST_PART):
+            yield nodes
+            nodes, large = [], {}
+        nodes.append(node)
+        large |= more
+        if alone:
+            yield nodes
+            nodes, large = [], {}
+    if nodes:
+        yield nodes
+
+
+def _elements(value: ir.Value) -> int:
+    """Return how many elements a value has; 0 where its shape does not say."""
+    shape = value.shape
+    return math.prod(shape.numpy()) if shape is not None and shape.is_static() else 0
 
 
 def _reads(node: ir.Node) -> Iterator[str]:
@@ -333,6 +392,11 @@ def _reads(node: ir.Node) -> Iterator[str]:
             own |= {value.name for inner in graph for value in inner.outputs}
             yield from (name for inner in graph for name in _reads(inner) if name not in own)
             yield from (str(value.name) for value in graph.outputs if value.name not in own)
+
+
+def _kept(array: _Array) -> _Array:
+    """Return what is kept of an array that parts of the model read."""
+    return array if array.size > _LARGE else _as_float64(array)
 
 
 def _as_float64(array: _Array) -> _Array:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from gradfuse.training.step import TrainingStep
 
 _SMALL = 1 << 26
-"""So many bytes of parameters and buffers may be there a few dozen times."""
+"""So many bytes of parameters and buffers may be there a few dozen times: the search for cyclic garbage, which takes a
+fifth of an export, is paused."""
 
 
 def export_training_step(
@@ -117,6 +118,7 @@ def export_training_step(
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep
+    from gradfuse.models.memory import collection_paused
 
     if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
         raise refusal("optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
@@ -140,7 +142,9 @@ def export_training_step(
         )
 
     once = private.operators_collected_once()
-    with mistakes_named(), Parts.shown(progress) as parts, _collection_paused_for(module), once:
+    large = _bytes(module) > _SMALL
+    paused = contextlib.nullcontext() if large else collection_paused()
+    with mistakes_named(), Parts.shown(progress, large) as parts, paused, once:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
@@ -173,7 +177,7 @@ def _exported(
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
-    from gradfuse.export.torch_step import undisturbed
+    from gradfuse.export.torch_step import TRIED_SEED, undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.training import index_checks
     from gradfuse.training.names import finished
@@ -181,18 +185,20 @@ def _exported(
     from gradfuse.training.step import TrainingStep
 
     wants_evaluation = optimizer is not None if evaluation is None else evaluation
-    state = PythonState.of(step)
-    with state.kept(), undisturbed(step):
+    python = PythonState.of(step)
+    with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
-        native = steadiness.first_run(step, state)
+        native = steadiness.first_run(step, python)
         if native.dropouts:
             step = step.with_dropout_seed()
-            native = step.run()
+            native = step.with_seed(TRIED_SEED).run()
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
+        own = verifying.own_outputs(native)
+        native = native.without_values()
         parts.begin("tracing")
         taken = branches.branches_of(step)
         if taken.selections.codes:
-            native = branches.run_both_sides(step, taken)
+            native = branches.run_both_sides(step, taken).without_values()
         with verifying.traced_as_run(step):
             program, returned = tracing.forward_program(
                 step, native, shapes, taken, sizes, fuse=fuse, evaluation=wants_evaluation
@@ -204,6 +210,8 @@ def _exported(
         free = {*step.trainable, *native.changed}
         parts.begin("translating")
         translated, shared = onnx_model.translate(program, step), None
+        # It holds copies of all tensors.
+        del program
         names = (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
         batch = {value: name for value, name in zip(translated.graph.inputs, names, strict=True) if name in step.batch}
         checks = index_checks.checks_of(indices.taken_out(translated), batch)
@@ -213,13 +221,15 @@ def _exported(
         translated = onnx_model.completed(translated, step, order, free, len(native.gradients), fuse=fuse)
         onnx_model.arrange_step(translated, step, native, shapes)
         parts.begin("running the step in float64")
-        native = native.without_values()
-        truths = [verifying.truth_of(step, native, seed) for seed in branches.seeds_of(step, taken)]
+        truths = [
+            verifying.truth_of(step, native, seed, own if seed == TRIED_SEED else None)
+            for seed in branches.seeds_of(step, taken)
+        ]
         parts.begin("exporting the evaluation model")
         evaluating = None
         if wants_evaluation:
             try:
-                evaluating = evaluation_model(step, shapes, native.changed, sizes, shared, state)
+                evaluating = evaluation_model(step, shapes, native.changed, sizes, shared, python)
             except ExportError as error:
                 if evaluation or sizes.made_general:
                     raise
@@ -227,56 +237,47 @@ def _exported(
                 warnings.warn(f"{WHO}: the evaluation model is left out: {text}", stacklevel=3)
 
     exported = ir.to_proto(translated)
-    unfused = None
+    unfused, which = None, "exported"
     if fuse:
-        parts.begin("comparing the model with PyTorch")
+        parts.begin("comparing the exported model with PyTorch")
         unfused = translated
         # Added up in a fixed order, as in the step that is returned.
         replace_scatter_nd(unfused)
         with verifying.traced_as_run(step):
             for truth in truths:
-                truth.compare(unfused, "exported")
+                truth.compare(unfused, which)
         parts.begin("fusing")
-        model, report = onnx_model.fused(exported)
+        (model, report), which = onnx_model.fused(exported), "fused"
     else:
-        parts.begin("comparing the model with PyTorch")
         model, report = onnx_model.plain(exported), None
-        with verifying.traced_as_run(step):
-            for truth in truths:
-                truth.verify(model, "exported")
 
-    parameters = _arrays(step.state, step.trainable)
+    parts.begin(f"comparing the {which} model with PyTorch")
+    # Opened once for all comparisons.
+    opened = verifying.Opened(model, which)
+    gradients: Arrays | None = None if described is None else {}
+    for index, truth in enumerate(truths):
+        with contextlib.nullcontext() if fuse else verifying.traced_as_run(step):
+            truth.compare(model, which, opened, gradients if index == 0 else None)
+    complete = model
     moments: Arrays = {}
     hyperparameters: Arrays = {}
-    complete, opened = model, None
-    if described is not None:
-        parts.begin("adding the optimizer")
-        moments, hyperparameters = described.initial_state(parameters), described.hyperparameters()
-        complete, both = onnx_model.with_optimizer(model, step, described, fuse=fuse)
-        # Opened once for both comparisons.
-        opened = verifying.Opened(both, "updating")
-    if unfused is not None:
-        parts.begin("comparing the fused model with PyTorch")
-        for truth in truths:
-            truth.verify_fused(model, unfused, opened, moments | hyperparameters)
-    comparing_sizes.compare(
-        truths[0],
-        model,
-        opened or verifying.Opened(model, "fused" if fuse else "exported"),
-        moments | hyperparameters,
-        sizes.others,
-        shapes,
-        "fused" if fuse else "exported",
-    )
-    if described is not None and opened is not None and optimizer is not None:
+    if described is not None and gradients is not None and optimizer is not None:
         parts.begin("comparing the update with PyTorch")
-        verifying.compare_update(opened, truths[0].step, described, optimizer, moments | hyperparameters)
+        moments, hyperparameters = described.initial_state(truths[0].values()), described.hyperparameters()
+        complete, update = onnx_model.with_optimizer(model, step, described, fuse=fuse)
+        state = moments | hyperparameters
+        verifying.compare_update(update, gradients, opened, truths[0], described, optimizer, state)
+    parts.begin("running the model in float64")
+    for truth in truths:
+        with contextlib.nullcontext() if fuse else verifying.traced_as_run(step):
+            truth.compare_in_float64(model, which, unfused)
+    comparing_sizes.compare(truths[0], model, opened, sizes.others, shapes, which)
 
     index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),
-        parameters=parameters,
+        parameters=_arrays(step.state, step.trainable),
         buffers=_arrays(step.state, native.changed),
         input_names=step.input_names,
         target_names=step.target_names,
@@ -292,17 +293,14 @@ def _exported(
     return finished(exported_step, step.aside)
 
 
-def _collection_paused_for(module: Any) -> contextlib.AbstractContextManager[None]:
-    """Pause the search for cyclic garbage, which takes a fifth of an export, if what stays until its end is small."""
+def _bytes(module: Any) -> int:
+    """Return how much parameters and buffers take."""
     import torch
 
     from gradfuse.export import _torch_private as private
-    from gradfuse.models.memory import collection_paused
 
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors if not private.is_lazy(tensor)]
-    small = sum(sizes) <= _SMALL
-    return collection_paused() if small else contextlib.nullcontext()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not private.is_lazy(tensor))
 
 
 def _arrays(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Arrays:

@@ -34,7 +34,6 @@ def compare(
     truth: Truth,
     model: ir.Model,
     opened: Opened,
-    state: Arrays,
     others: Sequence[OtherSizes],
     shapes: DynamicShapes,
     which: str,
@@ -46,8 +45,7 @@ def compare(
     Args:
         truth: what PyTorch computes at the sizes of the batch.
         model: the model.
-        opened: it, maybe with more in it.
-        state: what that takes besides.
+        opened: it, in onnxruntime.
         others: the sizes.
         shapes: the dynamic dimensions.
         which: what to call the model in messages.
@@ -69,7 +67,7 @@ def compare(
             continue
         step, own = found
         try:
-            _judge(truth, step, own, model, opened, state, which)
+            _judge(truth, step, own, model, opened, which)
         except ExportError as error:
             with undisturbed(step):
                 tied = explaining.tied(step)
@@ -79,7 +77,7 @@ def compare(
                 text = f"{places} with size {numbers}: {str(error).removeprefix(f'{WHO}: ')}; {tied}"
                 warnings.warn(f"{WHO}: {text}", stacklevel=4)
                 continue
-            alone = _alone(truth, model, opened, state, others, which) if len(sizes.names) > 1 else None
+            alone = _alone(truth, model, opened, others, which) if len(sizes.names) > 1 else None
             raise _refused(truth.step, *(alone or (sizes, step, error))) from error
         compared.update(sizes.names)
     for name, (sizes, failure) in failures.items():
@@ -108,28 +106,24 @@ def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exceptio
     return failure
 
 
-def _judge(
-    truth: Truth, step: TorchStep, own: Arrays, model: ir.Model, opened: Opened, state: Arrays, which: str
-) -> None:
-    quick = truth.without_roundings(step, own)
-    feeds = state | quick.feeds(model)
+def _judge(truth: Truth, step: TorchStep, own: Arrays, model: ir.Model, opened: Opened, which: str) -> None:
     try:
-        quick.compare_opened(model, opened, feeds, which)
+        truth.without_roundings(step, own).compare(model, which, opened)
     except ExportError:
         full = Truth.of(step, own, truth.run, truth.free)
-        full.compare_opened(model, opened, feeds, which)
+        full.compare(model, which, opened)
         full.compare_in_float64(model, which)
 
 
 def _alone(
-    truth: Truth, model: ir.Model, opened: Opened, state: Arrays, others: Sequence[OtherSizes], which: str
+    truth: Truth, model: ir.Model, opened: Opened, others: Sequence[OtherSizes], which: str
 ) -> tuple[OtherSizes, TorchStep, ExportError] | None:
     """Return the first dimension that alone makes the model differ."""
     for sizes in others:
         if len(sizes.names) > 1 or isinstance(found := _run(truth, sizes), Exception):
             continue
         try:
-            _judge(truth, *found, model, opened, state, which)
+            _judge(truth, *found, model, opened, which)
         except ExportError as error:
             return sizes, found[0], error
     return None

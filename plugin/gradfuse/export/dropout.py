@@ -58,6 +58,10 @@ _Draw = Callable[[Tensor], Tensor]
 """Returns numbers of [0, 1), float32, in the shape of a tensor."""
 
 
+_MASK = draws.WORD - 1
+"""Takes the remainder of a number by `draws.WORD`."""
+
+
 class SeededDropout(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draw the numbers of every dropout and every other draw that runs under it on the CPU as an exported step does.
 
@@ -149,8 +153,8 @@ def extreme_seeds(first: int, count: int, layer: int) -> tuple[int, int]:
 
 def _words(seed: int, layer: int, input: Tensor) -> Tensor:
     """Return hashes of 32 bits, int64, one an element of `input`."""
-    word = torch.arange(input.numel(), device=input.device) * draws.FACTORS[0] % draws.WORD
-    return _hashed((word ^ (word >> draws.SHIFTS[0])) + _key(seed, layer))
+    word = torch.arange(input.numel(), device=input.device).mul_(draws.FACTORS[0]).bitwise_and_(_MASK)
+    return _hashed(word.bitwise_xor_(word >> draws.SHIFTS[0]).add_(_key(seed, layer)))
 
 
 def _key(seed: Any, layer: int) -> Any:
@@ -159,8 +163,9 @@ def _key(seed: Any, layer: int) -> Any:
 
 
 def _hashed(word: Tensor) -> Tensor:
-    word = word * draws.FACTORS[1] % draws.WORD
-    return (word ^ (word >> draws.SHIFTS[1])) * draws.FACTORS[2] % draws.WORD
+    # In place, and by a mask, which takes a fraction of a remainder's time.
+    word.mul_(draws.FACTORS[1]).bitwise_and_(_MASK)
+    return word.bitwise_xor_(word >> draws.SHIFTS[1]).mul_(draws.FACTORS[2]).bitwise_and_(_MASK)
 
 
 def begin_side(taken: Tensor) -> None:

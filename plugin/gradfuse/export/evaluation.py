@@ -72,8 +72,14 @@ def evaluation_model(
     step = step.with_seed(TRIED_SEED)
     try:
         with quiet(), torch.no_grad():
-            steadiness.require_same(lambda: _run(step, lambda tensor: tensor), step, state)
-            native, draws = _run_and_count(step, lambda tensor: tensor)
+            runs: list[tuple[Arrays, int]] = []
+
+            def run() -> Arrays:
+                runs.append(_run_and_count(step, lambda tensor: tensor))
+                return runs[-1][0]
+
+            steadiness.require_same(run, step, state)
+            native, draws = runs[0]
             if draws and DROPOUT_SEED not in step.state:
                 raise refusal(
                     "the module draws random numbers in eval mode, but none in training, so that the step has no seed "
@@ -95,9 +101,11 @@ def evaluation_model(
     onnx_model.arrange_evaluation(model, step, left, native, shapes)
     replace_scatter_nd(model)
     truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
-    truth.verify(model, "evaluation")
+    opened = Opened(model, "evaluation")
+    truth.compare(model, "evaluation", opened)
+    truth.compare_in_float64(model, "evaluation")
     others = sizes.others if program is None else OtherSizes.of(step, program, shapes, (*step.state, *step.input_names))
-    comparing_sizes.compare(truth, model, Opened(model, "evaluation"), {}, others, shapes, "evaluation")
+    comparing_sizes.compare(truth, model, opened, others, shapes, "evaluation")
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 

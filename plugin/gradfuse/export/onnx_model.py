@@ -227,16 +227,31 @@ def fused(exported: onnx.ModelProto) -> tuple[ir.Model, Report]:
 def with_optimizer(
     model: ir.Model, step: TorchStep, described: optimizers.Optimizer, *, fuse: bool
 ) -> tuple[ir.Model, ir.Model]:
-    """Return the model of a step with the optimizer's update in the place of the gradients, and with both."""
-    both = copy_model(model)
-    names = {name + GRADIENT_SUFFIX for name in step.trainable}
-    gradients = [value for value in both.graph.outputs if value.name in names]
-    optimizers.append(both, described, step.batch, fuse=fuse)
-    updating = copy_model(both)
-    passes.RemoveUnusedNodesPass()(updating)
+    """Return the model of a step with the optimizer's update in the place of the gradients, and the update alone.
+
+    That is a model of the gradients, as `<parameter>.grad`, and of what the optimizer reads besides.
+    """
+    update = copy_model(model)
+    gradients = [value for value in update.graph.outputs if str(value.name).endswith(GRADIENT_SUFFIX)]
+    optimizers.append(update, described, step.batch, fuse=fuse)
+    complete = copy_model(update)
+    passes.RemoveUnusedNodesPass()(complete)
     for value in gradients:
-        add_output(both.graph, value)
-    return updating, both
+        given = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        value.name = f"{value.name}_computed"
+        ir.convenience.replace_all_uses_with(value, given, replace_graph_outputs=True)
+        update.graph.inputs.append(given)
+    return complete, restricted(update, [name + UPDATED_SUFFIX for name in described.parameters])
+
+
+def restricted(model: ir.Model, outputs: Collection[str]) -> ir.Model:
+    """Return a copy of a model with some of its outputs, and with what they need alone."""
+    copy = copy_model(model)
+    graph = copy.graph
+    graph.outputs[:] = [value for value in graph.outputs if value.name in outputs]
+    passes.RemoveUnusedNodesPass()(copy)
+    graph.inputs[:] = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
+    return copy
 
 
 def add_output(graph: ir.Graph, value: ir.Value) -> ir.Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradfuse.errors import ExportError, GradfuseError, one_line
+from gradfuse.models.memory import give_back
 
 if TYPE_CHECKING:
     from gradfuse.passes.progress import Progress
@@ -36,11 +38,11 @@ _PARTS = (
     "translating",
     "running the step in float64",
     "exporting the evaluation model",
-    "comparing the model with PyTorch",
+    "comparing the exported model with PyTorch",
     "fusing",
-    "adding the optimizer",
     "comparing the fused model with PyTorch",
     "comparing the update with PyTorch",
+    "running the model in float64",
 )
 """What an export consists of, in this order; not each has all of them."""
 
@@ -50,27 +52,33 @@ class Parts:
 
     Args:
         progress: called with the part, how many are done, and how many there are; None: nobody is told.
+        large: whether what a part leaves behind is worth looking for.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: Progress | None, large: bool) -> None:
         self._progress = progress
+        self._large = large
 
     @classmethod
     @contextlib.contextmanager
-    def shown(cls, progress: Progress | bool) -> Iterator[Parts]:
+    def shown(cls, progress: Progress | bool, large: bool) -> Iterator[Parts]:
         """Tell a function of the user, or show a bar if `progress` is True; at the end, all parts are done."""
         with contextlib.ExitStack() as stack:
             if progress is True:
                 from gradfuse.terminal import busy
 
                 progress = stack.enter_context(busy("exporting"))
-            parts = cls(progress or None)
+            parts = cls(progress or None, large)
             yield parts
             if parts._progress is not None:
                 parts._progress("done", len(_PARTS), len(_PARTS))
 
     def begin(self, part: str) -> None:
-        """Tell that a part begins."""
+        """Tell that a part begins, once the memory of the one before is free."""
+        if self._large:
+            # Programs of torch.export hold copies of the parameters, in cycles.
+            gc.collect()
+            give_back()
         if self._progress is not None:
             self._progress(part, _PARTS.index(part), len(_PARTS))
 

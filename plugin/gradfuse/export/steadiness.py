@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import math
 import os
 import random
 import sys
@@ -306,8 +307,7 @@ def _differ(step: TorchStep, first: dict[str, Tensor], second: dict[str, Tensor]
     if first.keys() != second.keys():
         return True
     eps = step.eps_of_activations
-    numbers = [one for one in first.values() if one.is_floating_point()]
-    scale = max((_magnitude(one) for one in numbers), default=0.0)
+    scale: float | None = None
     for name, a in first.items():
         b = second[name]
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -315,6 +315,9 @@ def _differ(step: TorchStep, first: dict[str, Tensor], second: dict[str, Tensor]
         if not torch.equal(a, b):
             if not a.is_floating_point():
                 return True
+            if scale is None:
+                # Most runs are equal to the bit, and need none.
+                scale = max(_magnitude(one) for one in first.values() if one.is_floating_point())
             bound = eps * (_ROUNDINGS * _magnitude(a) + _ROUNDINGS_OF_LARGEST * scale)
             # NaN in both is no difference.
             if bool((a.isnan() != b.isnan()).any()) or _magnitude(a.double() - b.double()) > bound:
@@ -323,8 +326,12 @@ def _differ(step: TorchStep, first: dict[str, Tensor], second: dict[str, Tensor]
 
 
 def _magnitude(tensor: Tensor) -> float:
-    finite = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs()
-    return float(finite.max()) if finite.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    largest = float(tensor.detach().abs().max())
+    if math.isfinite(largest):
+        return largest
+    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _recorded(run: Callable[[], object]) -> list[Call]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -285,8 +286,15 @@ class TorchStep:
             after[DROPOUT_SEED] = after[DROPOUT_SEED] + 1
         return value, after
 
-    def run(self, cast: Callable[[Tensor], Tensor] | None = None) -> Outcome:
-        """Run forward and backward eagerly on copies of all tensors, to which `cast` is applied first.
+    def run(
+        self, cast: Callable[[Tensor], Tensor] | None = None, take: Callable[[Tensor], Tensor] | None = None
+    ) -> Outcome:
+        """Run forward and backward eagerly on copies of all tensors.
+
+        Args:
+            cast: is applied to the copies first.
+            take: what to keep of a gradient: it is asked as soon as that is there, so that no two large ones are in
+                memory at once. It must be linear.
 
         Raises:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
@@ -310,6 +318,9 @@ class TorchStep:
         except Exception as error:
             # A user's module may raise anything.
             raise refusal(f"the module or the loss fails on the batch: {explaining.reason(error)}") from error
+        finally:
+            # Else the module would hold the copies until its next run.
+            self.place(self.state)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise refusal(f"loss returns {kind(value)}; expected a tensor of one element")
         if not value.requires_grad:
@@ -332,7 +343,7 @@ class TorchStep:
         )
         return Outcome(
             loss=value.detach(),
-            gradients=_gradients(value, leaves),
+            gradients=_gradients(value, leaves) if take is None else _gradients_taken(value, leaves, take),
             buffers={name: tensor.detach() for name, tensor in after.items()},
             changed=tuple(changed),
             dropouts=drawn.count,
@@ -492,12 +503,42 @@ def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer:
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the leaves that a value depends on."""
-    try:
+    with _own_backward_named():
         gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
-    except RuntimeError as error:
-        raise refusal(f"PyTorch's own backward pass fails: {explaining.reason(error)}") from error
     found = {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
     for name, gradient in found.items():
-        if gradient.layout != torch.strided:
-            raise refusal(f"the gradient of {name!r} is {gradient.layout}; expected torch.strided")
+        _require_strided(name, gradient)
     return found
+
+
+def _gradients_taken(
+    value: Tensor, leaves: Mapping[str, Tensor], take: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return what is kept of each of them; `value` is one that nothing else is computed of."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        _require_strided(name, gradient)
+        taken = take(gradient)
+        found[name] = found[name] + taken if name in found else taken
+
+    for name, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(functools.partial(keep, name))  # type: ignore[no-untyped-call]
+    with _own_backward_named():
+        torch.autograd.backward(value)
+    return {name: found[name] for name in leaves if name in found}
+
+
+@contextlib.contextmanager
+def _own_backward_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise refusal(f"PyTorch's own backward pass fails: {explaining.reason(error)}") from error
+
+
+def _require_strided(name: str, gradient: Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise refusal(f"the gradient of {name!r} is {gradient.layout}; expected torch.strided")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -24,7 +25,7 @@ from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import explaining
+from gradfuse.export import explaining, onnx_model
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
@@ -35,8 +36,10 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
-_PART = 2**22
-"""So many elements of a parameter are updated at once."""
+_PART = 2**20
+"""So many elements of a parameter are updated at once by PyTorch."""
+_UPDATED = 2**24
+"""So many elements of all parameters are updated at once by the model."""
 
 Run = Callable[[TorchStep, Callable[[Tensor], Tensor]], Arrays]
 """Returns the outputs of a step to whose tensors a function is applied first."""
@@ -51,22 +54,36 @@ def has_onnxruntime() -> bool:
     return True
 
 
-def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED) -> Truth:
-    """Return what PyTorch computes for a step, with a seed and counters other than 0 if the step runs on them."""
+def own_outputs(native: Outcome) -> Arrays:
+    """Return what a run of a step gives, by the names of a model's outputs."""
+    return _named(native, native.changed)
+
+
+def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED, own: Arrays | None = None) -> Truth:
+    """Return what PyTorch computes for a step, with a seed and counters other than 0 if the step runs on them.
+
+    Args:
+        step: the step.
+        native: what a run of it gave.
+        seed: the seed.
+        own: the outputs of a run with this seed, where there was one.
+    """
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
         with undisturbed(step):
-            outputs = _named(step.run(cast), native.changed)
+            outputs = _named(step.run(cast, _condensed), native.changed)
         give_back()
         return outputs
 
     seeded = step.with_seed(seed)
     distinct = seeded.with_distinct_counters(native)
-    try:
-        own = run(distinct, lambda tensor: tensor)
-    except ExportError:
-        # A counter may be the index of something.
-        distinct, own = seeded, run(seeded, lambda tensor: tensor)
+    is_counted = any(distinct.state[name] is not tensor for name, tensor in seeded.state.items())
+    if own is None or is_counted or own.keys() != _names(native):
+        try:
+            own = run(distinct, lambda tensor: tensor)
+        except ExportError:
+            # A counter may be the index of something.
+            distinct, own = seeded, run(seeded, lambda tensor: tensor)
     return Truth.of(distinct, own, run, (*step.trainable, *native.changed))
 
 
@@ -209,32 +226,9 @@ class Truth:
         self.compare(model, which)
         self.compare_in_float64(model, which)
 
-    def verify_fused(
-        self,
-        fused: ir.Model,
-        unfused: ir.Model,
-        opened: Opened | None = None,
-        state: Arrays | None = None,
+    def compare(
+        self, model: ir.Model, which: str, opened: Opened | None = None, gradients: Arrays | None = None
     ) -> None:
-        """Compare the fused model with PyTorch; the one that it was made from has been compared in its own types.
-
-        Args:
-            fused: the model.
-            unfused: what it was made from.
-            opened: it with an optimizer in it, and with all its outputs; None: there is none.
-            state: what the model with the optimizer takes besides.
-
-        Raises:
-            ExportError: an output differs; an error that the unfused model has too is said to be its.
-        """
-        self.compare_opened(fused, opened or Opened(fused, "fused"), (state or {}) | self.feeds(fused), "fused")
-        try:
-            self.compare_in_float64(fused, "fused")
-        except ExportError:
-            self.compare_in_float64(unfused, "exported")
-            raise
-
-    def compare(self, model: ir.Model, which: str) -> None:
         """Run a model in stock onnxruntime and compare every output, by its name, with PyTorch.
 
         An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
@@ -243,15 +237,25 @@ class Truth:
         4 max|moved - exact|, with the largest of up to 16 runs in which every result of arithmetic is moved by up to 64
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
-        """
-        self.compare_opened(model, Opened(model, which), self.feeds(model), which)
 
-    def compare_opened(self, model: ir.Model, opened: Opened, feeds: Arrays, which: str) -> None:
-        """Compare the outputs of a model, which may have been opened with more, with PyTorch."""
-        results = opened.run(feeds, [str(output.name) for output in model.graph.outputs])
+        Args:
+            model: the model.
+            which: what to call it in messages.
+            opened: the model in onnxruntime, where it has been opened.
+            gradients: gets the model's gradients, by the names of the parameters.
+
+        Raises:
+            ExportError: an output differs, or onnxruntime cannot run the model.
+        """
+        results = (opened or Opened(model, which)).run(self.feeds(model))
         if results is None:
             return
-        results = self._condensed(results, which)
+        if gradients is not None:
+            gradients |= _gradients(results)
+        take = self._taking(which)
+        for name in list(results):
+            results[name] = take(name, results[name])
+        give_back()
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
         # Counters and the seed of dropout are no measure of what rounding does.
@@ -268,7 +272,7 @@ class Truth:
                 bound += bounds.MOVED_SHARE * self.narrow.largest(name, (error - bound) / bounds.MOVED_SHARE)
             _require(error <= bound, name, which, error, bound)
 
-    def compare_in_float64(self, model: ir.Model, which: str) -> None:
+    def compare_in_float64(self, model: ir.Model, which: str, source: ir.Model | None = None) -> None:
         """Run a model in float64 and compare every output with PyTorch's float64: no rounding hides an error.
 
         An output passes if max|actual - exact| <= 64 eps max|exact| + 64 max|moved - exact|, where results are moved
@@ -280,6 +284,14 @@ class Truth:
         round nothing; or at parameters and a batch that are a thousandth larger or smaller: a constant whose rounding
         moves an activation over a kink will not do so there. Without float64 kernels for the model, or a float64 run of
         the module, nothing is compared; nor where the module itself rounds to a narrow type.
+
+        Args:
+            model: the model.
+            which: what to call it in messages.
+            source: what it was made from: an error that this has too is said to be its.
+
+        Raises:
+            ExportError: an output differs.
         """
         if self.exact is None or self.step.eps <= np.finfo(np.float64).eps:
             return
@@ -287,10 +299,11 @@ class Truth:
             return
         try:
             session = ReferenceSession(model, f"{WHO}: the {which} model")
-            results = session.run(self.feeds(model))
+            results = session.run(self.feeds(model), self._taking(which))
+        except ExportError:
+            raise
         except GradfuseError:
             return
-        results = self._condensed(results, which)
         try:
             self._judge_in_float64(results, which)
         except ExportError as error:
@@ -304,11 +317,13 @@ class Truth:
             for seed in range(bounds.OTHER_NUMBERS):
                 try:
                     other = self.elsewhere(seed)
-                    other._judge_in_float64(other._condensed(session.run(other.feeds(model)), which), which)
+                    other._judge_in_float64(session.run(other.feeds(model), other._taking(which)), which)
                     return
                 except Exception:
                     # Refused again, or numbers that the module does not take.
                     continue
+            if source is not None:
+                self.compare_in_float64(source, "exported")
             raise error
 
     def _rounds_to_narrow(self, model: ir.Model, which: str) -> bool:
@@ -320,10 +335,10 @@ class Truth:
             return False
         try:
             wide = self._of_wide_conversions(NARROW)
-            results = ReferenceSession(model, f"{WHO}: the {which} model").run(self.feeds(model))
             if wide.exact is None:
                 return False
-            wide._judge_in_float64(self._condensed(results, which), which)
+            session = ReferenceSession(model, f"{WHO}: the {which} model")
+            wide._judge_in_float64(session.run(self.feeds(model), self._taking(which)), which)
         except Exception:
             # A user's module may raise anything.
             return False
@@ -340,15 +355,20 @@ class Truth:
         decided = with_own_decisions(model, feeds, {*wide, optimizers.LOSS_SCALE}, source)
         if decided is None:
             raise refusal(f"the {which} model decides nothing by whole numbers; expected something")
-        return self._condensed(ReferenceSession(decided, source).run(feeds), which)
+        return ReferenceSession(decided, source).run(feeds, self._taking(which))
 
     def feeds(self, model: ir.Model) -> Arrays:
         """Return the inputs of a model at the values of the step."""
-        feeds = {name: to_numpy(tensor, copy=False) for name, tensor in (self.step.state | self.step.batch).items()}
+        values = self.values()
+        return {str(value.name): values[str(value.name)] for value in model.graph.inputs}
+
+    def values(self) -> Arrays:
+        """Return the tensors of the step, in their own memory."""
+        values = {name: to_numpy(tensor, copy=False) for name, tensor in (self.step.state | self.step.batch).items()}
         if self.step.optimizer is not None:
             # At this scale the gradients are those of the loss itself.
-            feeds[optimizers.LOSS_SCALE] = np.array(self.step.optimizer.accumulate, dtype=np.float32)
-        return {str(value.name): feeds[str(value.name)] for value in model.graph.inputs}
+            values[optimizers.LOSS_SCALE] = np.array(self.step.optimizer.accumulate, dtype=np.float32)
+        return values
 
     def _judge_in_float64(self, results: Arrays, which: str) -> None:
         assert self.exact is not None
@@ -365,16 +385,16 @@ class Truth:
                 bound += bounds.ROUNDINGS_OF_CONSTANTS / bounds.SMALL_ROUNDING * self.constants.usual(name)
             _require(error <= bound, name, f"{which} (float64)", error, bound)
 
-    def _condensed(self, outputs: Arrays, which: str) -> Arrays:
-        """Return what a model gives, condensed: outputs of a tensor of the step must have its shape."""
-        results: Arrays = {}
-        for name in list(outputs):
-            array, like = outputs.pop(name), self.step.state.get(name.rpartition(".")[0])
+    def _taking(self, which: str) -> Callable[[str, npt.NDArray[Any]], npt.NDArray[Any]]:
+        """Return what condenses an output of a model: those of a tensor of the step must have its shape."""
+
+        def take(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            like = self.step.state.get(name.rpartition(".")[0])
             if like is not None and array.shape != like.shape:
                 raise _another_shape(name, which, array.shape, tuple(like.shape))
-            results[name] = condensed(array)
-        give_back()
-        return results
+            return condensed(array)
+
+        return take
 
     def _wanted(self, reference: Arrays, name: str, array: npt.NDArray[Any], which: str) -> npt.NDArray[Any]:
         wanted = reference.get(name, np.zeros(array.shape))
@@ -429,8 +449,10 @@ class _Spread:
 
 
 def compare_update(
+    update: ir.Model,
+    gradients: Arrays,
     opened: Opened,
-    step: TorchStep,
+    truth: Truth,
     described: optimizers.Optimizer,
     optimizer: torch.optim.Optimizer,
     state: Arrays,
@@ -442,8 +464,10 @@ def compare_update(
     size even from a gradient that is nothing but rounding.
 
     Args:
-        opened: the model with the optimizer in it, and with the gradients as outputs too.
-        step: the step, without the optimizer.
+        update: the model's update alone, of its gradients.
+        gradients: what the model gives, by the names of the parameters; they are taken out.
+        opened: the model with these gradients as outputs.
+        truth: has the step that they are of, without the optimizer.
         described: the optimizer that is in the model.
         optimizer: PyTorch's; it is not changed.
         state: the optimizer's state and hyperparameters by the names of the model's inputs.
@@ -451,33 +475,66 @@ def compare_update(
     Raises:
         ExportError: a parameter differs, or onnxruntime cannot run the model.
     """
-    feeds = {name: to_numpy(tensor, copy=False) for name, tensor in (step.state | step.batch).items()} | state
+    step = truth.step
+    if optimizers.LOSS_SCALE in state:
+        # Where those of the loss are finite, its multiples need not be.
+        gradients = _gradients(opened.run(truth.values() | state))
+    if not gradients:
+        return
+    # A model that has run in float32 gives what an update in 16 bits does not take.
+    types = {str(value.name): value.dtype.numpy() for value in update.graph.inputs if value.dtype is not None}
+    given = {
+        name: gradients[name].astype(types.get(name + GRADIENT_SUFFIX, gradients[name].dtype), copy=False)
+        for name in described.parameters
+    }
+    gradients.clear()
+    feeds = truth.values() | state | {name + GRADIENT_SUFFIX: array for name, array in given.items()}
     if optimizers.MICRO_STEP in feeds:
         # The call that makes the update.
         feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
-    wanted = [name + suffix for name in described.parameters for suffix in (GRADIENT_SUFFIX, UPDATED_SUFFIX)]
-    results = opened.run(feeds, wanted)
-    if results is None:
-        return
     # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
-    gradients = {name: to_tensor(results.pop(name + GRADIENT_SUFFIX)) for name in described.parameters}
-    exact = _Updates(step, described, optimizer, gradients, scale, torch.float64)
-    for name in described.parameters:
-        output, parameter = name + UPDATED_SUFFIX, step.state[name]
-        got, before = results.pop(output).reshape(-1), to_numpy(parameter, copy=False).reshape(-1)
-        error, largest, change = 0.0, 0.0, 0.0
-        for part, updated in exact.of(name):
-            error = max(error, difference(got[part].astype(np.float64), updated))
-            largest = max(largest, bounds.magnitude(updated))
-            change = max(change, bounds.magnitude(updated - before[part].astype(np.float64)))
-        bound = 16 * torch.finfo(parameter.dtype).eps * (largest + change)
-        if error > bound:
-            # Only where it is needed: it takes as long as the reference.
-            own = _Updates(step, described, optimizer, gradients, scale, None)
-            both = zip(own.of(name), exact.of(name), strict=True)
-            bound += 16 * max(difference(one, other) for (_, one), (_, other) in both)
-        _require(error <= bound, output, "updating", error, bound)
+    tensors = {name: to_tensor(array) for name, array in given.items()}
+    exact = _Updates(step, described, optimizer, tensors, scale, torch.float64)
+    for names in _groups({name: step.state[name].numel() for name in described.parameters}):
+        part = onnx_model.restricted(update, [name + UPDATED_SUFFIX for name in names])
+        results = Opened(part, "updating").run(feeds)
+        if results is None:
+            return
+        for name in names:
+            output, parameter = name + UPDATED_SUFFIX, step.state[name]
+            got, before = results.pop(output).reshape(-1), to_numpy(parameter, copy=False).reshape(-1)
+            error, largest, change = 0.0, 0.0, 0.0
+            for part_of, updated in exact.of(name):
+                error = max(error, difference(got[part_of].astype(np.float64), updated))
+                largest = max(largest, bounds.magnitude(updated))
+                change = max(change, bounds.magnitude(updated - before[part_of].astype(np.float64)))
+            bound = 16 * torch.finfo(parameter.dtype).eps * (largest + change)
+            if error > bound:
+                # Only where it is needed: it takes as long as the reference.
+                own = _Updates(step, described, optimizer, tensors, scale, None)
+                both = zip(own.of(name), exact.of(name), strict=True)
+                bound += 16 * max(difference(one, other) for (_, one), (_, other) in both)
+            _require(error <= bound, output, "updating", error, bound)
+        give_back()
+
+
+def _gradients(results: Arrays | None) -> Arrays:
+    """Return those of the parameters among what a model gives, by their names."""
+    suffix = GRADIENT_SUFFIX
+    return {name.removesuffix(suffix): one for name, one in (results or {}).items() if name.endswith(suffix)}
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names of parameters in groups that have no more than so many elements, or one parameter."""
+    group: list[str] = []
+    for name, size in sizes.items():
+        if group and sum(sizes[one] for one in group) + size > _UPDATED:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
 
 
 class _Updates:
@@ -545,12 +602,24 @@ def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
     if a.size == 0:
         return 0.0
     with np.errstate(invalid="ignore"):
+        largest = float(np.abs(a - b).max())
+        if math.isfinite(largest):
+            return largest
         differences = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
     return float(np.where(np.isnan(differences), np.inf, differences).max())
 
 
 def _widen(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _condensed(tensor: Tensor) -> Tensor:
+    return to_tensor(condensed(to_numpy(tensor, copy=False)))
+
+
+def _names(outcome: Outcome) -> set[str]:
+    gradients = {name + GRADIENT_SUFFIX for name in outcome.gradients}
+    return {LOSS, *gradients, *(name + UPDATED_SUFFIX for name in outcome.changed)}
 
 
 def _named(outcome: Outcome, changed: Sequence[str]) -> Arrays:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.custom_ops import OPS, functions
@@ -130,8 +131,13 @@ class Optimizer:
 
     def initial_state(self, parameters: Arrays) -> Arrays:
         """Return name -> value of the state before the first step, for parameters of the given values."""
+
+        def initial(state: str, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            # Zeros that nobody has written take no memory, which those of `zeros_like` do.
+            return np.asarray(self.state[state]) if state in self.state else np.zeros(like.shape, like.dtype)
+
         arrays = {
-            f"{name}.{state}": np.asarray(self.state.get(f"{name}.{state}", np.zeros_like(parameters[name])))
+            f"{name}.{state}": initial(f"{name}.{state}", parameters[name])
             for name, states in self.state_names().items()
             for state in states
         }
