@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale \
+.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale bench-sizes \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -41,7 +41,8 @@ help:
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (eight minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
-	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and draw the curve in docs/scale.svg"
+	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and bench-sizes; draws the curves of docs/scale.md (two hours)"
+	@echo "make bench-sizes   measure exports of up to 500 million parameters beside PyTorch (BENCH_ARGS='--only gpt-2' for some)"
 	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (a quarter of an hour)"
 	@echo "make bench-streaming   measure from which size on results are to be written around the caches"
 	@echo "make bench-training   measure TrainingSession beside steps that pass numpy arrays"
@@ -122,13 +123,18 @@ test-ort-training: $(ORT_TRAINING)/.installed
 # torchvision for CUDA only, which neither loads beside a torch for CPUs nor lets transformers load there. TensorFlow has
 # an environment of its own.
 MODELS := .venv-models
-$(MODELS)/.installed: $(INSTALLED)
+$(MODELS)/.transformers: $(INSTALLED)
 	$(BIN)/python tools/create_venv.py $(MODELS)
 	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
 	echo "import site; site.addsitedir('$$site')" > \
 	    $$($(MODELS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
 	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
-	    transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 skl2onnx==1.20.0
+	    transformers==5.23.0
+	@touch $@
+
+$(MODELS)/.installed: $(MODELS)/.transformers
+	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
+	    peft==0.21.2 accelerate==1.15.0 skl2onnx==1.20.0
 	$(MODELS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
 	    --no-deps --upgrade --target $(MODELS)/timm torchvision==0.28.0 timm==1.0.31
 	$(PYTHON) -m venv $(MODELS)/tensorflow
@@ -205,8 +211,11 @@ bench-export: $(INSTALLED)
 	$(BIN)/python benchmarks/export_table.py --page docs/export.md
 	$(BIN)/python benchmarks/export_seconds.py --page docs/export.md
 
-bench-scale: $(INSTALLED)
+bench-scale: $(INSTALLED) bench-sizes
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md
+
+bench-sizes: $(MODELS)/.transformers
+	$(MODELS)/bin/python benchmarks/real_sizes.py --json benchmarks/results/real_sizes.json --plot docs/real-sizes.svg --page docs/scale.md $(BENCH_ARGS)
 
 bench-step: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)

@@ -293,6 +293,60 @@ def _resident(process: int) -> int:
     return 0
 
 
+def table(document: Row) -> str:
+    """What was measured, as a table in Markdown."""
+    lines = [
+        f"{document['cores']} cores ({document['cpu']}):",
+        "",
+        "| model, batch | parameters | PyTorch: memory | export: memory | of PyTorch's | first step in torch.compile "
+        "| export | session: memory | step: PyTorch | step: session |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in document["rows"]:
+        ways: dict[str, Row] = row["ways"]
+        trained, made = (ways.get(way, {}).get("peak_mib") for way in ("torch", "export"))
+        cells = [
+            f"{row['model']}, {row['batch']}",
+            f"{row['parameters'] / 1e6:,.1f} M",
+            _cell(ways, "torch", "peak_mib", "{:,} MiB"),
+            _cell(ways, "export", "peak_mib", "{:,} MiB"),
+            f"{made / trained:.2f} x" if trained and made else "-",
+            _cell(ways, "compile", "seconds", "{:.0f} s"),
+            _cell(ways, "export", "seconds", "{:.0f} s"),
+            _cell(ways, "session", "peak_mib", "{:,} MiB"),
+            _cell(ways, "torch", "step", "{:.2f} s"),
+            _cell(ways, "session", "step", "{:.2f} s"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(ways: dict[str, Row], way: str, key: str, form: str) -> str:
+    value = ways.get(way, {}).get(key)
+    return "-" if value is None else form.format(value)
+
+
+def plot(document: Row, path: Path) -> None:
+    """Draw memory and time of the GPTs over their parameters."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "gradfuse", "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.5, 4.2), layout="constrained")
+    for way, label in WAYS.items():
+        rows = [row for row in document["rows"] if row["axis"] and "seconds" in row["ways"].get(way, {})]
+        counts = [row["parameters"] / 1e6 for row in rows]
+        for axis, key in zip(axes, ("peak_mib", "seconds"), strict=True):
+            axis.plot(counts, [row["ways"][way][key] for row in rows], marker="o", markersize=4, label=label)
+    for axis, title in zip(axes, ("peak memory (MiB)", "time until ready, or of the first step (s)"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="parameters (millions)", title=title)
+        axis.grid(True, which="both", linewidth=0.3)
+    axes[0].legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
 def _cpu() -> str:
     with open("/proc/cpuinfo") as file:
         return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gradfuse
+from gradfuse.checking import reference
+from gradfuse.checking.execution import Session
 from gradfuse.checking.reference import ReferenceSession, moved
 
 
@@ -238,3 +245,84 @@ def test_branches_that_have_names_of_their_own() -> None:
     for c, wanted in ((True, b * b + x), (False, b * x)):
         (y,), _ = _outputs(text, x=X, c=np.array(c))
         np.testing.assert_allclose(y, wanted, rtol=1e-12)
+
+
+def test_weights_are_converted_part_by_part_and_outputs_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_LARGE", 10)
+    monkeypatch.setattr(reference, "_LARGEST_PART", 40)
+    text = """<ir_version: 10, opset_import: ["" : 20]> g (float[3,5] x, float[5,5] a, float[5,5] b)
+    => (float[3,5] y, float[5,5] c, float[5,5] d, float[5,5] a)
+    <float[5,5] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25}>
+    { p = MatMul (x, a) q = MatMul (p, w) e = Erf (q) y = MatMul (e, b) c = Mul (a, b) d = Add (c, w) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    session = ReferenceSession(model, "model")
+    assert len(session._parts) > 3
+    x, a, b = torch.randn(3, 5), torch.randn(5, 5), torch.randn(5, 5)
+    w = torch.arange(1.0, 26.0, dtype=torch.float64).view(5, 5)
+    feeds = {name: one.numpy() for name, one in {"x": x, "a": a, "b": b}.items()}
+    c = a.double() * b.double()
+    expected = {
+        "y": torch.erf(x.double() @ a.double() @ w) @ b.double(),
+        "c": c,
+        "d": c + w,
+        "a": a.double(),
+    }
+    results = session.run(feeds)
+    assert list(results) == ["y", "c", "d", "a"]
+    for name, array in results.items():
+        assert_same(array, expected[name])
+    taken: list[str] = []
+    shares: list[float] = []
+
+    def take(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        taken.append(name)
+        return array.sum(keepdims=True)
+
+    sums = session.run(feeds, take, shares.append)
+    assert sorted(taken) == ["a", "c", "d", "y"] and shares == sorted(shares)
+    for name, array in sums.items():
+        assert_same(array, expected[name].sum().view(1, 1))
+    np.testing.assert_array_equal(feeds["a"], a.numpy())
+
+
+def test_an_input_that_is_an_output_keeps_its_memory() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20]> g (float[2,3] x, bool f) => (float[2,3] y, float[2,3] x, bool n)
+    { y = Neg (x) n = Not (f) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    # Not contiguous, so that onnxruntime gets a copy.
+    x = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    results = Session(model, "model").run({"x": x, "f": np.array(True)})
+    np.testing.assert_array_equal(results["x"], x)
+    np.testing.assert_array_equal(results["y"], -x)
+    assert not results["n"] and not np.shares_memory(results["x"], x)
+
+
+_LONG_RUN = """
+import numpy as np, onnx.parser, onnx_ir as ir
+from gradfuse.checking.execution import Session
+from gradfuse.checking.reference import ReferenceSession
+nodes = " ".join(f"x{k + 1} = MatMul (x{k}, x0)" for k in range(300))
+text = '<ir_version: 10, opset_import: ["" : 20]> g (float[1024,1024] x0) => (float[1024,1024] x300) {' + nodes + "}"
+model = ir.from_proto(onnx.parser.parse_model(text))
+session = KIND(model, "model")
+print("begins", flush=True)
+for _ in range(10):
+    session.run({"x0": np.zeros((1024, 1024), np.float32)})
+"""
+
+
+@pytest.mark.parametrize("kind", ["ReferenceSession", "Session"])
+def test_ctrl_c_ends_a_long_run(kind: str) -> None:
+    command = [sys.executable, "-c", _LONG_RUN.replace("KIND", kind)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == b"begins\n"
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            # It would go on for a minute.
+            process.wait(timeout=10)
+            assert b"KeyboardInterrupt" in process.stderr.read()
+        finally:
+            process.kill()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataT
 SILENT = 4
 """The log level of sessions whose errors are raised: onnxruntime would log them as well."""
 _MOST_INLINED = 2000
+_LONG = 2**20
+"""Bytes of inputs from which on a run may take so long that somebody wants to end it."""
+_PATIENCE = 0.5
+"""Seconds that a run has to end."""
 _LARGE = 2**25
 """Bytes of tensors from which on a model is given to onnxruntime in files."""
 
@@ -104,11 +109,43 @@ def run_in_place(
         return results
     new = import_onnxruntime().OrtValue.ortvalue_from_numpy
     given = {name: new(np.asarray(array, order="C")) for name, array in feeds.items()}
-    values = session.run_with_ort_values(names, given)
+    if (
+        sum(array.nbytes for array in feeds.values()) < _LONG
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        values = session.run_with_ort_values(names, given)
+    else:
+        values = _run_interruptibly(session, names, given)
     arrays = [np.asarray(_Memory(value, _NUMBERS[made[name]])) for name, value in zip(names, values, strict=True)]
     # An input that is an output keeps its memory, which is the caller's.
     addresses = {value.data_ptr() for value in given.values()}
     return [array.copy() if array.ctypes.data in addresses else array for array in arrays]
+
+
+def _run_interruptibly(session: Any, names: list[str], given: Mapping[str, Any]) -> Any:
+    """Run a session so that Ctrl-C ends it: Python sees that only between two of its own instructions."""
+    options = import_onnxruntime().RunOptions()
+    found: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(session.run_with_ort_values(names, given, options))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        # It looks before each node; one of them may take longer than anybody wants to wait.
+        options.terminate = True
+        thread.join(_PATIENCE)
+        raise
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 class _Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,13 +73,19 @@ class ReferenceSession:
         }
         self._parts = _parts(copy, self._outputs)
 
-    def run(self, feeds: Mapping[str, _Array], take: Callable[[str, _Array], _Array] | None = None) -> Arrays:
+    def run(
+        self,
+        feeds: Mapping[str, _Array],
+        take: Callable[[str, _Array], _Array] | None = None,
+        tell: Callable[[float], None] | None = None,
+    ) -> Arrays:
         """Return every output for the given inputs, by name and in order; floats are float64.
 
         Args:
             feeds: the inputs.
             take: what to return of an output, by its name, in place of the output: it is asked as soon as that is
                 there, so that no two large ones are in memory at once. It may raise what it likes.
+            tell: is told now and then which share is done.
 
         Raises:
             ModelError: there is no kernel for a node, or it cannot be run on the inputs.
@@ -94,7 +101,9 @@ class ReferenceSession:
                     results[name] = array if take is None else take(name, array)
 
         found(list(values))
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
+            if tell is not None:
+                tell(number / len(self._parts))
             values |= part.run({name: _as_float64(values[name]) for name in part.inputs}, self._source)
             found(part.outputs)
             for name in part.last_uses:
@@ -544,7 +553,13 @@ def _layer_normalization(
     return result if bias is None else result + bias, mean, inverse
 
 
-_erf = np.vectorize(math.erf, otypes=[np.float64])
+_each_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _erf(x: _Array) -> _Array:
+    torch = sys.modules.get("torch")
+    # Where it is there anyway, it is fifty times faster.
+    return np.asarray(_each_erf(x) if torch is None else torch.erf(torch.tensor(x)).numpy())
 
 
 def _gelu(node: ir.Node, x: _Array) -> _Array:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import io
 import logging
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -58,6 +60,8 @@ class Parts:
     def __init__(self, progress: Progress | None, large: bool) -> None:
         self._progress = progress
         self._large = large
+        self._part: str | None = None
+        self._told = 0.0
 
     @classmethod
     @contextlib.contextmanager
@@ -69,6 +73,8 @@ class Parts:
 
                 progress = stack.enter_context(busy("exporting"))
             parts = cls(progress or None, large)
+            token = _current.set(parts)
+            stack.callback(_current.reset, token)
             yield parts
             if parts._progress is not None:
                 parts._progress("done", len(_PARTS), len(_PARTS))
@@ -79,8 +85,29 @@ class Parts:
             # Programs of torch.export hold copies of the parameters, in cycles.
             gc.collect()
             give_back()
+        self._part, self._told = part, time.monotonic()
         if self._progress is not None:
             self._progress(part, _PARTS.index(part), len(_PARTS))
+
+    def tell(self, share: float) -> None:
+        """Tell which share of a long part is done."""
+        now = time.monotonic()
+        if self._progress is not None and self._part is not None and now - self._told >= _TELL_EVERY:
+            self._told = now
+            self._progress(f"{self._part}, {share:.0%}", _PARTS.index(self._part), len(_PARTS))
+
+
+_TELL_EVERY = 1.0
+"""Seconds of a part after which its share is told, and those between two."""
+
+_current: contextvars.ContextVar[Parts | None] = contextvars.ContextVar("_current", default=None)
+
+
+def tell_share(share: float) -> None:
+    """Tell which share of what takes long is done, if somebody is told what is done."""
+    parts = _current.get()
+    if parts is not None:
+        parts.tell(share)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
 from gradfuse.export.own_gradients import recomputed_never
 from gradfuse.export.recurrences import left_unflattened
-from gradfuse.export.reporting import WHO, kind, refusal
+from gradfuse.export.reporting import WHO, kind, refusal, tell_share
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.export.watching import Watch
 from gradfuse.training.names import set_aside
@@ -503,6 +503,9 @@ def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer:
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the leaves that a value depends on."""
+    for leaf in leaves.values():
+        # Python sees a Ctrl-C when it runs something.
+        leaf.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
     with _own_backward_named():
         gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
     found = {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
@@ -523,6 +526,7 @@ def _gradients_taken(
         _require_strided(name, gradient)
         taken = take(gradient)
         found[name] = found[name] + taken if name in found else taken
+        tell_share(len(found) / len(leaves))
 
     for name, leaf in leaves.items():
         leaf.register_post_accumulate_grad_hook(functools.partial(keep, name))  # type: ignore[no-untyped-call]

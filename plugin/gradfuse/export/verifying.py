@@ -26,7 +26,7 @@ from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining, onnx_model
-from gradfuse.export.reporting import WHO, refusal
+from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
@@ -299,7 +299,7 @@ class Truth:
             return
         try:
             session = ReferenceSession(model, f"{WHO}: the {which} model")
-            results = session.run(self.feeds(model), self._taking(which))
+            results = session.run(self.feeds(model), self._taking(which), tell_share)
         except ExportError:
             raise
         except GradfuseError:
@@ -317,7 +317,7 @@ class Truth:
             for seed in range(bounds.OTHER_NUMBERS):
                 try:
                     other = self.elsewhere(seed)
-                    other._judge_in_float64(session.run(other.feeds(model), other._taking(which)), which)
+                    other._judge_in_float64(session.run(other.feeds(model), other._taking(which), tell_share), which)
                     return
                 except Exception:
                     # Refused again, or numbers that the module does not take.
@@ -338,7 +338,7 @@ class Truth:
             if wide.exact is None:
                 return False
             session = ReferenceSession(model, f"{WHO}: the {which} model")
-            wide._judge_in_float64(session.run(self.feeds(model), self._taking(which)), which)
+            wide._judge_in_float64(session.run(self.feeds(model), self._taking(which), tell_share), which)
         except Exception:
             # A user's module may raise anything.
             return False
@@ -355,7 +355,7 @@ class Truth:
         decided = with_own_decisions(model, feeds, {*wide, optimizers.LOSS_SCALE}, source)
         if decided is None:
             raise refusal(f"the {which} model decides nothing by whole numbers; expected something")
-        return ReferenceSession(decided, source).run(feeds, self._taking(which))
+        return ReferenceSession(decided, source).run(feeds, self._taking(which), tell_share)
 
     def feeds(self, model: ir.Model) -> Arrays:
         """Return the inputs of a model at the values of the step."""
@@ -496,12 +496,16 @@ def compare_update(
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
     tensors = {name: to_tensor(array) for name, array in given.items()}
     exact = _Updates(step, described, optimizer, tensors, scale, torch.float64)
-    for names in _groups({name: step.state[name].numel() for name in described.parameters}):
+    sizes = {name: step.state[name].numel() for name in described.parameters}
+    done, whole = 0, max(1, sum(sizes.values()))
+    for names in _groups(sizes):
         part = onnx_model.restricted(update, [name + UPDATED_SUFFIX for name in names])
         results = Opened(part, "updating").run(feeds)
         if results is None:
             return
         for name in names:
+            tell_share(done / whole)
+            done += step.state[name].numel()
             output, parameter = name + UPDATED_SUFFIX, step.state[name]
             got, before = results.pop(output).reshape(-1), to_numpy(parameter, copy=False).reshape(-1)
             error, largest, change = 0.0, 0.0, 0.0
