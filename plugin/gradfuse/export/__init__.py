@@ -118,7 +118,7 @@ def export_training_step(
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep
-    from gradfuse.models.memory import collection_paused
+    from gradfuse.models.memory import arrays_mapped, collection_paused
 
     if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
         raise refusal("optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
@@ -143,8 +143,8 @@ def export_training_step(
 
     once = private.operators_collected_once()
     large = _bytes(module) > _SMALL
-    paused = contextlib.nullcontext() if large else collection_paused()
-    with mistakes_named(), Parts.shown(progress, large) as parts, paused, once:
+    frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
+    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.

@@ -569,8 +569,9 @@ class _Updates:
         self._max_norm = described.max_grad_norm
         norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]
         self._norm = torch.stack([norm.double() for norm in norms]).norm() if norms else torch.zeros(())
-        finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
-        self._skipped = described.loss_scaling is not None and not finite
+        self._skipped = described.loss_scaling is not None and not all(
+            bool(gradient.isfinite().all()) for gradient in gradients.values()
+        )
 
     def of(self, name: str) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
         """Yield the parts of a parameter, which is flat, as float64."""
