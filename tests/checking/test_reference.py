@@ -276,7 +276,7 @@ def test_weights_are_converted_part_by_part_and_outputs_taken_one_by_one(monkeyp
 
     def take(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         taken.append(name)
-        return array.sum(keepdims=True)
+        return np.asarray(array.sum(keepdims=True))
 
     sums = session.run(feeds, take, shares.append)
     assert sorted(taken) == ["a", "c", "d", "y"] and shares == sorted(shares)
