@@ -5,6 +5,7 @@ from gradfuse.passes.apply_sgd import FuseApplySgdPass
 from gradfuse.passes.batch_norm_backward import FuseBatchNormBackwardPass
 from gradfuse.passes.convolution_backward import FuseConvolutionBackwardPass
 from gradfuse.passes.cross_entropy_loss_grad import FuseCrossEntropyLossGradPass
+from gradfuse.passes.embedding_dense_backward import FuseEmbeddingDenseBackwardPass
 from gradfuse.passes.gelu_backward import FuseGeluBackwardPass
 from gradfuse.passes.grouped_bias_add_grad import FuseGroupedBiasAddGradPass
 from gradfuse.passes.layer_norm_backward import FuseLayerNormBackwardPass
@@ -23,6 +24,7 @@ __all__ = [
     "FuseBatchNormBackwardPass",
     "FuseConvolutionBackwardPass",
     "FuseCrossEntropyLossGradPass",
+    "FuseEmbeddingDenseBackwardPass",
     "FuseGeluBackwardPass",
     "FuseGroupedBiasAddGradPass",
     "FuseLayerNormBackwardPass",

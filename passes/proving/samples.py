@@ -187,13 +187,16 @@ class Samples:
     ) -> Array:
         """Classes, and the number that is ignored where the original tests for it."""
         region = self.region
-        at = [i.name for i in region.operator.inputs].index(kind.tensor)
+        names = [i.name for i in region.operator.inputs]
         defaults = {a.name: a.default for a in region.operator.attributes}
         count, ignored = 1, []
         for node in region.rewrite.fused:
-            scores = node.inputs[at]
-            assert scores is not None
-            count = region.size(region.site.extents(scores)[kind.axis], env, table)
+            if kind.number:
+                count = attribute(node, kind.number, defaults[kind.number])
+            else:
+                scores = node.inputs[names.index(kind.tensor)]
+                assert scores is not None
+                count = region.size(region.site.extents(scores)[kind.axis], env, table)
             if kind.ignored:
                 ignored.append(attribute(node, kind.ignored, defaults[kind.ignored]))
         # A constant of the graph may happen to be the number that ignores nothing.

@@ -1,0 +1,161 @@
+"""EmbeddingDenseBackward: row v is the sum of the rows of a gradient whose index is v."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from gradfuse.custom_ops.operator import NOTHING_IGNORED
+from gradfuse.passes.algebra import Algebra, Atom, Poly
+from gradfuse.passes.matching import VIEWS, Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.reading import Form, ort_training
+
+_ROWS = {
+    ("", "ScatterND"): 2,
+    ("", "ScatterElements"): 2,
+    (ort_training.DOMAIN, "GatherGrad"): 2,
+    (ort_training.DOMAIN, "GatherElementsGrad"): 0,
+}
+"""Operators that add rows at indices, with the place of the rows."""
+_FEW = 3  # columns are enough for a proof: each is the same
+_MOST = 1 << 14  # elements of a result for which all columns are run
+_MOST_WITH_FEW = 1 << 20
+
+
+class FuseEmbeddingDenseBackwardPass(FusePass):
+    """Finds a value that is, as a function of one tensor dY of rows, the sum over all rows r of [v = index of r] dY[r].
+
+    The index is an integer tensor. The operator refuses one that is out of range, so that it is in range is taken for
+    granted. Rows in order of their index go to GroupedBiasAddGrad, which comes first.
+    """
+
+    operator = "EmbeddingDenseBackward"
+    refuses_no_class = True
+    linear = False  # It would be; but the sums are read relative to a tensor that has the factor already.
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        if len(site.forms.form(root).groups) < 2:
+            return None
+        for rows in _tensors_of_rows(site, root):
+            if rows not in site.position or rows.dtype != root.dtype or site.forms.get(rows) is None:
+                continue
+            form, own = site.forms.relative(root, rows)
+            index = _index(site.algebra, form, own) if len(form.groups[0]) == 1 else None
+            if index is not None:
+                return self._bound(site, builder, root, rows, form, own, index)
+        return None
+
+    def _bound(
+        self, site: Site, builder: Builder, root: ir.Value, rows: ir.Value, form: Form, own: Form, index: Poly
+    ) -> Rewrite:
+        number = form.sizes[0]
+        count = len(own.sizes) - len(form.sizes) + 1
+        weights = number.integer
+        if weights is None:
+            raise Mismatch("the number of weights is not static")
+        sizes = dict(enumerate(own.sizes))
+        found = site.find(index, own.sizes[:count], root, dtypes=[ir.DataType.INT64, ir.DataType.INT32])
+        if found is None or found[1] != 1.0:
+            raise Mismatch("its index is no integer value of the graph")
+        lead, columns = list(range(count)), list(range(count, len(own.sizes)))
+        width = site.algebra.product(sizes[v] for v in columns)
+        fused = builder.fused(
+            self.operator,
+            [
+                builder.arrange(rows, [*lead, *columns], [lead, columns], sizes),
+                builder.arrange(found[0], lead, [lead], sizes),
+            ],
+            [number, width],
+            num_weights=weights,
+            padding_idx=NOTHING_IGNORED,
+            scale_grad_by_freq=0,
+        )
+        rewrite = builder.rewrite("sum-at-index", [fused], builder.reshape(fused, site.extents(root)))
+        table = _fewer_columns(form, own, weights)
+        return replace(rewrite, frontier=(rows, found[0]), linear=bool(table), table=table)
+
+
+def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
+    """The tensors whose rows a value may add up."""
+    node = root.producer()
+    if node is None:
+        return
+    place = _ROWS.get((node.domain, node.op_type))
+    if place is not None and len(node.inputs) > place:
+        yield from _with_what_is_behind(node.inputs[place])
+    elif not node.domain and node.op_type in ("MatMul", "Gemm"):
+        for value, other in itertools.permutations(node.inputs[:2]):
+            if other is not None and _is_one_hot(site, other):
+                yield from _with_what_is_behind(value)
+    elif not node.domain and node.op_type == "ReduceSum":
+        # By a table of the numbers of rows, to which a row of zeros is joined.
+        value = node.inputs[0]
+        for op in ("Gather", "Concat"):
+            above = None if value is None else value.producer()
+            if above is None or above.domain or above.op_type != op:
+                return
+            value = above.inputs[0]
+        yield from _with_what_is_behind(value)
+
+
+def _is_one_hot(site: Site, value: ir.Value) -> bool:
+    form = site.forms.get(value)
+    return form is not None and len(form.poly) == 1 and any(True for _ in _conditions(site.algebra, form.poly))
+
+
+def _with_what_is_behind(value: ir.Value | None) -> Iterator[ir.Value]:
+    while value is not None:
+        yield value
+        node = value.producer()
+        value = node.inputs[0] if node is not None and not node.domain and node.op_type in VIEWS else None
+
+
+def _index(algebra: Algebra, form: Form, own: Form) -> Poly | None:
+    """The index of each row, by the variables of the rows of dY; None where the form is no sum of rows at an index."""
+    ((monomial, factor),) = form.poly.terms.items() if len(form.poly) == 1 else (((), 0.0),)
+    atom = algebra.atoms[monomial[0][0]] if len(monomial) == 1 and monomial[0][1] == 1 else None
+    if atom is None or atom.kind != "sum" or factor != 1.0:
+        return None
+    count = len(atom.args[0])
+    columns = len(form.sizes) - 1
+    if len(own.sizes) != count + columns or own.sizes[count:] != form.sizes[1:]:
+        return None
+    bound = algebra.fresh(count)
+    summand = algebra.opened(atom, bound)
+    for order in itertools.permutations(range(count)):
+        if [atom.args[0][k] for k in order] != list(own.sizes[:count]):
+            continue
+        names = {v: algebra.var(bound[k]) for v, k in enumerate(order)}
+        names |= {count + k: algebra.var(1 + k) for k in range(columns)}
+        rows = algebra.substitute(own.poly, names)
+        for hit in _conditions(algebra, summand):
+            index = algebra.solve(hit, 0)
+            if index is None or not algebra.tensors(index) or not algebra.free(index) <= set(bound):
+                continue
+            if summand == algebra.mul(algebra.of(hit), rows):
+                return algebra.substitute(index, {bound[k]: algebra.var(v) for v, k in enumerate(order)})
+    return None
+
+
+def _conditions(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
+    for a in sorted({a for monomial in poly.terms for a, _ in monomial}):
+        if algebra.atoms[a].kind == "eq":
+            yield algebra.atoms[a]
+
+
+def _fewer_columns(form: Form, own: Form, weights: int) -> dict[int, int]:
+    """The few columns that a proof of a large result is run on: the operation is linear, and does the same to each."""
+    widths = [size.integer for size in form.sizes[1:]]
+    whole = weights
+    for n in widths:
+        whole *= n or 1
+    if whole <= _MOST:
+        return {}
+    others = {n for size in (*own.sizes[: len(own.sizes) - len(widths)], form.sizes[0]) if (n := size.integer)}
+    table = {n: _FEW for n in widths if n is not None and n > _FEW and n not in others}
+    if len(table) < len({n for n in widths if n}) or weights * _FEW ** len(widths) > _MOST_WITH_FEW:
+        raise Mismatch("it is too large to be checked with numbers")
+    return table

@@ -1,0 +1,164 @@
+"""The gradient of an embedding's weight, by scatters, one-hots and tables: found, and as PyTorch's; others are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from graphs import GraphBuilder
+from onnx import TensorProto
+from producers import run
+from variants import C, N, summed_by_table
+
+from gradfuse import fuse
+from gradfuse.testing import assert_gradients_close
+
+WEIGHTS, WIDTH = 5, 3
+F32, I64 = TensorProto.FLOAT, TensorProto.INT64
+RNG = np.random.default_rng(0)
+FEEDS = {
+    "dy": RNG.standard_normal((2, 4, WIDTH)).astype(np.float32),
+    "index": np.asarray([[3, 0, 3, 1], [4, 4, 3, 0]]),
+}
+
+
+def _rows(g: GraphBuilder) -> tuple[str, str]:
+    return g.op("Reshape", "dy", g.ints(8, WIDTH)), g.op("Reshape", "index", g.ints(8))
+
+
+def _blank(g: GraphBuilder) -> str:
+    return g.constant(np.zeros((WEIGHTS, WIDTH)))
+
+
+def _column(g: GraphBuilder, index: str) -> str:
+    return g.op("Unsqueeze", index, g.ints(-1))
+
+
+def _one_hot(g: GraphBuilder) -> str:
+    return g.op("OneHot", _rows(g)[1], g.constant(WEIGHTS, np.int64), g.constant([0.0, 1.0]))
+
+
+def _spread(g: GraphBuilder) -> str:
+    return g.op("Expand", _column(g, _rows(g)[1]), g.ints(8, WIDTH))
+
+
+WRITTEN: dict[str, Callable[[GraphBuilder], str]] = {
+    "ScatterND": lambda g: g.op("ScatterND", _blank(g), _column(g, "index"), "dy", reduction="add"),
+    "ScatterND of rows": lambda g: g.op(
+        "ScatterND", _blank(g), _column(g, _rows(g)[1]), _rows(g)[0], reduction="add"
+    ),
+    "ScatterElements": lambda g: g.op(
+        "ScatterElements", _blank(g), _spread(g), _rows(g)[0], axis=0, reduction="add"
+    ),
+    "one-hot, transposed": lambda g: g.op("MatMul", g.op("Transpose", _one_hot(g), perm=[1, 0]), _rows(g)[0]),
+    "one-hot, Gemm": lambda g: g.op("Gemm", _one_hot(g), _rows(g)[0], transA=1),
+    "rows that are masked": lambda g: g.op(
+        "ScatterND",
+        _blank(g),
+        _column(g, "index"),
+        g.op("Where", g.op("Less", _column(g, "index"), g.constant(0, np.int64)), g.constant(0.0), "dy"),
+        reduction="add",
+    ),
+}  # fmt: skip
+OTHERS: dict[str, Callable[[GraphBuilder], str]] = {
+    "onto rows that are there": lambda g: g.op(
+        "ScatterND", g.constant(np.ones((WEIGHTS, WIDTH))), _column(g, "index"), "dy", reduction="add"
+    ),
+    "the largest": lambda g: g.op("ScatterND", _blank(g), _column(g, "index"), "dy", reduction="max"),
+    "an index for each element": lambda g: g.op(
+        "ScatterElements",
+        _blank(g),
+        g.op("Mod", g.op("Add", _spread(g), g.ints(0, 1, 0)), g.constant(WEIGHTS, np.int64)),
+        _rows(g)[0],
+        axis=0,
+        reduction="add",
+    ),
+    "rows in another order": lambda g: g.op(
+        "ScatterND",
+        _blank(g),
+        _column(g, g.op("Transpose", "index", perm=[1, 0])),
+        g.op("Reshape", "dy", g.ints(4, 2, WIDTH)),
+        reduction="add",
+    ),
+    "a one-hot of twice the index": lambda g: g.op(
+        "Gemm",
+        g.op("OneHot", g.op("Add", *[_rows(g)[1]] * 2), g.constant(2 * WEIGHTS, np.int64), g.constant([0.0, 2.0])),
+        _rows(g)[0],
+        transA=1,
+    ),
+}
+
+
+def _model(write: Callable[[GraphBuilder], str]) -> onnx.ModelProto:
+    g = GraphBuilder()
+    g.input("dy", F32, [2, 4, WIDTH])
+    g.input("index", I64, [2, 4])
+    g.output(g.op("Identity", write(g)))
+    return g.model()
+
+
+def _by_pytorch(feeds: dict[str, Any], dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    weight = torch.zeros(WEIGHTS, WIDTH, dtype=dtype, requires_grad=True)
+    looked_up = torch.nn.functional.embedding(torch.tensor(feeds["index"]), weight)
+    looked_up.backward(torch.tensor(feeds["dy"], dtype=dtype))  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    return weight.grad.numpy()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_gradient_of_an_embedding_is_fused(name: str) -> None:
+    result = fuse(_model(WRITTEN[name]), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["EmbeddingDenseBackward"], result.report
+    (got,) = run(result.model, FEEDS).values()
+    assert_gradients_close(got, _by_pytorch(FEEDS, torch.float32), _by_pytorch(FEEDS, torch.float64), np.float32)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_sums_at_indices_are_left_alone_or_right(name: str) -> None:
+    model = _model(OTHERS[name])
+    result = fuse(model, policy="all")
+    assert not any(miss.bug for miss in result.report.near_misses), result.report
+    if name in ("onto rows that are there", "the largest", "an index for each element"):
+        assert not result.report.fusions
+    for one, other in zip(run(model, FEEDS).values(), run(result.model, FEEDS).values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_sums_by_a_table_are_fused() -> None:
+    g = GraphBuilder()
+    ids, rows = g.input("ids", I64, [N]), g.input("rows", F32, [N, 1])
+    g.output(g.op("Identity", summed_by_table(g, ids, rows)))
+    model = g.model()
+    result = fuse(model, policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["EmbeddingDenseBackward"], result.report
+    feeds = {"ids": np.asarray([7, 2, 7, 0, 2, N * C - 1]), "rows": RNG.standard_normal((N, 1)).astype(np.float32)}
+    exact = np.zeros((N * C, 1))
+    np.add.at(exact, feeds["ids"], feeds["rows"].astype(np.float64))
+    (plain,), (got,) = run(model, feeds).values(), run(result.model, feeds).values()
+    assert_gradients_close(got, plain, exact, np.float32)
+
+
+def test_embedding_of_a_large_vocabulary_is_fused_and_an_index_below_0_is_an_error() -> None:
+    """ONNX's own operator counts it from the end. That is no gradient of a look-up."""
+    text = """
+        <ir_version: 8, opset_import: ["": 17]>
+        g (float[N,768] dy, int64[N] index) => (float[50257,768] d)
+          <int64[2] shape = {50257, 768}, int64[1] last = {-1}> {
+          blank = ConstantOfShape(shape)
+          column = Unsqueeze(index, last)
+          sums = ScatterND<reduction = "add">(blank, column, dy)
+          d = Identity(sums)
+        }
+    """
+    result = fuse(onnx.parser.parse_model(text), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["EmbeddingDenseBackward"], result.report
+    dy = np.ones((2, 768), np.float32)
+    (got,) = run(result.model, {"dy": dy, "index": np.asarray([50256, 0])}).values()
+    assert got[[0, 50256]].sum() == got.sum() == 2 * 768
+    with pytest.raises(Exception, match=r"indices|out of|ScatterElements"):
+        run(result.model, {"dy": dy, "index": np.asarray([-1, 0])})
