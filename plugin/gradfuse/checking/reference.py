@@ -37,8 +37,10 @@ _EXACT = frozenset(
 """Operators whose results are values of their inputs, or whole numbers."""
 _LARGEST_WINDOWS = 2**25
 """So many elements of overlapping windows are laid out at once."""
-_LARGE = 2**20
+_LARGE = 2**16
 """Weights of more elements are float64 only while a part of the model runs that reads them."""
+_VIEWS = frozenset("Cast Flatten Identity Reshape Squeeze Transpose Unsqueeze".split())
+_BYTES = (ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8)
 _LARGEST_PART = 2**23
 """So many elements of such weights a part reads, or returns as outputs of the model, if it has more than one."""
 
@@ -71,6 +73,7 @@ class ReferenceSession:
             for name, value in model.graph.initializers.items()
             if value.const_value is not None
         }
+        _make_views_late(copy.graph)
         self._parts = _parts(copy, self._outputs)
 
     def run(
@@ -378,6 +381,32 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
             nodes, large = [], {}
     if nodes:
         yield nodes
+
+
+def _make_views_late(graph: ir.Graph) -> None:
+    """Make what costs nothing to make where it is used, each time: else it is in memory all the while between.
+
+    That is large weights in another shape, which are there anyway, and in float64 what takes a byte an element.
+    """
+    given = {*graph.inputs, *graph.initializers.values()}
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type in _VIEWS and not node.domain else None
+        if source is None or _elements(node.outputs[0]) <= _LARGE:
+            continue
+        if source not in given and not (node.op_type == "Cast" and source.dtype in _BYTES):
+            continue
+        (made,) = node.outputs
+        users = [user for user in dict.fromkeys(user for user, _ in made.uses()) if user.graph is graph]
+        for number, user in enumerate(users):
+            again = ir.node(node.op_type, node.inputs, attributes=dict(node.attributes))
+            again.outputs[0].name = f"{made.name}/{number}"
+            again.outputs[0].type, again.outputs[0].shape = made.type, made.shape
+            for index, value in enumerate(user.inputs):
+                if value is made:
+                    user.replace_input_with(index, again.outputs[0])
+            graph.insert_before(user, again)
+        if not made.uses() and not made.is_graph_output():
+            graph.remove(node, safe=True)
 
 
 def _elements(value: ir.Value) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradfuse.errors import ExportError
 
@@ -45,6 +45,7 @@ def export_training_step(
     grad_scaler: torch.amp.GradScaler | None = None,
     evaluation: bool | None = None,
     float64: bool = True,
+    verify: Literal["full", "quick"] = "full",
     progress: Progress | bool = False,
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, verified against PyTorch.
@@ -96,8 +97,11 @@ def export_training_step(
             optimizer, and the module has one; else a warning says why it is left out.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
+        verify: "quick" leaves out float64, which takes a third of an export's time and half of its memory: an error
+            that is no larger than what rounding may do is not seen then. "full" says so where memory will not do.
         progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
-            there are; True: a bar shows that where standard error is a terminal.
+            there are, and every second of a long one, with the share of it that is done; True: a bar shows that where
+            standard error is a terminal.
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
@@ -126,6 +130,8 @@ def export_training_step(
         raise refusal("float64 is False; expected fuse=False with it, as bodies of fused operators are in float64")
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise refusal(f"autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
+    if verify not in ("full", "quick"):
+        raise refusal(f"verify is {verify!r}; expected 'full' or 'quick'")
     if not verifying.has_onnxruntime():
         warnings.warn(f"{WHO}: onnxruntime is not installed, so the model was not compared with PyTorch", stacklevel=2)
 
@@ -149,7 +155,7 @@ def export_training_step(
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
         sizes = explaining.Sizes(general=verifying.has_onnxruntime())
-        make = functools.partial(_exported, step, shapes, optimizer, fuse=fuse, evaluation=evaluation)
+        make = functools.partial(_exported, step, shapes, optimizer, fuse=fuse, evaluation=evaluation, verify=verify)
         try:
             return make(sizes, parts)
         except ExportError:
@@ -168,6 +174,7 @@ def _exported(
     *,
     fuse: bool,
     evaluation: bool | None,
+    verify: str,
 ) -> TrainingStep:
     """Export a step whose arguments have been read."""
     import onnx_ir as ir
@@ -185,10 +192,12 @@ def _exported(
     from gradfuse.training.step import TrainingStep
 
     wants_evaluation = optimizer is not None if evaluation is None else evaluation
+    in_float64 = verify == "full"
     python = PythonState.of(step)
     with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
-        native = steadiness.first_run(step, python)
+        with verifying.memory_watched(step) if in_float64 else contextlib.nullcontext():
+            native = steadiness.first_run(step, python)
         if native.dropouts:
             step = step.with_dropout_seed()
             native = step.with_seed(TRIED_SEED).run()
@@ -222,14 +231,16 @@ def _exported(
         onnx_model.arrange_step(translated, step, native, shapes)
         parts.begin("running the step in float64")
         truths = [
-            verifying.truth_of(step, native, seed, own if seed == TRIED_SEED else None)
+            verifying.truth_of(step, native, seed, own if seed == TRIED_SEED else None, in_float64=in_float64)
             for seed in branches.seeds_of(step, taken)
         ]
         parts.begin("exporting the evaluation model")
         evaluating = None
         if wants_evaluation:
             try:
-                evaluating = evaluation_model(step, shapes, native.changed, sizes, shared, python)
+                evaluating = evaluation_model(
+                    step, shapes, native.changed, sizes, shared, python, in_float64=in_float64
+                )
             except ExportError as error:
                 if evaluation or sizes.made_general:
                     raise

@@ -110,7 +110,7 @@ def _judge(truth: Truth, step: TorchStep, own: Arrays, model: ir.Model, opened: 
     try:
         truth.without_roundings(step, own).compare(model, which, opened)
     except ExportError:
-        full = Truth.of(step, own, truth.run, truth.free)
+        full = Truth.of(step, own, truth.run, truth.free, in_float64=truth.exact is not None)
         full.compare(model, which, opened)
         full.compare_in_float64(model, which)
 

@@ -48,6 +48,8 @@ def evaluation_model(
     sizes: explaining.Sizes,
     shared: tuple[ir.Model, Sequence[str]] | None,
     state: PythonState,
+    *,
+    in_float64: bool = True,
 ) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
 
@@ -63,6 +65,7 @@ def evaluation_model(
         shared: a translated model with these outputs and the names of its inputs, parameters and buffers first, if the
             step gives one.
         state: Python's state, which is as before at the end.
+        in_float64: whether it is compared in float64 as well.
 
     Raises:
         ExportError: PyTorch cannot trace the module, it computes something else each time that it runs, or an output
@@ -100,7 +103,7 @@ def evaluation_model(
     left = [name for name in names if name in free or name not in step.state]
     onnx_model.arrange_evaluation(model, step, left, native, shapes)
     replace_scatter_nd(model)
-    truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free))
+    truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free), in_float64=in_float64)
     opened = Opened(model, "evaluation")
     truth.compare(model, "evaluation", opened)
     truth.compare_in_float64(model, "evaluation")

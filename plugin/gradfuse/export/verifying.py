@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -29,6 +30,7 @@ from gradfuse.export import explaining, onnx_model
 from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
+from gradfuse.models import memory
 from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
 from gradfuse.models.memory import give_back
 from gradfuse.training import optimizers
@@ -59,7 +61,9 @@ def own_outputs(native: Outcome) -> Arrays:
     return _named(native, native.changed)
 
 
-def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED, own: Arrays | None = None) -> Truth:
+def truth_of(
+    step: TorchStep, native: Outcome, seed: int = TRIED_SEED, own: Arrays | None = None, *, in_float64: bool = True
+) -> Truth:
     """Return what PyTorch computes for a step, with a seed and counters other than 0 if the step runs on them.
 
     Args:
@@ -67,6 +71,7 @@ def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED, own: Arra
         native: what a run of it gave.
         seed: the seed.
         own: the outputs of a run with this seed, where there was one.
+        in_float64: whether it also runs in float64.
     """
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
@@ -84,7 +89,27 @@ def truth_of(step: TorchStep, native: Outcome, seed: int = TRIED_SEED, own: Arra
         except ExportError:
             # A counter may be the index of something.
             distinct, own = seeded, run(seeded, lambda tensor: tensor)
-    return Truth.of(distinct, own, run, (*step.trainable, *native.changed))
+    return Truth.of(distinct, own, run, (*step.trainable, *native.changed), in_float64=in_float64)
+
+
+@contextlib.contextmanager
+def memory_watched(step: TorchStep) -> Iterator[None]:
+    """Warn, after the first runs of a step, if one in float64 takes more memory than there is."""
+    before = memory.resident()
+    yield
+    most, free = memory.most_resident(), memory.available()
+    if before is None or most is None or free is None:
+        return
+    # The gradients of the first run were kept while the second one was made.
+    kept = sum(step.state[name].nbytes for name in step.trainable)
+    grown = max(0, most - before - kept)
+    if 2 * grown > free:
+        needed, there, less = (f"{size / 2**30:.1f} GiB" for size in (2 * grown, free, grown + kept))
+        warnings.warn(
+            f"{WHO}: a run in float64 takes about {needed} of memory, of which {there} are free; expected as much, a "
+            f"smaller batch, or verify='quick', which compares without float64 and takes about {less}",
+            stacklevel=5,
+        )
 
 
 @contextlib.contextmanager
@@ -130,7 +155,8 @@ class Truth:
     Attributes:
         step: the step.
         own: the outputs in the step's own types.
-        exact: the outputs in float64; None if the module insists on another type, or gives no finite numbers in it.
+        exact: the outputs in float64; None if the module insists on another type, or gives no finite numbers in it, or
+            if they are not asked for.
         kernels: what the rounding of another runtime's kernels may do.
         narrow: what it may do besides where a step of float32 rounds to 16 bits.
         constants: what the rounding of a model's constants may do.
@@ -148,11 +174,11 @@ class Truth:
     free: tuple[str, ...]
 
     @classmethod
-    def of(cls, step: TorchStep, own: Arrays, run: Run, free: tuple[str, ...]) -> Truth:
-        """Return the truth for the outputs `own`, in the step's own types."""
+    def of(cls, step: TorchStep, own: Arrays, run: Run, free: tuple[str, ...], *, in_float64: bool = True) -> Truth:
+        """Return the truth for the outputs `own`, in the step's own types; `in_float64`: and for those in float64."""
         exact: Arrays | None
         try:
-            exact = run(step, _widen)
+            exact = run(step, _widen) if in_float64 else None
         except Exception:
             # A user's module may raise anything.
             exact = None

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _MMAP_THRESHOLD = -3
@@ -52,6 +53,36 @@ def give_back() -> None:
     trim = _of_c("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def resident() -> int | None:
+    """Return how many bytes of memory this process has; None where the system does not say."""
+    return _stated("/proc/self/status", "VmRSS")
+
+
+def most_resident() -> int | None:
+    """Return how many it had at most."""
+    return _stated("/proc/self/status", "VmHWM")
+
+
+def available() -> int | None:
+    """Return how many bytes of memory this process may still get; None where the system does not say."""
+    free = _stated("/proc/meminfo", "MemAvailable")
+    swap = _stated("/proc/meminfo", "SwapFree")
+    rest = None if free is None else free + (swap or 0)
+    # Of a container.
+    with contextlib.suppress(OSError, ValueError):
+        most, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        rest = most - used if rest is None else min(rest, most - used)
+    return rest
+
+
+def _stated(path: str, key: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _of_c(name: str) -> Any:
