@@ -108,6 +108,27 @@ def test_what_follows_from_a_size_and_exports_is_right_at_other_sizes(case: str)
             assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
 
 
+class Mixed(nn.Module):
+    """Whether a transposed tensor is reshaped by strides follows from the sizes, and nobody is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        return h.transpose(0, 1).reshape(h.shape) * 2
+
+
+def test_sizes_that_torch_excludes_for_itself_are_tried_as_well() -> None:
+    batch = (torch.randn(3, 6, 3),), ((torch.rand(3, 6, 4) > 0.5) * 1.0,)
+    axes: Any = (({0: "batch"},), ({0: "batch"},))
+    with pytest.raises(ExportError, match=r"axis 0 of 'x' .* cannot vary as dynamic_shapes says: with size 4"):
+        export_training_step(
+            Mixed(), lambda o, y: F.hinge_embedding_loss(o, y * 2 - 1), batch, dynamic_shapes=axes, fuse=False
+        )
+
+
 def _halves(h: Tensor) -> Tensor:
     first, last = h.hsplit(2)
     return first.mean((1, 2, 3), keepdim=True) * last + h.mean()

@@ -13,8 +13,8 @@ import pytest
 from gradfuse import build_training_step, explain, fuse
 
 WIDTH, HEADS = 8, 2
-SECONDS = 120
-"""So many of the processor, at most: it is a quarter where each layer takes as long as the others."""
+SECONDS = 60
+"""So many of the processor, at most: it is half of that where each layer takes as long as the others."""
 
 LAYER = """
     q{k} = MatMul(x{k}, wq{k})

@@ -123,6 +123,13 @@ def text_of(code: CodeType, line: int) -> str:
     return f"{name} ({os.path.basename(code.co_filename)}:{line})"
 
 
+def is_asked_by_code(condition: private.SizeCondition) -> bool:
+    """Whether the user's code decides by a condition on sizes, or calls what does so; else torch asks for itself."""
+    if is_users(condition.filename) or condition.function in _SLICING:
+        return True
+    return condition.filename.endswith(_OPERATORS) and condition.has_remainder
+
+
 class Sizes:
     """Notes where code asks for sizes, and makes one that may vary a constant, for messages.
 
@@ -212,8 +219,7 @@ class Sizes:
     ) -> Iterator[tuple[private.SizeCondition, dict[str, tuple[str, int]]]]:
         """Yield what the user's code asks of sizes, and the axes that its symbols are the sizes of."""
         for condition in private.conditions_on_sizes(program):
-            is_own = is_users(condition.filename) or condition.function in _SLICING
-            if is_own or (condition.filename.endswith(_OPERATORS) and condition.has_remainder):
+            if is_asked_by_code(condition):
                 axes = {symbol: _axis(step, source) for symbol, source in condition.sources.items()}
                 if None not in axes.values():
                     yield condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from gradfuse.export import _torch_private as private
 from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.explaining import is_asked_by_code
 from gradfuse.export.torch_step import TorchStep
 
 Axis = tuple[str, int]
@@ -40,11 +41,14 @@ class OtherSizes:
         names: the names of the dimensions that vary here.
         sizes: the axis of a tensor -> its size.
         besides: whether they are tried although all of these dimensions have varied before.
+        beyond: whether they break a condition that torch took to hold for itself, such as one on strides, which nobody
+            was told of.
     """
 
     names: tuple[str, ...]
     sizes: Mapping[Axis, int]
     besides: bool = False
+    beyond: bool = False
 
     @classmethod
     def of(
@@ -69,7 +73,8 @@ class OtherSizes:
             for group, grows in itertools.product(dimensions.groups, (small, not small)):
                 sizes = dimensions.chosen([group], grows=grows)
                 found += [sizes] if sizes is not None else []
-        return found
+        beyond = dimensions.chosen(dimensions.groups, grows=small, beyond=True)
+        return [*found, *([dataclasses.replace(beyond, besides=True, beyond=True)] if beyond is not None else [])]
 
     def steps(self, step: TorchStep) -> Iterator[TorchStep]:
         """Yield the step with batches of these sizes; later ones for modules that do not take the earlier ones."""
@@ -138,6 +143,7 @@ class _Dimensions:
         given: symbol -> its size in the batch.
         ranges: symbol -> the least and the largest size.
         conditions: what tracing took to be so of the symbols.
+        asked: those of them that the user's code asks for.
     """
 
     axes: dict[Axis, Any]
@@ -146,6 +152,7 @@ class _Dimensions:
     given: dict[str, int]
     ranges: dict[str, tuple[int, int]]
     conditions: list[private.SizeCondition]
+    asked: list[private.SizeCondition]
 
     @classmethod
     def of(cls, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes, inputs: Sequence[str]) -> _Dimensions:
@@ -178,13 +185,21 @@ class _Dimensions:
             given={name: int(size) for name, size in known.items()},
             ranges={name: _range_of(program, one) for name, one in every.items() if name in known},
             conditions=conditions,
+            asked=[one for one in conditions if is_asked_by_code(one)],
         )
 
-    def chosen(self, groups: Sequence[tuple[str, ...]], *, grows: bool) -> OtherSizes | None:
-        """Return other sizes of some groups of symbols, and the same of the others; None: none was found."""
+    def chosen(self, groups: Sequence[tuple[str, ...]], *, grows: bool, beyond: bool = False) -> OtherSizes | None:
+        """Return other sizes of some groups of symbols, and the same of the others; None: none was found.
+
+        Args:
+            groups: the groups that vary.
+            grows: whether larger sizes are tried first.
+            beyond: whether what torch asks for itself does not hold for them.
+        """
         candidates = []
+        conditions = self.asked if beyond else self.conditions
         for group in groups:
-            own = [one for one in self.conditions if one.sources.keys() <= set(group)]
+            own = [one for one in conditions if one.sources.keys() <= set(group)]
             possible = (
                 size
                 for size in self._candidates(group, grows=grows)
@@ -195,7 +210,9 @@ class _Dimensions:
             values = dict(self.given)
             for group, size in zip(groups, sizes, strict=True):
                 values.update(self._scaled(group, size))
-            if len(set(sizes)) == len(sizes) and self._is_possible(values, self.conditions):
+            if len(set(sizes)) == len(sizes) and self._is_possible(values, conditions):
+                if beyond and self._is_possible(values, self.conditions):
+                    continue
                 changed = {axis: self._size(axis, values) for axis in self.axes}
                 moved = {axis: size for axis, size in changed.items() if size != self._size(axis, self.given)}
                 return OtherSizes(tuple(dict.fromkeys(self.names[axis] for axis in moved)), moved) if moved else None
