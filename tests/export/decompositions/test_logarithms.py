@@ -20,7 +20,8 @@ from gradfuse.testing import assert_gradients_close
 POINTS = torch.tensor([-300.0, -50.0, -20.0, -3.0, -1e-3, 0.0, 1e-9, 0.7, 5.0, 19.9, 20.1, 80.0, 300.0])
 
 
-def test_of_one_number() -> None:
+def test_of_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
     assert_same(logarithms.softplus, F.softplus, POINTS)
     assert_same(lambda x: logarithms.softplus(x, 0.5, 3.0), lambda x: F.softplus(x, 0.5, 3.0), POINTS)
     assert_same(lambda x: logarithms.log_sigmoid(x)[0], F.logsigmoid, POINTS)
@@ -119,3 +120,19 @@ def test_confident_batches_export(loss: Callable[[Tensor, Tensor], Tensor], labe
     for name, result in results.items():
         terms = 64 * np.abs(exact[name]).max()
         assert_gradients_close(result, native[name], exact[name], np.float32, terms=terms)
+
+
+def test_what_is_confident_and_wrong_does_not_explode() -> None:
+    """Where 1 - p is rounded away, the loss divides by 1e-12, and a slope of p that is not 0 would explode."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(torch.sigmoid(o), y)
+
+    module = nn.Linear(1, 1)
+    nn.init.ones_(module.weight), nn.init.zeros_(module.bias)
+    targets = torch.zeros(6, 1)
+    step = export_training_step(module, loss, (torch.linspace(-2, 2, 6)[:, None], targets), fuse=False)
+    batch = (torch.tensor([10.5, 14.0, 16.0, 17.0, 20.0, 40.0])[:, None],), (targets,)
+    native, exact = (autograd(module, loss, batch, dtype, step) for dtype in (torch.float32, torch.float64))
+    for name, result in run(step, batch, kernels=False).items():
+        assert_gradients_close(result, native[name], exact[name], result.dtype, terms=64)

@@ -27,6 +27,9 @@ _LEAST_LOGARITHM = -100.0
 _LEAST_VARIANCE = 9.999999960041972e-13
 """1e-12 in float32, in which PyTorch writes it."""
 
+_FLAT = 200.0
+"""Beyond it, a sigmoid is 0 or 1 in float32, and its slope 0."""
+
 _MEASURES = frozenset(
     (
         *(aten.binary_cross_entropy, aten.log, aten.log1p, aten.log2, aten.log10, aten.mse_loss, aten.rsub),
@@ -93,10 +96,18 @@ def _is_measured(node: Node, trained: Collection[Node]) -> bool:
 
 
 def sigmoid(self: Tensor) -> Tensor:
-    """aten::sigmoid, with the digits of what is nearly 0."""
-    right, left = _sides(self)
+    """aten::sigmoid, with the digits of what is nearly 0.
+
+    The slope is p (1 - p) of the rounded p, as PyTorch's: losses divide by the same, where another 1 - p would make
+    confident numbers explode.
+    """
+    fixed = standins.STOP_GRADIENT(self)
+    right, left = _sides(fixed)
     small = left.exp()
-    return torch.where(self >= 0, 1.0 / (1.0 + (-right).exp()), small / (1.0 + small))
+    p = torch.where(fixed >= 0, 1.0 / (1.0 + (-right).exp()), small / (1.0 + small))
+    # The difference of what is infinite is no number.
+    near = self.clamp(-_FLAT, _FLAT)
+    return p + (near - standins.STOP_GRADIENT(near)) * ((1.0 - p) * p)
 
 
 def softplus(self: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
