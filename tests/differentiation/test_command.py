@@ -70,14 +70,6 @@ def _with_a_cycle(model: onnx.ModelProto) -> None:
     model.graph.node[0].input[0] = "y"
 
 
-def _with_a_target(model: onnx.ModelProto) -> None:
-    model.graph.input[0].name = model.graph.node[0].input[0] = "target"
-
-
-def _with_a_learning_rate(model: onnx.ModelProto) -> None:
-    model.graph.input[0].name = model.graph.node[0].input[0] = "learning_rate"
-
-
 def _with_an_unknown_operator(model: onnx.ModelProto) -> None:
     model.graph.node[2].op_type, model.graph.node[2].domain, model.graph.node[2].name = "Odd", "their.ops", "here"
     model.opset_import.append(onnx.helper.make_opsetid("their.ops", 1))
@@ -101,12 +93,6 @@ BAD: dict[str, tuple[list[str], Callable[[onnx.ModelProto], None] | None, str]] 
     "no such loss": (["--loss", "entropy"], None, "loss is 'entropy'; expected one of cross_entropy"),
     "a rank too low": (["--loss", "ctc"], None, "the output 'y' has shape .*; CTCLoss expected at least 3 dimensions"),
     "no scalar": ([], None, "loss is None and 0 outputs are scalars; expected one, or a loss"),
-    "a target's name": (WITH_LOSS, _with_a_target, "the model has a value 'target' already; expected that name"),
-    "an optimizer's name": (
-        [*WITH_LOSS, *SGD],
-        _with_a_learning_rate,
-        "has a value 'learning_rate'; expected that name",
-    ),
     "integers": ([*WITH_LOSS, "--trainable", "k"], None, "trainable has 'k', which is INT64; expected float"),
     "nothing matches": ([*WITH_LOSS, "--trainable", "second.*"], None, "'second.*', which matches nothing"),
     "nothing frozen": ([*WITH_LOSS, "--frozen", "second.*"], None, "frozen has 'second.*', which matches nothing"),

@@ -15,7 +15,7 @@ from node_tests import run
 from torch import nn
 
 import gradfuse
-from gradfuse import ArgumentError, TrainingSession, build_training_step
+from gradfuse import TrainingSession, build_training_step
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
@@ -170,7 +170,8 @@ def test_moments_of_draws(draw: str) -> None:
     assert (numbers[0] != numbers[1]).mean() > 0.3
 
 
-def test_the_seeds_name_is_taken() -> None:
+def test_the_seed_has_another_name_where_an_input_has_its_own() -> None:
     model = network(two_layers(), f"{SHARE} {TRAINS} d = Dropout(r, share, drops)", "float[N, 8] x, int64 dropout_seed")
-    with pytest.raises(ArgumentError, match="'dropout_seed'; expected that name to be free"):
-        build_training_step(model, "cross_entropy")
+    step = build_training_step(model, "cross_entropy")
+    assert "dropout_seed" in step.input_names and step.own_names == {"dropout_seed": "dropout_seed_"}
+    assert "dropout_seed_" in step.buffers

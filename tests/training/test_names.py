@@ -150,3 +150,23 @@ def test_gradients_are_those_of_the_tensors_whose_names_are_taken() -> None:
         gradfuse.testing.assert_gradients_close(
             session.gradients[name], exact.astype(np.float32), exact, np.float32, terms=16 * np.abs(exact).max()
         )
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "learning_rate.1", "target", "w.grad", "w.updated", "w.exp_avg"])
+def test_inputs_of_a_model_keep_such_names(name: str) -> None:
+    model = chained(f'"{name}"', ("w",), "Tanh(%s)")
+    model.graph.node[0].input[0] = name
+    w = np.array([1, 2, 3], np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    step = gradfuse.build_training_step(model, "mse", optimizer=optimizers.AdamW(lr=0.1))
+    assert step.input_names == (name,) and name not in step.target_names
+    session = TrainingSession(step)
+    parameter = torch.nn.Parameter(torch.from_numpy(w.copy()))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = (X * parameter).tanh().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert session.step(X.numpy(), ZEROS.numpy()) == pytest.approx(loss.item(), rel=1e-6)
+    assert np.abs(session.evaluate(X.numpy()) - (X * parameter).tanh().detach().numpy()).max() < 1e-6

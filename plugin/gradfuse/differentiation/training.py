@@ -193,13 +193,17 @@ def _built(
     if tie:
         tie_tensors(store, tie)
     choice = choose(store, trainable, frozen)
-    aside = names.set_aside(work.graph.initializers)
+    aside = names.set_aside([*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)])
     for value in list(work.graph.initializers.values()):
         value.name = aside.get(str(value.name), value.name)
     work = in_new_opset(completed(work))
     if given is not None:
         check_forward(given, work, check if isinstance(check, Mapping) else None)
     graph = work.graph
+    for value in graph.inputs:
+        value.name = aside.get(str(value.name), value.name)
+    if isinstance(check, Mapping):
+        check = {aside.get(name, name): array for name, array in check.items()}
     by_batch = leave_training_mode(graph)
     if train_batch_norm:
         by_batch = nodes_in_inference_mode(graph)
@@ -238,7 +242,7 @@ def _built(
     parameters = _with_gradients(asked, initializers, found, choice.named)
     warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})
     description = options.described(parameters)
-    _require_free_names(graph, result, parameters, updated, description)
+    _free_names(graph, result, parameters, updated, description)
 
     changed = {*parameters, *updated}
     first = [value for name, value in graph.initializers.items() if name in changed]
@@ -341,8 +345,8 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
     _warn_of_activation(output, criterion)
-    free = {target.name: names.free(target.name, graph.initializers) for target in criterion.targets}
-    _require_free_targets(graph, free.values(), name)
+    values = {str(value.name) for value in values_of(graph)}
+    free = {target.name: names.free(target.name, values) for target in criterion.targets}
     added: list[Tensor] = []
     for target in criterion.targets:
         dtype = target.dtype or output.dtype
@@ -456,20 +460,29 @@ def _with_gradients(
     return parameters
 
 
-def _require_free_names(
+def _free_names(
     graph: ir.Graph,
     loss: ir.Value,
     parameters: Iterable[str],
     updated: Iterable[str],
     description: optimizers.Optimizer | None,
 ) -> None:
-    """Refuse a model with a name that the step gives to something else."""
+    """Take names that the step gives to something else from what nodes compute; refuse them of anything else."""
     changed = [*updated] if description is None else [*updated, *parameters]
     wanted = {LOSS, *(name + UPDATED_SUFFIX for name in changed), *(name + GRADIENT_SUFFIX for name in parameters)}
     if description is not None:
         states = description.input_names()
         wanted |= {*states, *(name + UPDATED_SUFFIX for name in states)}
-    taken = [str(value.name) for value in values_of(graph) if value.name in wanted and value is not loss]
+    every = {str(value.name) for value in values_of(graph)} | wanted
+    taken = []
+    for value in values_of(graph):
+        if value.name not in wanted or value is loss:
+            continue
+        if value.producer() is None:
+            taken.append(str(value.name))
+        else:
+            value.name = names.free(f"{value.name}_inner", every)
+            every.add(value.name)
     if taken:
         raise ArgumentError(f"{_WHO}: the model has a value {listed(taken)}; expected that name to be free")
 

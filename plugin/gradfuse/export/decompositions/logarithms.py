@@ -107,7 +107,8 @@ def sigmoid(self: Tensor) -> Tensor:
     p = torch.where(fixed >= 0, 1.0 / (1.0 + (-right).exp()), small / (1.0 + small))
     # The difference of what is infinite is no number.
     near = self.clamp(-_FLAT, _FLAT)
-    return p + (near - standins.STOP_GRADIENT(near)) * ((1.0 - p) * p)
+    moved: Tensor = near - standins.STOP_GRADIENT(near)
+    return p + moved * ((1.0 - p) * p)
 
 
 def softplus(self: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
