@@ -308,6 +308,26 @@ def test_what_exporters_say_of_merged_parameters_helps(tmp_path: Path) -> None:
     require_torchs(quietly(kept), Equal, X, {})
 
 
+def test_layers_that_an_exporter_made_one_are_warned_of() -> None:
+    """Of two layers of equal weights on one input, which fresh experts may be, the file has one."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.b.load_state_dict(self.a.state_dict())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.a(x)) + torch.tanh(self.b(x))
+
+    with pytest.warns(UserWarning, match=r"Add \(node '.*'\) reads one value twice.* with optimize=False"):
+        build_training_step(by_dynamo(Twice(), X), "mse")
+    program = torch.onnx.export(Twice(), (X,), dynamo=True, optimize=False, verbose=False)
+    assert program is not None
+    require_torchs(quietly(program.model_proto), Twice, X, {})
+
+
 NUMBERS = """g (float[N, 4] x) => (float[N, 3] y)
 <float[4, 3] w = {1,0,0, 0,1,0, 0,0,1, 0,0,0}, float[1] half = {0.5}, float[1, 1] r = {1.41421356}, float one = {1}> {
     h = MatMul(x, w) a = Div(h, r) e = Erf(a) b = Add(e, one) c = Mul(h, b) y = Mul(c, half)

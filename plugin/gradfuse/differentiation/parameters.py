@@ -52,6 +52,7 @@ _FIXED: Mapping[tuple[str, str], Collection[int]] = {
 }
 """Inputs for settings and tables: what is stored for them is no parameter."""
 _STATES: Mapping[str, Collection[int]] = {"GRU": {5}, "LSTM": {5, 6}, "RNN": {5}}
+_JOINING = {"Add", "Concat", "Sum", "Mean", "Max", "Min"}
 _MADE = re.compile(r"onnx::|/|val_\d|(scalar|lifted|_)_?tensor|ortshared_|(full|ones|zeros)\b")
 """How names begin that exporters and optimizers make up."""
 _MADE_AT_END = re.compile(r"_output_\d+$|const_fold_opt|(_default|Constant)(_\d+)?$")
@@ -97,6 +98,7 @@ class Choice:
         shared: parameters that several layers read.
         copies: parameter -> another one of its values, or of those transposed.
         parts: a parameter that the caller has named -> tensors that other layers read in its place, which stay.
+        doubled: nodes that add or join two values, which are one that is trained.
         named: whether the caller has named the parameters.
     """
 
@@ -105,6 +107,7 @@ class Choice:
     shared: list[str]
     copies: dict[str, str]
     parts: dict[str, list[str]]
+    doubled: list[ir.Node]
     named: bool
 
 
@@ -467,14 +470,10 @@ def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] 
     parts = {name: [one for one in ones if one not in names and one not in kept] for name, ones in divided.items()}
     for name in names:
         store.lift(values[name])
-    return Choice(
-        names,
-        [name for name in left_out if name not in kept],
-        shared,
-        copies,
-        {name: ones for name, ones in parts.items() if ones},
-        named=trainable is not None,
-    )
+    left_out = [name for name in left_out if name not in kept]
+    doubled = _doubled(store, {values[name] for name in names}) if store.has_scopes else []
+    parts = {name: ones for name, ones in parts.items() if ones}
+    return Choice(names, left_out, shared, copies, parts, doubled, named=trainable is not None)
 
 
 def _numbers(store: Store, values: Mapping[str, ir.Value], found: Mapping[str, Verdict]) -> list[str]:
@@ -514,6 +513,18 @@ def _unmatched(store: Store, pattern: str, values: Mapping[str, ir.Value]) -> st
         if fnmatch.fnmatchcase(name, pattern) and value.const_value is not None:
             return f"is {value.const_value.dtype}"
     return "matches nothing"
+
+
+def _doubled(store: Store, parameters: Collection[ir.Value]) -> list[ir.Node]:
+    """Return nodes that read one trained value in two places, as is left of layers that an exporter made one."""
+    trained, found = set(parameters), []
+    for node in store.graph:
+        read = [value for value in node.inputs if value in trained]
+        if read:
+            trained.update(node.outputs)
+        if node.op_type in _JOINING and len(set(read)) < len(read):
+            found.append(node)
+    return found
 
 
 def _is_shared(store: Store, value: ir.Value) -> bool:
@@ -592,6 +603,12 @@ def warn(store: Store, choice: Choice, parameters: Collection[str]) -> None:
         messages.append(
             f"trainable has {name!r}, whose values other layers have too; {listed(parts)} stay as they are, and "
             f"trainable takes their names. If they are one parameter: tie={{{parts[0]!r}: {name!r}}}"
+        )
+    if choice.doubled:
+        shown = listed([f"{one.op_type} (node {one.name!r})" for one in choice.doubled], quoted=False)
+        messages.append(
+            f"{shown} reads one value twice. Exporters make one of layers of equal weights, and the weights of the "
+            f"others are lost: {_advice(store)}"
         )
     if choice.left_out:
         messages.append(
