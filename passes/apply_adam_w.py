@@ -58,6 +58,7 @@ class FuseApplyAdamWPass(FusePass):
     """
 
     operator = "ApplyAdamW"
+    training_operators = ("AdamWOptimizer",)
     linear = False
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:

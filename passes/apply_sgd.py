@@ -38,6 +38,7 @@ class FuseApplySgdPass(FusePass):
     """
 
     operator = "ApplySgd"
+    training_operators = ("SGDOptimizerV2",)
     linear = False
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:

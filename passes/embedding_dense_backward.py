@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import NOTHING_IGNORED
 from gradfuse.passes.algebra import Algebra, Atom, Poly
-from gradfuse.passes.matching import VIEWS, Builder, FusePass, Mismatch, Rewrite, Site
-from gradfuse.passes.reading import Form, ort_training
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.reading import Form, Order, ort_training
 
 _ROWS = {
     ("", "ScatterND"): 2,
@@ -20,6 +20,9 @@ _ROWS = {
     (ort_training.DOMAIN, "GatherElementsGrad"): 0,
 }
 """Operators that add rows at indices, with the place of the rows."""
+_VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand"}
+_KEEPING = _VIEWS | {"Cast", "Clip"}
+"""Operators behind which an index is the same, if it is one."""
 _FEW = 3  # columns are enough for a proof: each is the same
 _MOST = 1 << 14  # elements of a result for which all columns are run
 _MOST_WITH_FEW = 1 << 20
@@ -28,8 +31,8 @@ _MOST_WITH_FEW = 1 << 20
 class FuseEmbeddingDenseBackwardPass(FusePass):
     """Finds a value that is, as a function of one tensor dY of rows, the sum over all rows r of [v = index of r] dY[r].
 
-    The index is an integer tensor. The operator refuses one that is out of range, so that it is in range is taken for
-    granted. Rows in order of their index go to GroupedBiasAddGrad, which comes first.
+    The operator refuses an index that is out of range. So an index that the graph is given is taken to be in range, and
+    others must not be below 0. Rows in order of their index go to GroupedBiasAddGrad, which comes first.
     """
 
     operator = "EmbeddingDenseBackward"
@@ -60,6 +63,8 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
         found = site.find(index, own.sizes[:count], root, dtypes=[ir.DataType.INT64, ir.DataType.INT32])
         if found is None or found[1] != 1.0:
             raise Mismatch("its index is no integer value of the graph")
+        if not _is_in_range(site, found[0]):
+            raise Mismatch("its index may count from the end, which the operator refuses")
         lead, columns = list(range(count)), list(range(count, len(own.sizes)))
         width = site.algebra.product(sizes[v] for v in columns)
         fused = builder.fused(
@@ -76,6 +81,17 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
         rewrite = builder.rewrite("sum-at-index", [fused], builder.reshape(fused, site.extents(root)))
         table = _fewer_columns(form, own, weights)
         return replace(rewrite, frontier=(rows, found[0]), linear=bool(table), table=table)
+
+
+def _is_in_range(site: Site, index: ir.Value) -> bool:
+    """Whether an index is not below 0: by what computes it, or as one that the graph is given."""
+    source = index
+    while (node := source.producer()) is not None and not node.domain and node.op_type in _KEEPING:
+        above = node.inputs[0]
+        if above is None:
+            break
+        source = above
+    return node is None or Order(site.forms).least(index) >= 0
 
 
 def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
@@ -110,7 +126,7 @@ def _with_what_is_behind(value: ir.Value | None) -> Iterator[ir.Value]:
     while value is not None:
         yield value
         node = value.producer()
-        value = node.inputs[0] if node is not None and not node.domain and node.op_type in VIEWS else None
+        value = node.inputs[0] if node is not None and not node.domain and node.op_type in _VIEWS else None
 
 
 def _index(algebra: Algebra, form: Form, own: Form) -> Poly | None:

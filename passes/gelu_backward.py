@@ -11,9 +11,10 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
-from gradfuse.passes.reading import Form
+from gradfuse.passes.reading import Form, ort_training
 
 _CURVES = {"Erf": "none", "Tanh": "tanh"}
+_WHOLE = {"GeluGrad": "none", "FastGeluGrad": "tanh"}
 _NEAR_ROOT, _NEAR_CURVE = 64, 8  # nodes ahead among which gradient and input are looked for
 _FEWEST_TERMS = 3  # of a slope, and so of its product with a gradient
 _CLOSE = 1e-6  # to the constants within a curve, which no form of the root has
@@ -29,12 +30,18 @@ class FuseGeluBackwardPass(FusePass):
     1. s is the slope of the unit at x: (1 + E) / 2 + x D / sqrt(2 pi), with an Exp D of -x^2 / 2 that the graph has, or
        (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2;
     2. g and x are values of P's type and shape.
+
+    GeluGrad and FastGeluGrad of onnxruntime-training are the same in one node.
     """
 
     operator = "GeluBackward"
     linear = False
+    training_operators = ("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX")
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        whole = root.producer()
+        if whole is not None and whole.domain == ort_training.DOMAIN and whole.op_type in _WHOLE:
+            return _of_one_node(site, builder, root, whole)
         form = site.forms.form(root)
         if _curves(site).isdisjoint(site.algebra.tensors(form.poly)):
             return None
@@ -48,7 +55,7 @@ class FuseGeluBackwardPass(FusePass):
         return self.first_bound(builder, candidates)
 
     def possible(self, site: Site, form: Form) -> bool:
-        return len(form.poly) >= _FEWEST_TERMS
+        return len(form.poly) >= _FEWEST_TERMS or not _wholes(site).isdisjoint(site.algebra.tensors(form.poly))
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,17 @@ def _curves(site: Site) -> Set[object]:
         return frozenset(name for form in forms if form is not None for name in site.algebra.tensors(form.poly))
 
     return site.answer("curves of GELU", (), (), find)
+
+
+def _wholes(site: Site) -> Set[object]:
+    """The names, in forms, of what GeluGrad and FastGeluGrad give."""
+
+    def find() -> Set[object]:
+        nodes = (n for n in site.graph if n.domain == ort_training.DOMAIN and n.op_type in _WHOLE)
+        forms = (site.forms.get(node.outputs[0]) for node in nodes)
+        return frozenset(name for form in forms if form is not None for name in site.algebra.tensors(form.poly))
+
+    return site.answer("gradients of GELU", (), (), find)
 
 
 def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Value]:
@@ -142,6 +160,21 @@ def _slope(site: Site, x: Poly, height: Poly) -> Poly:
     inner_slope = (UNIT + algebra.mul(x, x).scaled(3 * _CUBIC)).scaled(_SCALE)
     moved = algebra.product([x, UNIT - algebra.mul(height, height), inner_slope])
     return (UNIT + height + moved).scaled(0.5)
+
+
+def _of_one_node(site: Site, builder: Builder, root: ir.Value, node: ir.Node) -> Rewrite | None:
+    grad, x = node.inputs[0], node.inputs[1]
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        raise Mismatch("it adds a bias to its input, which is no value of the graph")
+    if grad is None or x is None or not all(site.knows(v) and site.extents(v) == site.extents(root) for v in (grad, x)):
+        return None
+    if any(value.dtype != root.dtype for value in (grad, x)):
+        raise Mismatch("it is computed of tensors of several types")
+    fused = builder.fused(
+        FuseGeluBackwardPass.operator, [grad, x], site.extents(root), approximate=_WHOLE[node.op_type]
+    )
+    rewrite = builder.rewrite("gelu-backward", [fused], fused)
+    return replace(rewrite, frontier=tuple(dict.fromkeys((grad, x))), runs=frozenset([node]))
 
 
 def _bound(site: Site, builder: Builder, root: ir.Value, grad: ir.Value, unit: _Unit) -> Rewrite:

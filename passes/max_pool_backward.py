@@ -28,6 +28,7 @@ class FuseMaxPoolBackwardPass(FusePass):
     """
 
     operator = "MaxPoolBackward"
+    training_operators = ("MaxPoolGrad",)
     linear = False
     looks_at_views = True
 

@@ -23,6 +23,7 @@ class FuseThresholdBackwardPass(FusePass):
     operator = "ThresholdBackward"
     linear = False
     weak = True
+    training_operators = ("ReluGrad",)
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()

@@ -44,11 +44,27 @@ def _training_operators(site: Site, operators: Mapping[str, str]) -> Iterator[Ne
     `operators` says of those what a rule would have proposed.
     """
     for node in site.graph:
-        rule = operators.get(node.op_type) if node.domain == ort_training.DOMAIN else None
+        of_training = node.domain == ort_training.DOMAIN or node.op_type == "MaxPoolGrad"
+        rule = operators.get(node.op_type) if of_training else None
         if rule is None or (site.forms.get(node.outputs[0]) is not None and node.outputs[0] not in site.forms.opaque):
             continue
-        reason = site.forms.why_opaque(node) or "an operator that is not read"
+        reason = _REASONS.get(node.op_type) or site.forms.why_opaque(node) or "an operator that is not read"
         yield NearMiss(names_of([node])[0], rule, f"{node.op_type} of onnxruntime-training: {reason}")
+
+
+_SEQUENCES = (
+    "it updates sequences of tensors, inputs whose number a model does not say; gradfuse.to_stock makes a step of the "
+    "artifacts, with an update for each parameter"
+)
+_REASONS = {
+    "AdamWOptimizer": _SEQUENCES,
+    "SGDOptimizerV2": _SEQUENCES,
+    "ReluGrad": "it gives 0 where the result is NaN, and the operator the gradient",
+    "MaxPoolGrad": "it does not say what was pooled; gradfuse.to_stock writes a scatter, which is matched",
+    "QuickGeluGrad": "its curve is a sigmoid, and the operator has an erf or a tanh",
+    **dict.fromkeys(("BiasGeluGrad_dX", "BiasFastGeluGrad_dX"), "it adds a bias to its input, which is no value"),
+}
+"""Why no rule takes an operator of onnxruntime-training, whatever is around it."""
 
 
 _SHIFTS = {"Pad", "Concat", "Slice", "Gather", "ScatterND", "ScatterElements"}

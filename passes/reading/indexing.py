@@ -35,7 +35,16 @@ def _sign(bound: Poly, sign: int) -> bool:
 @reads("Gather")
 def _gather(forms: KnownForms, node: ir.Node) -> Form:
     data, index = forms.operands(node)
-    return _gathered(forms, data, index, attribute(node, "axis", 0) % len(data.groups))
+    axis = attribute(node, "axis", 0) % len(data.groups)
+    used = [name for name in forms.algebra.tensors(index.poly) if name in forms.tables]
+    if not used:
+        return _gathered(forms, data, index, axis)
+    # Some of its numbers count from the end.
+    value = node.outputs[0]
+    if axis or index.poly != forms.algebra.tensor(used[0], map(forms.algebra.var, range(2))):
+        raise Opaque("an index that counts from both ends")
+    forms.tables[str(value.name)] = forms.tables[used[0]]
+    return forms.named(("by table", value.name), (*index.groups, *data.groups[1:]), value)
 
 
 def _gathered(forms: KnownForms, data: Form, index: Form, axis: int) -> Form:

@@ -6,6 +6,7 @@ They have no specification of their own; each is read as the gradient that its n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -38,6 +39,14 @@ def _scale(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
     groups, (x, factor) = forms.broadcast(forms.operands(node))
     return Form(groups, algebra.mul(x, algebra.power(factor, -1) if attribute(node, "scale_down", 0) else factor))
+
+
+@reads("TanhGrad", "SigmoidGrad", domain=DOMAIN)
+def _curve_grad(forms: KnownForms, node: ir.Node) -> Form:
+    algebra = forms.algebra
+    groups, (grad, y) = forms.broadcast(forms.operands(node))
+    slope = UNIT - algebra.mul(y, y) if node.op_type == "TanhGrad" else algebra.mul(y, UNIT - y)
+    return Form(groups, algebra.mul(grad, slope))
 
 
 @reads("BroadcastGradientArgs", domain=DOMAIN)
@@ -396,8 +405,21 @@ def _layer_normalization_grad_array(
     return left * inverse, *sums[: 1 + len(mean)]
 
 
+def _gelu_grad_array(grad: Array, x: Array) -> tuple[Array, ...]:
+    cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[x.dtype])(x * math.sqrt(0.5)))
+    return (grad * (cdf + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)),)
+
+
+def _fast_gelu_grad_array(grad: Array, x: Array) -> tuple[Array, ...]:
+    scale, cube = math.sqrt(2 / math.pi), 0.044715
+    curve = np.tanh(scale * (x + cube * x**3))
+    return (grad * 0.5 * (1 + curve + x * (1 - curve * curve) * scale * (1 + 3 * cube * x * x)),)
+
+
 ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "Scale": _scale_array,
+    "TanhGrad": lambda grad, y: np.asarray(grad * (1 - y * y)),
+    "SigmoidGrad": lambda grad, y: np.asarray(grad * y * (1 - y)),
     "SoftmaxGrad_13": _softmax_grad_array,
     "LogSoftmaxGrad_13": _log_softmax_grad_array,
     "SoftmaxGrad": _flat_softmax_grad(_softmax_grad_array),
@@ -417,6 +439,8 @@ ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
 
 WITHOUT_FORM: dict[str, Callable[..., tuple[Array, ...]]] = {
     "ConvGrad": _conv_grad_array,
+    "GeluGrad": _gelu_grad_array,
+    "FastGeluGrad": _fast_gelu_grad_array,
     "BatchNormalizationGrad": _batch_normalization_grad_array,
     **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"), _layer_normalization_grad_array),
 }

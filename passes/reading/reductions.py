@@ -164,14 +164,13 @@ def _reduce(forms: KnownForms, node: ir.Node) -> Form:
 def _segment_sum(forms: KnownForms, node: ir.Node, x: Form) -> Form | None:
     """The sum of the rows of segments, where they are gathered by a table, and a row of zeros comes after them."""
     used = [name for name in forms.algebra.tensors(x.poly) if name in forms.tables]
-    gather = forms.producer(node.inputs[0]) if used else None
-    if gather is None or gather.domain or gather.op_type != "Gather" or attribute(gather, "axis", 0) != 0:
+    if not used or x.poly != forms.algebra.tensor(used[0], map(forms.algebra.var, range(len(x.sizes)))):
         return None
-    index, concat = forms.operand(gather, 1), forms.producer(gather.inputs[0])
-    tables = [name for name in used if index.poly == forms.algebra.tensor(name, map(forms.algebra.var, range(2)))]
-    if concat is None or concat.domain or concat.op_type != "Concat" or attribute(concat, "axis", 0) != 0 or not tables:
+    gather = forms.producer(node.inputs[0])
+    concat = None if gather is None else forms.producer(gather.inputs[0])
+    if gather is None or concat is None or concat.domain or concat.op_type != "Concat" or attribute(concat, "axis", 0):
         return None
-    table, (rows, *end) = forms.tables[tables[0]], forms.operands(concat)
+    table, (rows, *end) = forms.tables[used[0]], forms.operands(concat)
     of_zeros = len(end) == 1 and not end[0].poly and not end[0].groups[0]
     if not of_zeros or forms.extent(rows.groups[0]) != forms.extent(table.ids.groups[0]):
         return None

@@ -89,6 +89,18 @@ class Pairs(nn.Module):
         return self.loss(self.left(x) @ self.right(y).t() / 0.7)
 
 
+class Layers(nn.Module):
+    """Layers, and a weighted sum of what they give."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        result: Tensor = (self.layers(x) * weights).sum()
+        return result
+
+
 def one_hot(target: Tensor) -> Tensor:
     return F.one_hot(target, CLASSES).float()
 
@@ -136,12 +148,18 @@ def _tokens(seed: int) -> Tensor:
 
 X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(4))
 TARGET = torch.tensor([0, 4, 2, 1, 3, 3])
 VALUES = torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(2))
 
 
 def _scores(loss: Loss, *targets: Tensor, **options: Any) -> Case:
     return Case(lambda: Scores(loss), (X, *(targets or (TARGET,))), **options)
+
+
+def _layers(layers: Callable[[], Sequence[nn.Module]], x: Tensor, *sizes: int) -> Case:
+    """`sizes`: those of the result."""
+    return Case(lambda: Layers(*layers()), (x, torch.randn(sizes, generator=torch.Generator().manual_seed(3))))
 
 
 CASES = {
@@ -169,6 +187,20 @@ CASES = {
     "first_class": Case(
         lambda: Pairs(lambda z: F.cross_entropy(z, torch.zeros(z.shape[0], dtype=torch.long))), (X, Y), dynamic=False
     ),
+    "embedding": _layers(lambda: (nn.Embedding(VOCABULARY, 4), nn.Tanh()), _tokens(0), 3, TOKENS, 4),
+    "layer_norm": _layers(lambda: (nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh()), X, ROWS, 8),
+    "layer_norm_plain": _layers(lambda: (nn.Linear(6, 8), nn.LayerNorm(8, elementwise_affine=False)), X, ROWS, 8),
+    "batch_norm": _layers(lambda: (nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Tanh()), IMAGES, 3, 3, 6, 6),
+    "batch_norm_rows": _layers(lambda: (nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh()), X, ROWS, 4),
+    "convolution": _layers(lambda: (nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3, 2, 1)), IMAGES, 3, 2, 2, 2),
+    "convolution_depthwise": _layers(
+        lambda: (nn.Conv2d(2, 4, 1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1, groups=4)), IMAGES, 3, 4, 6, 6
+    ),
+    "gelu": _layers(lambda: (nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 3)), X, ROWS, 3),
+    "gelu_tanh": _layers(lambda: (nn.Linear(6, 4), nn.GELU("tanh"), nn.Linear(4, 3)), X, ROWS, 3),
+    "max_pool": _layers(lambda: (nn.Conv2d(2, 3, 1), nn.MaxPool2d(2), nn.Tanh()), IMAGES, 3, 3, 3, 3),
+    "max_pool_overlapping": _layers(lambda: (nn.Conv2d(2, 3, 1), nn.MaxPool2d(3, 2, 1)), IMAGES, 3, 3, 3, 3),
+    "relu": _layers(lambda: (nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), X, ROWS, 3),
     "squared_error": _scores(lambda z, t: ((z - t) ** 2).mean(), VALUES),
     "squared_error_weighted": _scores(lambda z, t, w: ((z - t) ** 2 * w).mean(), VALUES, torch.rand(ROWS, 1)),
 }

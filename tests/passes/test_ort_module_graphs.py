@@ -15,14 +15,32 @@ from producers import run
 from gradfuse import fuse
 from gradfuse.testing import assert_gradients_close
 
-EXPECTED = {
-    "gpt_rows_of_another_name": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 2, "LayerNormBackward": 3},
-    "gpt_rows_of_the_same_name": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1, "LayerNormBackward": 2},
-    "gpt_ignored": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1, "LayerNormBackward": 2},
-    "gpt_internal": {"CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 1, "LayerNormBackward": 2},
+
+def _gpt(layers: int = 1) -> dict[str, int]:
+    of_each = {"ScaledMaskedSoftmaxBackward": layers, "GeluBackward": layers, "LayerNormBackward": layers + 1}
+    return {"CrossEntropyLossGrad": 1, "EmbeddingDenseBackward": 1, **of_each}
+
+
+EXPECTED: dict[str, dict[str, int]] = {
+    "gpt_rows_of_another_name": _gpt(layers=2),
+    "gpt_rows_of_the_same_name": _gpt(),
+    "gpt_ignored": _gpt(),
+    "gpt_internal": _gpt(),
     "clip": {"CrossEntropyLossGrad": 2},
     "clip_internal": {"CrossEntropyLossGrad": 2},
     "clip_fixed": {"CrossEntropyLossGrad": 2},
+    "embedding": {"EmbeddingDenseBackward": 1},
+    "layer_norm": {"LayerNormBackward": 1},
+    "layer_norm_plain": {"LayerNormBackward": 1},
+    "batch_norm": {"BatchNormBackward": 1, "ConvolutionBackward": 1},
+    "batch_norm_rows": {"BatchNormBackward": 1},
+    "convolution": {"ConvolutionBackward": 2},
+    "convolution_depthwise": {"ConvolutionBackward": 2},
+    "gelu": {"GeluBackward": 1},
+    "gelu_tanh": {"GeluBackward": 1},
+    "max_pool": {"ConvolutionBackward": 1},
+    "max_pool_overlapping": {"ConvolutionBackward": 1},
+    "relu": {},
     "squared_error": {"MseLossBackward": 1},
     "squared_error_weighted": {"MseLossBackward": 1},
 }

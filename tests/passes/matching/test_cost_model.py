@@ -149,7 +149,8 @@ def test_rows_that_a_sorted_index_scatters_are_worth_a_sum_over_groups(scatter: 
 
 
 def test_to_count_the_rows_of_groups_takes_longer_than_to_add_narrow_ones() -> None:
-    report = fuse(scattered_rows("ScatterND", 4096, width=16)).report
+    only = ["GroupedBiasAddGrad"]
+    report = fuse(scattered_rows("ScatterND", 4096, width=16), only=only).report
     assert not report.fusions
     assert any("not profitable: would take as long" in miss.reason for miss in report.near_misses)
-    assert fuse(scattered_rows("ScatterElements", 4096, width=16)).report.fusions
+    assert fuse(scattered_rows("ScatterElements", 4096, width=16), only=only).report.fusions

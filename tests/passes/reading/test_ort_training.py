@@ -112,6 +112,8 @@ _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "GatherNDGrad": _gather_nd_grad,
     "SliceGrad": _slice_grad,
     "Scale": lambda a, k, scale_down=0: a / k if scale_down else a * k,
+    "TanhGrad": lambda grad, y: grad - grad * y**2,
+    "SigmoidGrad": lambda grad, y: grad * y - grad * y**2,
     "SoftmaxGrad_13": _softmax_grad,
     "LogSoftmaxGrad_13": _log_softmax_grad,
     "SoftmaxCrossEntropyLossGrad": _loss_grad,
@@ -161,6 +163,8 @@ def _read() -> Iterator[Sample]:
         yield own(op, x("N", 3), x("N", 3), shapes=[("N", 3)])
         yield own(op, x("N", 3, 2), x("N", 3, 2), shapes=[("N", 3, 2)])
         yield own(op, x("N", 3, 2), x("N", 3, 2), shapes=[("N", 3, 2)], axis=2)
+    for op in ("TanhGrad", "SigmoidGrad"):
+        yield own(op, x("N", 3), x("N", 3), shapes=[("N", 3)])
     yield own("FusedMatMul", x("N", 3), np.ones((3, 1)), shapes=[("N", 1)], alpha=0.5)
     yield own("FusedMatMul", x(3, "N"), np.eye(3), shapes=[("N", 3)], transA=1)
     yield own("FusedMatMul", x(2, "N", 3), np.ones((2, 1, 3)), shapes=[(2, "N", 1)], transB=1, alpha=-2.0)
