@@ -280,7 +280,7 @@ def test_sizes_have_nothing_to_do_with_those_of_the_batch(monkeypatch: pytest.Mo
     original = comparing_sizes.compare
 
     def compare(*args: Any) -> None:
-        seen.extend(args[4])
+        seen.extend(args[3])
         original(*args)
 
     monkeypatch.setattr(comparing_sizes, "compare", compare)

@@ -299,7 +299,13 @@ class TorchStep:
         Raises:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
+        try:
+            return self._run(cast, take)
+        finally:
+            # Else the module would hold the copies until its next run. A backward pass may call it once more.
+            self.place(self.state)
 
+    def _run(self, cast: Callable[[Tensor], Tensor] | None, take: Callable[[Tensor], Tensor] | None) -> Outcome:
         def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
             return cast(copied) if cast is not None else copied
@@ -318,9 +324,6 @@ class TorchStep:
         except Exception as error:
             # A user's module may raise anything.
             raise refusal(f"the module or the loss fails on the batch: {explaining.reason(error)}") from error
-        finally:
-            # Else the module would hold the copies until its next run.
-            self.place(self.state)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise refusal(f"loss returns {kind(value)}; expected a tensor of one element")
         if not value.requires_grad:
