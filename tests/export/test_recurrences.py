@@ -185,3 +185,26 @@ def test_the_weights_of_layers_are_left_as_they_were(fails: bool) -> None:
     assert [id(weight) for weight in weights] == [id(parameter) for parameter in module.layers.parameters()]
     module(x).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_cells_under_autocast_have_operands_of_one_type(kind: Callable[[int, int], nn.Module]) -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.cell = nn.Linear(3, 4), kind(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = self.cell(self.first(x))
+            return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    module, x, y = Cell(), torch.randn(5, 3), torch.randn(5, 4)
+    step = export_training_step(module, nn.MSELoss(), (x, y), autocast=torch.float16, fuse=False)
+    with torch.autocast("cpu", torch.float16):
+        wanted = nn.MSELoss()(module(x), y)
+    wanted.backward()  # type: ignore[no-untyped-call]
+    session = TrainingSession(step)
+    found = session.step(x.numpy(), y.numpy())
+    assert found == pytest.approx(wanted.item(), abs=4 * torch.finfo(torch.float16).eps)
+    assert session.gradients.keys() == {name for name, _ in module.named_parameters()}

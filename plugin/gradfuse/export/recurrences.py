@@ -136,7 +136,8 @@ def scanned() -> Iterator[None]:
     """Let GRU and LSTM layers that are called under it be traced as `gru_steps` and `lstm_steps`.
 
     Packed sequences, `nn.RNN` and projections of the state (`proj_size`) stay as they are. With dropout between their
-    layers, which PyTorch would trace as none, the last two are traced step by step here.
+    layers, which PyTorch would trace as none, the last two are traced step by step here. Under autocast, `nn.RNN` and
+    cells are traced as products, of which torch casts the operands.
     """
     with _Scanned():
         yield
@@ -155,13 +156,17 @@ def left_unflattened() -> Iterator[None]:
 
 class _Scanned(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        layer = _LAYERS.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        layer, cell = _LAYERS.get(name), _CELLS.get(name)
+        narrow = (layer or cell) is not None and torch.is_autocast_enabled(args[0].device.type)
+        if cell is not None and narrow and not kwargs:
+            return cell(*args)
         # A packed sequence comes with its batch sizes in the place of the first state.
         if layer is not None and not kwargs and len(args) == 9 and isinstance(args[3], bool):
             first, drops = args[1], args[4] > 1 and args[5] > 0.0 and args[6]
             if layer is _lstm and first[0].shape[-1] != first[1].shape[-1]:
                 layer = _projected_lstm
-            if layer in (_gru, _lstm) or drops:
+            if layer in (_gru, _lstm) or drops or narrow:
                 return layer(*args)
         return func(*args, **(kwargs or {}))
 
@@ -228,6 +233,40 @@ _LAYERS: dict[str, Callable[..., _Tensors]] = {
     "lstm": _lstm,
     "rnn_tanh": functools.partial(_rnn, torch.tanh),
     "rnn_relu": functools.partial(_rnn, torch.relu),
+}
+
+
+def _rnn_cell(nonlinearity: Callable[[Tensor], Tensor], x: Tensor, h: Tensor, *weights: Any) -> Tensor:
+    of_input, of_state = _projections(x, h, *weights)
+    return nonlinearity(of_input + of_state)
+
+
+def _gru_cell(x: Tensor, h: Tensor, *weights: Any) -> Tensor:
+    of_input, of_state = (one.chunk(3, -1) for one in _projections(x, h, *weights))
+    reset, update = (torch.sigmoid(a + b) for a, b in zip(of_input[:2], of_state[:2], strict=True))
+    new = torch.tanh(of_input[2] + reset * of_state[2])
+    return (h - new) * update + new
+
+
+def _lstm_cell(x: Tensor, states: Sequence[Tensor], *weights: Any) -> _Tensors:
+    h, c = states
+    of_input, of_state = _projections(x, h, *weights)
+    i, f, g, o = (of_input + of_state).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _projections(
+    x: Tensor, h: Tensor, of_input: Tensor, of_state: Tensor, b: Tensor | None = None, c: Tensor | None = None
+) -> _Tensors:
+    return torch.nn.functional.linear(x, of_input, b), torch.nn.functional.linear(h, of_state, c)
+
+
+_CELLS: dict[str, Callable[..., Any]] = {
+    "gru_cell": _gru_cell,
+    "lstm_cell": _lstm_cell,
+    "rnn_tanh_cell": functools.partial(_rnn_cell, torch.tanh),
+    "rnn_relu_cell": functools.partial(_rnn_cell, torch.relu),
 }
 
 

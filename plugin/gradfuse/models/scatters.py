@@ -27,8 +27,8 @@ def reduces_by_scatter_nd(model: ir.Model) -> bool:
     return any(_reduces(node) for group in groups for node in group)
 
 
-def _reduces(node: ir.Node) -> bool:
-    return node.op_type == "ScatterND" and not node.domain and node.attributes.get_string("reduction", "none") != "none"
+def _reduces(node: ir.Node, op_type: str = "ScatterND") -> bool:
+    return node.op_type == op_type and not node.domain and node.attributes.get_string("reduction", "none") != "none"
 
 
 def replace_scatter_nd(model: ir.Model) -> None:
@@ -37,6 +37,9 @@ def replace_scatter_nd(model: ir.Model) -> None:
     Numbers of 16 bits, for which onnxruntime has no kernel of either, are added in float32.
     """
     for node in list(model.graph.all_nodes()):
+        # What comes of a ScatterND below is of 32 bits already.
+        if _reduces(node, "ScatterElements"):
+            _widen(node)
         if not _reduces(node):
             continue
         data, indices, _ = node.inputs
@@ -44,6 +47,27 @@ def replace_scatter_nd(model: ir.Model) -> None:
             continue
         if isinstance(indices.shape[-1], int):
             _replace(node, data, data.shape, indices.shape)
+
+
+def _widen(node: ir.Node) -> None:
+    """Let a ScatterElements of 16 bits add in float32."""
+    result = node.outputs[0]
+    dtype, wide = result.dtype, ir.DataType.FLOAT
+    if dtype not in _NARROW:
+        return
+    data, indices, updates = node.inputs
+    assert node.graph is not None and data is not None and updates is not None and dtype is not None
+    tape = ir.tape.Tape()
+
+    def cast(value: ir.Value, to: ir.DataType, what: str) -> ir.Value:
+        output = ir.Value(name=f"{result.name}/{what}", type=ir.TensorType(to), shape=value.shape)
+        return tape.op("Cast", [value], {"to": to.value}, output=output)
+
+    given = [cast(data, wide, "data"), indices, cast(updates, wide, "updates")]
+    sums = ir.Value(name=f"{result.name}/sums", type=ir.TensorType(wide), shape=result.shape)
+    replacement = cast(tape.op(node.op_type, given, dict(node.attributes), output=sums), dtype, "narrow")
+    replacement.type, replacement.shape = result.type, result.shape
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [result], [replacement])
 
 
 def _replace(node: ir.Node, data: ir.Value, shape: ir.Shape, index_shape: ir.Shape) -> None:
