@@ -203,7 +203,7 @@ def test_cells_under_autocast_have_operands_of_one_type(kind: Callable[[int, int
     step = export_training_step(module, nn.MSELoss(), (x, y), autocast=torch.float16, fuse=False)
     with torch.autocast("cpu", torch.float16):
         wanted = nn.MSELoss()(module(x), y)
-    wanted.backward()  # type: ignore[no-untyped-call]
+    wanted.backward()
     session = TrainingSession(step)
     found = session.step(x.numpy(), y.numpy())
     assert found == pytest.approx(wanted.item(), abs=4 * torch.finfo(torch.float16).eps)
