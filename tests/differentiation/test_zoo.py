@@ -83,3 +83,26 @@ def test_gradients_are_those_of_torch_and_nothing_is_found_twice(name: str) -> N
     assert not [
         str(region) for region in gradfuse.explain(step.model).regions if region.status in ("fuses", "unprofitable")
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_models_without_the_shapes_of_their_values_are_fused_and_differentiated_alike(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]
+    module, batch = WithLoss(model), model.batch(4, 8)
+    program = torch.onnx.export(module, batch, dynamo=True, optimize=False, dynamic_shapes=model.dynamic_shapes)
+    assert program is not None
+    given, bare = program.model_proto, onnx.ModelProto.FromString(program.model_proto.SerializeToString())
+    del bare.graph.value_info[:]
+    parameters = {parameter for parameter, _ in module.named_parameters(remove_duplicate=False)}
+    trained = [one.name for one in given.graph.initializer if one.name in parameters]
+    steps = [build_training_step(one, None, trainable=trained) for one in (given, bare)]
+    fusions = [sorted(fusion.op for fusion in step.report.fusions) for step in steps if step.report is not None]
+    assert len(fusions) == 2 and fusions[0] == fusions[1]
+    sessions = [TrainingSession(step) for step in steps]
+    inputs = dict(zip(steps[0].input_names, [tensor.numpy() for part in batch for tensor in part], strict=True))
+    assert sessions[0].step(inputs, ()) == sessions[1].step(inputs, ())
+    assert sessions[0].gradients.keys() == sessions[1].gradients.keys()
+    for parameter, gradient in sessions[0].gradients.items():
+        assert np.array_equal(gradient, sessions[1].gradients[parameter]), parameter
