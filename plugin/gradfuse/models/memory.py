@@ -70,9 +70,12 @@ def available() -> int | None:
     free = _stated("/proc/meminfo", "MemAvailable")
     swap = _stated("/proc/meminfo", "SwapFree")
     rest = None if free is None else free + (swap or 0)
-    # Of a container.
+    # Of a container, whose caches of files go where memory is needed.
+    group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        most, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stated = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= sum(int(number) for key, number in stated if key in ("inactive_file", "active_file"))
         rest = most - used if rest is None else min(rest, most - used)
     return rest
 
