@@ -217,8 +217,10 @@ def _one(name: str, way: str, folder: str) -> Row:
         parts: list[tuple[str, float]] = []
 
         def note(part: str, done: int, total: int) -> None:
-            if not parts or parts[-1][0] != part:
-                parts.append((part, time.perf_counter()))
+            # Without the share of it that is done.
+            name = part.partition(", ")[0]
+            if not parts or parts[-1][0] != name:
+                parts.append((name, time.perf_counter()))
 
         optimizer = torch.optim.AdamW(module.parameters())
         step = gradfuse.export_training_step(module, loss, (inputs, targets), optimizer, progress=note)
