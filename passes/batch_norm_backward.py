@@ -22,14 +22,17 @@ from gradfuse.passes.matching import (
     require_same,
     wanted_outputs,
 )
+from gradfuse.passes.matching.terms import parts_of_sum
 from gradfuse.passes.reading import Form, is_float
 
 _CHANNELS = 1  # the dimension of channels
-_VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Cast", "Identity"}
+_VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"} | _VIEWS
 _REDUCTIONS = {"ReduceSum", "ReduceMean"}
 _VALUES = 120  # that a gradient is made of
-_CANDIDATES = 4  # for the gradient of the result that are tried
+_FACTORS = 16  # of a product
+_VECTORS = 3  # forms of a deviation, and a weight
+_CANDIDATES = 8  # for the gradient of the result that are tried
 _READERS = 24  # of a value that are looked at
 
 
@@ -168,13 +171,15 @@ def _factors(site: Site, value: ir.Value, root: ir.Value) -> Iterator[ir.Value]:
     for own in todo:
         yield own
         node = own.producer()
-        if node is not None and node.op_type in ("Mul", "Identity") and not node.domain and len(todo) < 16:
+        if node is not None and node.op_type in ("Mul", "Identity") and not node.domain and len(todo) < _FACTORS:
             todo += [v for v in node.inputs if v is not None and _is_whole(site, v, root)]
 
 
 def _candidates(site: Site, root: ir.Value, region: _Region) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
     """Gradients of the result, inputs and means that a value may be made of."""
-    products = [list(_factors(site, value, root)) for value in region.reduced]
+    is_whole = partial(_is_whole, site, root=root)
+    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(value, is_whole, _FACTORS))
+    products = [list(_factors(site, term, root)) for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
     for centred in region.centred:
         node = centred.producer()
@@ -264,15 +269,17 @@ def _bound_beside(
 ) -> Rewrite:
     stops = [gradient, x]
     vectors = _vectors(site, root, [*stops, *own_mean])
-    if not 1 <= len(vectors) <= 2:
-        raise Mismatch(f"it has {len(vectors)} vectors of the channels beside the mean, not 1 or 2")
-    sources = [*stops, *own_mean, *vectors]
-    if root.dtype not in TOLERANCE or any(v.dtype != root.dtype for v in (*sources, mean)):
+    if not 1 <= len(vectors) <= _VECTORS:
+        raise Mismatch(f"it has {len(vectors)} vectors of the channels beside the mean, not 1 to {_VECTORS}")
+    if root.dtype not in TOLERANCE or any(v.dtype != root.dtype for v in (*stops, *own_mean, *vectors, mean)):
         raise Mismatch("it is computed of tensors of several types")
 
     for invstd, weight in [(v, w) for v in vectors for w in (*vectors, None) if w is not v]:
         if len(vectors) == 2 and weight is None:
             continue
+        # Differentiating node by node leaves the deviation in several forms, of which one is its inverse.
+        of_weight = [] if weight is None else [weight]
+        sources = [*stops, *own_mean, *(vectors if len(vectors) <= 2 else of_weight)]
         definition = _definition(site, root, sources, gradient, x, mean, invstd, weight)
         try:
             require_same(site, root, definition.grad_input, definition.root)

@@ -22,9 +22,10 @@ from gradfuse.passes.matching import (
     require_same,
     wanted_outputs,
 )
+from gradfuse.passes.matching.terms import parts_of_sum
 from gradfuse.passes.reading import is_float
 
-_VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Cast", "Identity"}
+_VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"} | _VIEWS
 _REDUCTIONS = {"ReduceSum", "ReduceMean"}
 _VALUES = 120  # that a gradient is made of
@@ -215,7 +216,9 @@ class _Candidate:
 
 def _candidates(site: Site, region: _Region) -> Iterator[_Candidate]:
     """The furthest factors first, which a weight has not been multiplied with."""
-    products = [_factors(site, value, region.root)[::-1] for value in region.reduced]
+    is_whole = partial(_is_whole, site, root=region.root)
+    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(value, is_whole, _FACTORS))
+    products = [_factors(site, term, region.root)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
     for product in products:
         for data, gradient in itertools.permutations(dict.fromkeys(product), 2):

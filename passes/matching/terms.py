@@ -7,7 +7,7 @@ values that are taken as they are, and corrections ``1 - base ** count`` of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _COUNTS = (*_WIDE, ir.DataType.INT32, ir.DataType.INT64)
 """The types that hold every number of steps; narrower ones wrap around, or stay where 1 more rounds to the same."""
 _VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten"}
+_SUMS = {"Add", "Sub", "Neg", "Sum", "Identity"}
 _NODES = 96  # that are read for one value
 _PRODUCTS = 16  # of terms
 
@@ -239,3 +240,13 @@ def _corrected(terms: Terms) -> Terms:
     if not isinstance(key, Power) or rest or exponent != 1.0 or other != -number:
         return terms
     return {_of(Correction(key)): number}
+
+
+def parts_of_sum(value: ir.Value, is_part: Callable[[ir.Value], bool], most: int) -> list[ir.Value]:
+    """What a value is the sum, difference or negative of, the value itself first; about so many at most."""
+    found = [value]
+    for own in found:
+        node = own.producer()
+        if node is not None and node.op_type in _SUMS and not node.domain and len(found) < most:
+            found += [v for v in node.inputs if v is not None and v not in found and is_part(v)]
+    return found

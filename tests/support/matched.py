@@ -1,6 +1,7 @@
 """What fuse matches in each graph of tests/corpus and tests/findings, as `matched.json` beside the graphs keeps it.
 
-`make matched` prints the table, and writes the file anew.
+`make matched` prints the table and, for each operator, the share of graphs with its gradient in which it is matched, and
+writes the file anew.
 """
 
 from __future__ import annotations
@@ -45,6 +46,37 @@ def known() -> dict[str, Matched]:
     return content
 
 
+HOLDS = {
+    **dict.fromkeys(("embedding", "embedding_lookup"), "EmbeddingDenseBackward"),
+    **dict.fromkeys(("layer_norm", "layer_norm_plain"), "LayerNormBackward"),
+    **dict.fromkeys(("batch_norm", "batch_norm_rows", "batch_norm_images"), "BatchNormBackward"),
+    **dict.fromkeys(("convolution", "convolution_depthwise"), "ConvolutionBackward"),
+    **dict.fromkeys(("gelu", "gelu_tanh"), "GeluBackward"),
+    **dict.fromkeys(("max_pool", "max_pool_overlapping"), "MaxPoolBackward"),
+    **dict.fromkeys(("relu", "maximum"), "ThresholdBackward"),
+    **dict.fromkeys(("squared_error", "squared_error_weighted"), "MseLossBackward"),
+    **dict.fromkeys(("adam", "adamw", "adam_foreach", "adamw_foreach"), "ApplyAdamW"),
+    **dict.fromkeys(("momentum", "sgd", "sgd_foreach", "sgd_nesterov"), "ApplySgd"),
+    "attention": "ScaledMaskedSoftmaxBackward",
+}
+"""The operator whose gradient, or update, a graph is about, by the name of its file; else a loss of classes."""
+
+
+def shares(found: dict[str, Matched]) -> dict[str, tuple[int, int]]:
+    """Of how many graphs of a producer's folder that are about an operator it is matched in how many, under "all"."""
+    result: dict[str, tuple[int, int]] = {}
+    for name, policies in found.items():
+        *_, folder, case = name.split("/")
+        if folder not in ("ort_module", "tf2onnx", "torch_layers"):
+            continue
+        case = case.split(".")[0]
+        operator = HOLDS.get(case, "CrossEntropyLossGrad")
+        matched_there = any(what.startswith(f"{operator} ") for what in policies["all"])
+        hits, count = result.get(operator, (0, 0))
+        result[operator] = hits + matched_there, count + 1
+    return dict(sorted(result.items()))
+
+
 def main() -> None:
     logging.disable()
     found = {name: matched(path) for name, path in graphs().items()}
@@ -56,6 +88,9 @@ def main() -> None:
             for what, count in everything.items()
         ]
         print(name.ljust(width), "; ".join(entries) or "-")
+    print()
+    for operator, (hits, count) in shares(found).items():
+        print(f"{operator}: matched in {hits} of {count} graphs that are about it")
     LIST.write_text(json.dumps(found, indent=1) + "\n")
 
 
