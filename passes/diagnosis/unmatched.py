@@ -57,7 +57,7 @@ _SEQUENCES = (
     "artifacts, with an update for each parameter"
 )
 _REASONS = {
-    "AdamWOptimizer": _SEQUENCES,
+    "AdamWOptimizer": f"its epsilon stays out of the correction, and {_SEQUENCES}",
     "SGDOptimizerV2": _SEQUENCES,
     "ReluGrad": "it gives 0 where the result is NaN, and the operator the gradient",
     "MaxPoolGrad": "it does not say what was pooled; gradfuse.to_stock writes a scatter, which is matched",

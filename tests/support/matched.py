@@ -1,6 +1,6 @@
 """What fuse matches in each graph of tests/corpus and tests/findings, as `matched.json` beside the graphs keeps it.
 
-`make matched` prints the table and, for each operator, the share of graphs with its gradient in which it is matched, and
+`make matched` prints the table and, for each operator, in how many of the graphs that are about it it is matched. It
 writes the file anew.
 """
 

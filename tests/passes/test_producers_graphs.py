@@ -1,0 +1,75 @@
+"""Gradient graphs that tf2onnx_graphs.py and torch_layers.py of tests/corpus made: fused, and still right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from producers import COMMITTED, run
+
+from gradfuse import fuse
+from gradfuse.testing import assert_gradients_close
+
+OF_PYTORCH = {
+    **dict.fromkeys(("adam", "adamw"), "ApplyAdamW"),
+    **dict.fromkeys(("sgd", "sgd_nesterov"), "ApplySgd"),
+    **dict.fromkeys(("layer_norm", "layer_norm_plain"), "LayerNormBackward"),
+    **dict.fromkeys(("gelu", "gelu_tanh"), "GeluBackward"),
+    "embedding": "EmbeddingDenseBackward",
+    "relu": "ThresholdBackward",
+}
+EXPECTED = {
+    "attention": ["ScaledMaskedSoftmaxBackward"],
+    "batch_norm": ["BatchNormBackward"],
+    "embedding": ["EmbeddingDenseBackward"],
+    "layer_norm": ["LayerNormBackward"],
+    "squared_error": ["MseLossBackward"],
+    # Channels are last, and the operator has them second.
+    "batch_norm_images": [],
+    # The gradient is whole where the result is 0, and the operator's is 0 there.
+    "maximum": [],
+    # How many elements a mask keeps, and that it is one a row, the graph does not say.
+    "boolean_mask": [],
+    "boolean_mask_dyn": [],
+    # One target might be added to the numbers of all rows: sizes of inputs have names of their own.
+    "one_index_dyn": [],
+}
+
+
+def _paths(folder: str) -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in sorted((COMMITTED / folder).glob("*.onnx"))]
+
+
+def _fused(path: Path) -> list[str]:
+    """What was fused in a model, once its results have been compared with the producer's in float64."""
+    model = onnx.load(path)
+    result = fuse(model, policy="all")
+    assert not any(miss.bug for miss in result.report.near_misses)
+    with np.load(path.with_suffix(".npz")) as file:
+        feeds = {key.removeprefix("in."): file[key] for key in file.files if key.startswith("in.")}
+        exact = {key.removeprefix("out."): file[key] for key in file.files if key.startswith("out.")}
+    plain, got = run(model, feeds), run(result.model, feeds)
+    largest = max(1.0, *(float(np.abs(array).max()) for array in exact.values()))
+    for key, array in exact.items():
+        assert_gradients_close(got[key], plain[key], array, np.float32, terms=4 * largest)
+    return [fusion.op for fusion in result.report.fusions]
+
+
+@pytest.mark.usefixtures("inference_in_process")
+@pytest.mark.parametrize("path", _paths("tf2onnx"))
+def test_graph_of_tensorflow_is_fused_and_has_its_gradients(path: Path) -> None:
+    found = _fused(path)
+    if path.stem in ("adam", "momentum"):
+        # Keras's updates are not PyTorch's: epsilon, and the rate, are elsewhere.
+        assert not {"ApplyAdamW", "ApplySgd"} & {*found}
+    else:
+        assert found == EXPECTED.get(path.stem, ["CrossEntropyLossGrad"])
+
+
+@pytest.mark.usefixtures("inference_in_process")
+@pytest.mark.parametrize("path", _paths("torch_layers"))
+def test_graph_of_pytorch_is_fused_and_has_its_gradients(path: Path) -> None:
+    assert _fused(path) == [OF_PYTORCH[path.stem.split(".")[0]]]
