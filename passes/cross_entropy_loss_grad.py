@@ -35,6 +35,10 @@ _NO_ONE_HOT = (
     "the backward of a log-softmax, but nothing shows that what comes into it is a one-hot of class indices, which the "
     "operator takes: probability targets, a one-hot that is an input, or another loss"
 )
+_PICKED = (
+    "the backward of a log-softmax whose elements are picked by an index, but nothing shows that it picks one class of "
+    "each row: sizes of inputs that may differ, a mask, or several targets of a row"
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
                         continue
                     sizes = dict(enumerate(form.sizes))
                     if not (total + algebra.sum(rest, {j: sizes[j]}, sizes)):
-                        yield NearMiss(names_of([node])[0], self.operator, _NO_ONE_HOT)
+                        reason = _PICKED if _has_picks(algebra, rest, j) else _NO_ONE_HOT
+                        yield NearMiss(names_of([node])[0], self.operator, reason)
                         break
 
     def _read_and_bound(
@@ -405,6 +410,13 @@ def _atoms(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
 def _has_one_hot(algebra: Algebra, poly: Poly, j: int) -> bool:
     """Whether a term is there for one j only, so that the rule has its say."""
     return any(atom.kind == "eq" and algebra.solve(atom, j) is not None for atom in _atoms(algebra, poly))
+
+
+def _has_picks(algebra: Algebra, poly: Poly, j: int) -> bool:
+    """Whether a sum adds up what an index puts at some of the classes."""
+    sums = (atom for atom in _atoms(algebra, poly) if atom.kind == "sum" and j in atom.free)
+    opened = (algebra.opened(atom, algebra.fresh(len(atom.args[0]))) for atom in sums)
+    return any(a.kind == "eq" and j in a.free for summand in opened for a in _atoms(algebra, summand))
 
 
 def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:

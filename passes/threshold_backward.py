@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching import TOLERANCE, Builder, FusePass, Mismatch, Rewrite, Site, names_of
+from gradfuse.passes.report import NearMiss
 
 _CUTS = {"LessOrEqual": (0, 1), "GreaterOrEqual": (1, 0)}
 """Comparisons, with the places of the value and the number in them."""
+_COMPARISONS = {"Less", "Greater", *_CUTS}
+_READERS = 24  # of a value that are looked at
+_OTHERWISE = (
+    "a gradient that is cut by a comparison with 0, but not by a Where that takes zeros where the result of a ReLU is "
+    "at most 0, as the operator does: at 0 or at NaN it may be another one"
+)
 _FUSED_RELUS = ("BatchNorm", "Convolution")
 
 
@@ -24,6 +33,12 @@ class FuseThresholdBackwardPass(FusePass):
     linear = False
     weak = True
     training_operators = ("ReluGrad",)
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Gradients that other comparisons cut."""
+        for node in site.graph:
+            if node.outputs[0].dtype in TOLERANCE and _cut_otherwise(site, node):
+                yield NearMiss(names_of([node])[0], self.operator, _OTHERWISE)
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
@@ -48,6 +63,35 @@ class FuseThresholdBackwardPass(FusePass):
             frontier=tuple(dict.fromkeys((grad, value))),
             runs=frozenset([cut]),
         )
+
+
+def _cut_otherwise(site: Site, node: ir.Node) -> bool:
+    """Whether a node makes zeros of a tensor by what a ReLU, or a maximum with 0, cuts: its argument or its result."""
+    if node.domain or node.op_type not in ("Mul", "Where"):
+        return False
+    for value in node.inputs[:1] if node.op_type == "Where" else node.inputs:
+        made = None if value is None else value.producer()
+        while made is not None and not made.domain and made.op_type in ("Cast", "Not"):
+            value = made.inputs[0]
+            made = None if value is None else value.producer()
+        if made is None or made.domain or made.op_type not in _COMPARISONS or len(made.inputs) != 2:
+            continue
+        for cut, bound in itertools.permutations(made.inputs):
+            if cut is None or not _is_zero(site, bound):
+                continue
+            if _is_cut(site, cut.producer()) or _is_read_by_cut(site, cut):
+                return True
+    return False
+
+
+def _is_cut(site: Site, node: ir.Node | None) -> bool:
+    if node is None or node.domain:
+        return False
+    return node.op_type == "Relu" or (node.op_type == "Max" and any(_is_zero(site, v) for v in node.inputs))
+
+
+def _is_read_by_cut(site: Site, value: ir.Value) -> bool:
+    return any(_is_cut(site, use.node) for use in itertools.islice(value.uses(), _READERS))
 
 
 def _compared(condition: ir.Value) -> tuple[ir.Value | None, ir.Value | None] | None:

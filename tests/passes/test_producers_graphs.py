@@ -10,7 +10,7 @@ import onnx
 import pytest
 from producers import COMMITTED, run
 
-from gradfuse import fuse
+from gradfuse import explain, fuse
 from gradfuse.testing import assert_gradients_close
 
 OF_PYTORCH = {
@@ -67,6 +67,22 @@ def test_graph_of_tensorflow_is_fused_and_has_its_gradients(path: Path) -> None:
         assert not {"ApplyAdamW", "ApplySgd"} & {*found}
     else:
         assert found == EXPECTED.get(path.stem, ["CrossEntropyLossGrad"])
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "operator", "reason"),
+    [
+        ("tf2onnx", "adam", "ApplyAdamW", "epsilon is not added to the corrected root"),
+        ("tf2onnx", "boolean_mask", "CrossEntropyLossGrad", "picks one class of each row"),
+        ("tf2onnx", "one_index_dyn", "CrossEntropyLossGrad", "sizes of inputs that may differ"),
+        ("tf2onnx", "maximum", "ThresholdBackward", "at 0 or at NaN"),
+        ("ort_module", "relu", "ThresholdBackward", "0 where the result is NaN"),
+        ("ort_module", "max_pool", "MaxPoolBackward", "does not say what was pooled"),
+    ],
+)
+def test_explain_says_why_a_graph_is_not_fused(folder: str, name: str, operator: str, reason: str) -> None:
+    regions = explain(COMMITTED / folder / f"{name}.onnx").regions
+    assert any(region.op == operator and reason in region.reason for region in regions), regions
 
 
 @pytest.mark.usefixtures("inference_in_process")
