@@ -122,6 +122,8 @@ class FusePass(ContextPass):
         rule, bug = "", False
         try:
             match = self._matched(site, builder, root)
+            if match is not None:
+                self._require_opset(context)
             if match is not None and self._takes(site, match):
                 anchor = anchor_of(site, match.rewrite, match.dead)
                 for part in () if match.rewrite.by_body else match.rewrite.parts():
@@ -180,6 +182,12 @@ class FusePass(ContextPass):
     def _is_possible(self, site: Site, form: Form) -> bool:
         outer = outer_factor(site.algebra, form) if self.linear else None
         return self.possible(site, form if outer is None else outer.inner)
+
+    def _require_opset(self, context: Context) -> None:
+        """Raise Mismatch where the operator's body is of operators that are newer than the model's."""
+        opset, oldest = context.model.graph.opset_imports.get("", 1), custom_ops.OPS[self.operator].oldest_opset
+        if opset < oldest:
+            raise Mismatch(f"the model's default opset is {opset}, and the operator's body needs {oldest}")
 
     def _takes(self, site: Site, match: _Match) -> bool:
         """Whether to put a match in; Mismatch if it is left alone for a reason that is worth a near miss."""

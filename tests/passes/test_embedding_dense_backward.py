@@ -143,6 +143,21 @@ def test_sums_by_a_table_are_fused() -> None:
     assert_gradients_close(got, plain, exact, np.float32)
 
 
+def test_model_that_is_older_than_the_body_is_left_alone() -> None:
+    text = """
+        <ir_version: 8, opset_import: ["": 15, "com.microsoft": 1]>
+        g (float[6,4] dy, int64[6] index) => (float[5,4] d) {
+          shape = Constant<value_ints = [5, 4]>()
+          d = com.microsoft.GatherGrad(shape, index, dy)
+        }
+    """
+    result = fuse(onnx.parser.parse_model(text), policy="all")
+    assert not result.report.fusions
+    assert "opset is 15, and the operator's body needs 16" in str([miss.reason for miss in result.report.near_misses])
+    newer = fuse(onnx.parser.parse_model(text.replace("15,", "17,")), policy="all")
+    assert [fusion.op for fusion in newer.report.fusions] == ["EmbeddingDenseBackward"], newer.report
+
+
 def test_embedding_of_a_large_vocabulary_is_fused_and_an_index_below_0_is_an_error() -> None:
     """ONNX's own operator counts it from the end. That is no gradient of a look-up."""
     text = """
