@@ -11,7 +11,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops.operator import NOTHING_IGNORED
 from gradfuse.passes.algebra import Algebra, Atom, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
-from gradfuse.passes.reading import Form, Order, ort_training
+from gradfuse.passes.reading import Form, Order, attribute, ort_training
 
 _ROWS = {
     ("", "ScatterND"): 2,
@@ -101,6 +101,8 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
         return
     place = _ROWS.get((node.domain, node.op_type))
     if place is not None and len(node.inputs) > place:
+        if not node.domain and attribute(node, "reduction", "none") != "add":
+            return  # It puts rows where no other is.
         yield from _with_what_is_behind(node.inputs[place])
     elif not node.domain and node.op_type in ("MatMul", "Gemm"):
         for value, other in itertools.permutations(node.inputs[:2]):

@@ -164,6 +164,16 @@ def _gradient_graphs(rng: random.Random) -> Subject:
     return gradient_graphs.load(name), gradient_graphs.arrays(name, "in"), name
 
 
+def _layer_graphs(rng: random.Random) -> Subject:
+    """Graphs of layers and losses by PyTorch and by tf2onnx."""
+    path = rng.choice(
+        sorted(path for name in ("tf2onnx", "torch_layers") for path in (COMMITTED / name).glob("*.onnx"))
+    )
+    with np.load(path.with_suffix(".npz")) as file:
+        feeds = {key.removeprefix("in."): file[key] for key in file.files if key.startswith("in.")}
+    return ir.load(path), feeds, path.stem
+
+
 def _as_it_is(model: ir.Model) -> onnx.ModelProto:
     mutant = ir.to_proto(model)
     onnx.checker.check_model(mutant, full_check=True)
@@ -246,6 +256,11 @@ def test_mutants_of_gradient_graphs_stay_right(part: int) -> None:
     _check_many(range(part, count, 2), _gradient_graphs, gradient_graphs.in_standard_operators)
 
 
+@pytest.mark.parametrize("part", range(2))
+def test_mutants_of_graphs_of_layers_stay_right(part: int) -> None:
+    _check_many(range(part, MUTANTS // VARIANT_SHARE, 2), _layer_graphs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(50))
 def test_many_mutants_stay_right(part: int) -> None:
@@ -253,4 +268,5 @@ def test_many_mutants_stay_right(part: int) -> None:
     seeds = range(1_000_000 + part * size, 1_000_000 + (part + 1) * size)
     _check_many(seeds, _training_graphs())
     _check_many(seeds[::VARIANT_SHARE], _small_graphs)
+    _check_many(seeds[::VARIANT_SHARE], _layer_graphs)
     _check_many(seeds[::VARIANT_SHARE], _gradient_graphs, gradient_graphs.in_standard_operators)
