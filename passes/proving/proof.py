@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,18 @@ class _Run:
         return float(np.median(finite)) if finite.size else 0.0
 
 
+_E = TypeVar("_E", bound=Exception)
+
+
+def _without_frames(error: _E) -> _E:
+    """Return an exception that does not keep alive what was in memory where it was raised, nor do those it is from."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
+
+
 class Proof:
     """One match on the bench."""
 
@@ -102,7 +114,7 @@ class Proof:
         try:
             self._compare()
         except (Refuted, Unproved) as verdict:
-            return verdict
+            return _without_frames(verdict)
         return None
 
     def _compare(self) -> None:
@@ -118,9 +130,9 @@ class Proof:
                 return
             except Refuted as error:
                 # In other sizes the constants of the graph may be wrong.
-                problem = Unproved(f"in smaller sizes the original is {error}") if table else error
+                problem = Unproved(f"in smaller sizes the original is {error}") if table else _without_frames(error)
             except Unproved as error:
-                problem = error
+                problem = _without_frames(error)
         assert problem is not None
         raise problem
 
@@ -129,7 +141,7 @@ class Proof:
         names = self.region.names
         constants = {names[v]: shrinking.resized(a, table, rescale) for v, a in self.region.constants.items()}
         runs: list[_Run] = []
-        failure: Exception | None = None
+        failure = ""
         for sample in self.samples.of(constants.values()):
             leaves: dict[str, Array] | None = None
             with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -143,7 +155,7 @@ class Proof:
                         for feeds in variants(sample, leaves, constants, self.tolerance)
                     ]
                 except Exception as error:  # The evaluator raises whatever its NumPy code raises.
-                    failure = error
+                    failure = (str(error) or repr(error)).splitlines()[0]
                     if leaves is not None and not sample.is_empty and _takes(original, constants | leaves):
                         raise Unproved(
                             f"the operator does not take what the original takes ({self._at(sample)})"
@@ -151,7 +163,7 @@ class Proof:
                     continue
                 runs.append(_Run(plain, fused, others, sample))
         if not runs:
-            raise Unproved(f"it cannot be run: {(str(failure) or repr(failure)).splitlines()[0]}")
+            raise Unproved(f"it cannot be run: {failure}")
         # Of all runs, as in some of them all may be what rounding leaves of a difference.
         scale = max((r.scale for r in runs if not r.sample.is_near), default=0.0)
         typical = float(np.median([r.typical for r in runs if not r.sample.is_near] or [0.0]))
