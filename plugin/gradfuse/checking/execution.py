@@ -21,7 +21,16 @@ from gradfuse import custom_ops, library
 from gradfuse.errors import GradfuseError, ModelError, one_line
 from gradfuse.models import files, scatters, validation, writing
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.tensors import copy_model, every_tensor, tensor_bytes, to_proto
+from gradfuse.models.tensors import (
+    copy_model,
+    data_files,
+    every_tensor,
+    moved,
+    read_attribute_tensors,
+    serialized,
+    tensor_bytes,
+    to_proto,
+)
 
 FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 """The floating point types that a model may compute in, from narrow to wide."""
@@ -35,6 +44,10 @@ _PATIENCE = 0.5
 """Seconds that a run has to end."""
 _LARGE = 2**25
 """Bytes of tensors from which on a model is given to onnxruntime in files."""
+_MOST_EMBEDDED = 2**28
+"""Bytes of tensors that a message to onnxruntime may hold beside references to files."""
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""onnxruntime's setting for the folder of the files that a message refers to."""
 
 
 class Session:
@@ -215,8 +228,11 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
     """
     with contextlib.ExitStack() as stack:
         if tensor_bytes(model) < _LARGE:
-            content: bytes | str = _called_out(model, source).SerializeToString()
+            content: bytes | str = _called_out(to_proto(model), model, source).SerializeToString()
         else:
+            mapped = _mapped_session(model, source, options, providers)
+            if mapped is not None:
+                return mapped
             # onnxruntime maps what is in a file: in a message the tensors would be in memory several times.
             folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
             content = os.path.join(folder, "model.onnx")
@@ -229,12 +245,42 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
             raise ModelError(f"{source}: onnxruntime cannot load the model: {reason(error)}") from error
 
 
-def _called_out(model: ir.Model, source: str) -> onnx.ModelProto:
-    """Return the model as one message, with its functions (but ours) inlined if they have many calls.
+def _mapped_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
+    """Return a session of a model that maps the files its tensors are in; None where onnxruntime does not do that.
+
+    The files are in one folder, and what is not in them fits into a message.
+    """
+    folders = {os.path.dirname(os.path.abspath(path)) for path in data_files(model)}
+    embedded = sum(one.nbytes for one in every_tensor(model) if not isinstance(one, ir.ExternalTensor))
+    if len(folders) != 1 or embedded >= _MOST_EMBEDDED:
+        return None
+    (folder,) = folders
+    copy = copy_model(model)
+    read_attribute_tensors(copy)
+    for graph in copy.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = moved(value.const_value, os.path.basename(value.const_value.path))
+    content = _called_out(serialized(copy), copy, source).SerializeToString()
+    try:
+        known = options.get_session_config_entry(_FOLDER)
+    except Exception:
+        known = ""
+    if known != folder:
+        # It says so where an entry is set again. Models that refer to no file do not ask for the folder.
+        options.add_session_config_entry(_FOLDER, folder)
+    try:
+        return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
+    except Exception:
+        # Older versions do not know the entry. What else is wrong is found again, and told.
+        return None
+
+
+def _called_out(proto: onnx.ModelProto, model: ir.Model, source: str) -> onnx.ModelProto:
+    """Return the message of a model with its functions (but ours) inlined if they have many calls.
 
     onnxruntime inlines them itself, in a time that grows with the square of the number of calls.
     """
-    proto = to_proto(model)
     if not proto.functions or validation.inlined_nodes(model, source)[0] <= _MOST_INLINED:
         return proto
     ours = [(f.domain, f.name) for f in proto.functions if f.domain == custom_ops.DOMAIN]

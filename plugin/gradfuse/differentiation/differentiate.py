@@ -25,7 +25,7 @@ from gradfuse.models import reading
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import Names, graphs_of, inline, put_branch
 from gradfuse.models.memory import collection_paused
-from gradfuse.models.tensors import with_tensors_in_memory
+from gradfuse.models.tensors import with_small_tensors_in_memory
 from gradfuse.passes import shapes
 from gradfuse.passes.propagation import Facts
 from gradfuse.training.step import GRADIENT_SUFFIX
@@ -111,8 +111,8 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
 
 
 def inlined(loaded: reading.LoadedModel) -> ir.Model:
-    """Return the model with its functions inlined and its tensors in memory."""
-    model = with_tensors_in_memory(loaded.ir)
+    """Return the model with its functions inlined; large tensors stay in files where they are much."""
+    model = with_small_tensors_in_memory(loaded.ir)
     inline(model, lambda function: True)
     return model
 

@@ -8,7 +8,7 @@ import enum
 import fnmatch
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -269,7 +269,9 @@ def _follows_a_formula(array: npt.NDArray[Any], readers: Sequence[Reader]) -> bo
         # Rows that are looked up are weights, whatever they begin as, but for waves.
         return array.ndim > 1 and bool(-1 <= array.min() and array.max() <= 1) and _recurs(array)
     low, high = array.min(), array.max()
-    if low < high and bool(((array == low) | (array == high)).all()):
+    # A few are enough to tell of most tensors, which may be large.
+    parts = (array.flat[:_LOOKED_AT], array)
+    if low < high and all(bool(((part == low) | (part == high)).all()) for part in parts):
         return True
     return any(_recurs(np.moveaxis(array, axis, 0)) for axis in range(array.ndim))
 
@@ -437,6 +439,32 @@ def _tie(store: Store, one: ir.Value, root: ir.Value) -> None:
     del store.graph.initializers[str(one.name)]
 
 
+class _Verdicts(Mapping[str, Verdict]):
+    """What stored tensors are to all of their readers: those that nobody asks for are not read, as they may be large.
+
+    Args:
+        store: the tensors of the model.
+        values: the tensors, by name.
+    """
+
+    def __init__(self, store: Store, values: Mapping[str, ir.Value]) -> None:
+        self._store = store
+        self._values = values
+        self._known: dict[str, Verdict] = {}
+
+    def __getitem__(self, name: str) -> Verdict:
+        if name not in self._known:
+            value = self._values[name]
+            self._known[name] = verdict(self._store, value, self._store.readers(value))
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] | None) -> Choice:
     """Return the parameters that are to be trained, each an initializer of the graph.
 
@@ -447,12 +475,10 @@ def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] 
     statistics = {
         name for name, value in values.items() if value.uses() and all(is_statistic(*u) for u in value.uses())
     }
-    found = {
-        name: verdict(store, value, store.readers(value)) for name, value in values.items() if name not in statistics
-    }
-    weights = [name for name, one in found.items() if one is Verdict.PARAMETER]
+    found = _Verdicts(store, {name: value for name, value in values.items() if name not in statistics})
     names, left_out = [], []
     if trainable is None:
+        weights = [name for name, one in found.items() if one is Verdict.PARAMETER]
         names = weights or _numbers(store, values, found)
         left_out = [name for name, one in found.items() if one is Verdict.DOUBTFUL and name not in names]
     problems: list[str] = []

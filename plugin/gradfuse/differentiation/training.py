@@ -44,7 +44,7 @@ from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
-from gradfuse.models.tensors import copy_model
+from gradfuse.models.tensors import copy_model, to_mapped_proto
 from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
@@ -270,7 +270,7 @@ def _built(
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
     index_checks.append(work, checks, free_prefix(work.graph, "index_checks/")[:-1])
     step = TrainingStep(
-        model=ir.to_proto(work),
+        model=to_mapped_proto(work),
         parameters=values,
         buffers=buffers,
         input_names=tuple(batch),
@@ -522,4 +522,4 @@ def _evaluation(model: ir.Model, parameters: Collection[str]) -> Any:
         value = graph.initializers.pop(name)
         value.const_value = None
         graph.inputs.append(value)
-    return ir.to_proto(model)
+    return to_mapped_proto(model)

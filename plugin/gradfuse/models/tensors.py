@@ -5,6 +5,7 @@ External data is read only where it is needed. Until then, tensors in files stay
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from copy import copy, deepcopy
 from typing import Any
@@ -17,6 +18,10 @@ from gradfuse.errors import ModelError, one_line
 PROTOBUF_LIMIT = 2**31 - 1
 # Room for everything of a message that is not tensor data.
 _MESSAGE_ROOM = 2**27
+_MAPPED = 2**20
+"""Bytes from which on an external tensor is worth a place of its own in a file."""
+_MUCH = 2**28
+"""Bytes of such tensors from which on they stay in their files: they would be in memory several times."""
 
 
 def every_tensor(model: ir.Model) -> Iterator[ir.TensorProtocol]:
@@ -123,6 +128,28 @@ def with_tensors_in_memory(model: ir.Model) -> ir.Model:
     return result
 
 
+def with_small_tensors_in_memory(model: ir.Model) -> ir.Model:
+    """Return the model, or a copy with external tensors read into memory, but for the large ones where they are much.
+
+    Raises:
+        ModelError: external data cannot be read.
+    """
+    large = {id(tensor) for tensor in every_tensor(model) if _is_mapped(tensor)}
+    if sum(tensor.nbytes for tensor in every_tensor(model) if id(tensor) in large) < _MUCH:
+        return with_tensors_in_memory(model)
+    result = copy_model(model)
+    read_attribute_tensors(result)
+    for graph in result.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor) and id(value.const_value) not in large:
+                value.const_value = _read_tensor(value.const_value)
+    return result
+
+
+def _is_mapped(tensor: ir.TensorProtocol) -> bool:
+    return isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= _MAPPED
+
+
 def read_attribute_tensors(model: ir.Model) -> None:
     """Read external tensors in attributes into memory, as no ONNX writer moves their files."""
     nodes = [model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())]
@@ -148,6 +175,39 @@ def _read_tensor(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Return an `onnx.ModelProto` that holds its tensors; if it would exceed 2 GB, external tensors stay external."""
     return serialized(with_tensors_in_memory(model) if fits_one_message(model) else model)
+
+
+def moved(tensor: ir.ExternalTensor, location: str, folder: str = "", name: str | None = None) -> ir.ExternalTensor:
+    """Return an external tensor that names its file in another way, or has another name."""
+    return ir.ExternalTensor(
+        location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=str(tensor.name) if name is None else name,
+        doc_string=tensor.doc_string,
+        base_dir=folder,
+    )
+
+
+def to_mapped_proto(model: ir.Model) -> onnx.ModelProto:
+    """Return an `onnx.ModelProto` for use on this machine: large external tensors stay in their files where they are
+    much, and it names these by their absolute paths.
+
+    Raises:
+        ModelError: external data cannot be read.
+    """
+    result = with_small_tensors_in_memory(model)
+    if not has_external_data(result):
+        return serialized(result)
+    result = copy_model(result) if result is model else result
+    for graph in result.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor):
+                value.const_value = moved(tensor, os.path.abspath(tensor.path))
+    return serialized(result)
 
 
 def serialized(model: ir.Model) -> onnx.ModelProto:

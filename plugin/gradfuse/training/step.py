@@ -21,7 +21,7 @@ import onnx_ir as ir
 from gradfuse.errors import ModelError, one_line
 from gradfuse.models import files, reading, tensor_files, writing
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.tensors import to_proto
+from gradfuse.models.tensors import data_files, moved, to_mapped_proto
 
 if TYPE_CHECKING:
     from gradfuse.passes.report import Report
@@ -187,8 +187,17 @@ class TrainingStep:
             content = tensor_files.content(values, _WHO)
             writers[os.path.basename(beside)] = functools.partial(_write, content)
         writing.save(model, path, inputs=inputs, force=force, beside=writers)
+        written = _written_tensors(path) if data_files(model) else {}
         if self.evaluation_model is not None:
-            writing.save(ir.from_proto(self.evaluation_model), evaluation, inputs=inputs, force=force)
+            evaluated = ir.from_proto(self.evaluation_model)
+            shares = _refer_to_data(evaluated, model, written, path)
+            writing.save(evaluated, evaluation, keep_references=shares, inputs=inputs, force=force)
+        for proto in (self.model, self.evaluation_model):
+            # A step that replaces the file it was read from finds its tensors in the new one.
+            for tensor in () if proto is None else proto.graph.initializer:
+                if tensor.name in written and files.same(_location(tensor), writing.data_path(path)):
+                    new = written[tensor.name]
+                    tensor.CopyFrom(ir.to_proto(moved(new, os.path.abspath(new.path))))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -279,9 +288,9 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
     if evaluation_file is not None:
         beside = os.path.join(os.path.dirname(path), evaluation_file)
         if os.path.exists(beside):
-            evaluation_model = to_proto(reading.load(beside).ir)
+            evaluation_model = to_mapped_proto(reading.load(beside).ir)
     step = TrainingStep(
-        model=to_proto(model),
+        model=to_mapped_proto(model),
         parameters=arrays["parameters"],
         buffers=arrays["buffers"],
         input_names=input_names,
@@ -298,6 +307,44 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
     step.require_consistent(os.fspath(path))
     read_from = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), writing.data_path(of))]
     return step, read_from if values_file is None else [*read_from, _beside(path, values_file)]
+
+
+def _written_tensors(path: str | os.PathLike[str]) -> dict[str, ir.ExternalTensor]:
+    """Return the tensors that a step has in its data file."""
+    # Of a link, the folder is that of its target.
+    values = ir.load(os.path.realpath(path)).graph.initializers.values()
+    return {str(v.name): v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)}
+
+
+def _refer_to_data(
+    evaluation: ir.Model, model: ir.Model, written: Mapping[str, ir.ExternalTensor], path: str | os.PathLike[str]
+) -> bool:
+    """Let the tensors in files that a model shares with a step be those of the step's data file; whether all are.
+
+    Args:
+        evaluation: the model, which is changed.
+        model: the step that was written.
+        written: its tensors in the data file.
+        path: where it was written.
+    """
+    own = {place: name for name, v in model.graph.initializers.items() if (place := _place(v.const_value)) is not None}
+    for value in evaluation.graph.initializers.values():
+        place = _place(value.const_value)
+        tensor = None if place is None else written.get(own.get(place, ""))
+        if tensor is not None:
+            value.const_value = moved(tensor, str(tensor.location), str(tensor.base_dir), str(value.name))
+    found = data_files(evaluation)
+    return bool(found) and all(files.same(one, writing.data_path(path)) for one in found)
+
+
+def _location(tensor: onnx.TensorProto) -> str:
+    """Return the file that a tensor is in; "" for one that is in none."""
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def _place(tensor: ir.TensorProtocol | None) -> tuple[str, int | None, int | None] | None:
+    """Return where in a file a tensor is; None for one that is in none."""
+    return (tensor.path, tensor.offset, tensor.length) if isinstance(tensor, ir.ExternalTensor) else None
 
 
 def _evaluation_path(path: str | os.PathLike[str]) -> str:
