@@ -30,6 +30,7 @@ from gradfuse.custom_ops import (
     layer_norm_backward,
     lstm_recurrence,
     lstm_recurrence_backward,
+    matmul_n_bits_backward,
     max_pool_backward,
     mse_loss_backward,
     scaled_masked_softmax_backward,
@@ -69,6 +70,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             convolution,
             gelu_backward,
             threshold_backward,
+            matmul_n_bits_backward,
         )
     }
 )

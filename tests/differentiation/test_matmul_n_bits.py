@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 from quantised import Array, Infos, model_of, quantised
 
-from gradfuse import ArgumentError, ModelError, build_training_step, differentiate
+from gradfuse import ArgumentError, ModelError, build_training_step, differentiate, register
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -114,3 +114,35 @@ def test_the_quantised_weight_is_frozen() -> None:
     assert set(build_training_step(model, "mse").parameters) == {"b"}
     with pytest.raises(ArgumentError, match="the loss does not depend on 'w_scales'"):
         build_training_step(model, "mse", trainable=["w_scales"])
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("zeros", ["none", "packed"])
+def test_a_fused_step_has_one_operator_for_the_gradient(zeros: str, kernels: bool, tmp_path: Any) -> None:
+    """Without the library its function body runs, which holds no weight in floats ahead of time either."""
+    weight = quantised(64, 64, zero_points=zeros)
+    scale = numpy_helper.from_array(np.linspace(0.5, 1.5, 64, dtype=np.float32), "scale")
+    nodes = [onnx.helper.make_node("Mul", ["x", "scale"], ["scaled"]), weight.node("scaled", "y")]
+    info: tuple[Infos, Infos] = {"x": (np.float32, ["M", 64])}, {"y": (np.float32, ["M", 64])}
+    model = model_of(nodes, *info, [*weight.initializers(), scale], 18)
+    step = build_training_step(model, "mse", trainable=["scale"])
+    assert [node.op_type for node in step.model.graph.node].count("MatmulNBitsBackward") == 1
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.log_severity_level = 4
+    if kernels:
+        register(options)
+    session = onnxruntime.InferenceSession(step.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(2)
+    x, target = (rng.standard_normal((3, 64)).astype(np.float32) for _ in range(2))
+    (found,) = session.run(["scale.grad"], {"x": x, "target": target, **step.parameters})
+
+    def gradient(dtype: Any) -> Array:
+        w, s = weight.weight.astype(dtype), step.parameters["scale"].astype(dtype)
+        dy = (2 / x.size) * ((x.astype(dtype) * s) @ w.T - target.astype(dtype))
+        return np.asarray(((dy.astype(dtype) @ w) * x.astype(dtype)).sum(0))
+
+    terms = 64 * float(np.abs(gradient(np.float64)).max())
+    assert_gradients_close(found, gradient(np.float32), gradient(np.float64), np.float32, terms=terms)
+    largest = max(tensor.ByteSize() for tensor in onnx.load(tmp_path / "optimised.onnx").graph.initializer)
+    assert largest < 64 * 64 * 0.6, "a byte or more a weight"

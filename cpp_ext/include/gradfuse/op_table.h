@@ -17,6 +17,7 @@
 #include "gradfuse/ops/layer_norm_backward.h"
 #include "gradfuse/ops/lstm_recurrence.h"
 #include "gradfuse/ops/lstm_recurrence_backward.h"
+#include "gradfuse/ops/matmul_n_bits_backward.h"
 #include "gradfuse/ops/max_pool_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
@@ -33,7 +34,7 @@ using OpTable = OpList<  //
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
     ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
-    LayerNormBackwardArgs>;
+    LayerNormBackwardArgs, MatmulNBitsBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -223,13 +223,26 @@ def matmul_n_bits(call: Call) -> Iterator[Gradient]:
         raise call.error(f"weight_prepacked is {prepacked}; expected 0, the layout that is documented")
     if call.input(4) is not None:
         raise call.error("g_idx is given; expected blocks of columns that follow each other")
-    yield lambda: dy.matmul(_dequantized(call, dy, bits).cast(dy.dtype))
+    yield lambda: _by_operator(call, dy, bits) or dy.matmul(_dequantized(call, dy, bits).cast(dy.dtype))
     yield None
     yield None
     yield None
     yield None
     bias = call.input(5)
     yield lambda: None if bias is None else call.summed_to(dy, bias, call.y[0])
+
+
+def _by_operator(call: Call, dy: Tensor, bits: int) -> Tensor | None:
+    """Return the gradient by the operator that dequantises a part of the weight at a time, where it takes this one."""
+    packed, scales, zero_points = call.x[1], call.x[2], call.input(3)
+    assert packed is not None and scales is not None
+    fits = dy.dtype == scales.dtype and packed.dtype == ir.DataType.UINT8 and call.rank(packed) == 3
+    if not (call.node.meta.get(FUSES) and fits) or (zero_points and zero_points.dtype != ir.DataType.UINT8):
+        return None
+    columns = int(call.attribute("K"))
+    return call.tape.op(
+        "MatmulNBitsBackward", dy, packed, scales, zero_points, domain="aclnn", in_features=columns, bits=bits
+    )
 
 
 def _dequantized(call: Call, dy: Tensor, bits: int) -> Tensor:

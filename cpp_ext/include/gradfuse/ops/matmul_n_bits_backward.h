@@ -1,0 +1,55 @@
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "gradfuse/parallel.h"
+#include "gradfuse/queue.h"
+#include "gradfuse/signature.h"
+
+namespace gradfuse {
+
+// Gradient of a product with a weight of few bits with respect to what it multiplies: grad_output times the weight,
+// whose rows are blocks of numbers, (number - zero point) scale. The lowest bits of a byte are its first number.
+struct MatmulNBitsBackwardArgs {
+  static constexpr char kName[] = "MatmulNBitsBackward";
+  static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+  Tensor grad_output;                 // (*, out)
+  Tensor weight;                      // (out, blocks, bytes of a block)
+  Tensor scales;                      // (out, blocks), in any shape
+  std::optional<Tensor> zero_points;  // packed as the weight, each row from a new byte on, in any shape
+  int64_t in_features = 0;
+  int64_t bits = 4;
+  MutableTensor grad_input;  // (*, in_features)
+
+  int64_t Rows() const {
+    return Shape(grad_output.shape.dims(), static_cast<size_t>(grad_output.shape.rank() - 1)).NumElements();
+  }
+  int64_t Blocks() const { return weight.shape[1]; }
+  int64_t BlockSize() const { return weight.shape[2] * 8 / bits; }
+  int64_t ZeroPointBytes() const { return (Blocks() * bits + 7) / 8; }  // of a row
+
+  template <class Self, class Visitor>
+  static void Visit(Self& self, Visitor& visitor) {
+    visitor.Input("grad_output", self.grad_output, kT);
+    visitor.Input("weight", self.weight, DType::kUInt8);
+    visitor.Input("scales", self.scales, kT);
+    visitor.Input("zero_points", self.zero_points, DType::kUInt8);
+    visitor.Attribute("in_features", self.in_features);
+    visitor.Attribute("bits", self.bits);
+    visitor.Output("grad_input", self.grad_input, kT);
+  }
+};
+
+Status Check(const MatmulNBitsBackwardArgs& args);
+std::vector<Shape> OutputShapes(const MatmulNBitsBackwardArgs& args);
+namespace cpu {
+void Run(const MatmulNBitsBackwardArgs& args, const ParallelFor& parallel);
+}
+namespace cuda {
+int64_t WorkspaceBytes(const MatmulNBitsBackwardArgs& args);
+Status Run(const MatmulNBitsBackwardArgs& args, const Queue& queue);
+}  // namespace cuda
+
+}  // namespace gradfuse
