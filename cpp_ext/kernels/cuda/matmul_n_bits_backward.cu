@@ -71,8 +71,7 @@ Status RunTyped(const MatmulNBitsBackwardArgs& args, const Queue& queue) {
 int64_t WorkspaceBytes(const MatmulNBitsBackwardArgs&) { return 0; }
 
 Status Run(const MatmulNBitsBackwardArgs& args, const Queue& queue) {
-  return WithShortFloatType(args.grad_output.dtype,
-                            [&](auto type) { return RunTyped<decltype(type)>(args, queue); });
+  return WithShortFloatType(args.grad_output.dtype, [&](auto type) { return RunTyped<decltype(type)>(args, queue); });
 }
 
 }  // namespace gradfuse::cuda

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* Gradient of a product with a weight of few bits with respect to what it multiplies: gradOutput times the weight, whose
- * rows are blocks of numbers, (number - zero point) scale. The lowest bits of a byte are its first number.
+/* Gradient of a product with a weight of few bits with respect to what it multiplies: gradOutput times the weight,
+ * whose rows are blocks of numbers, (number - zero point) scale. The lowest bits of a byte are its first number.
  *
  * gradOutput: (*, out), of 1 to 8 dimensions, one of FLOAT, FLOAT16 and BF16.
  * weight: UINT8 (out, blocks, bytes of a block); a block has a power of two of numbers, from 16 on.
