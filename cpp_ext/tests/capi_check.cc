@@ -114,7 +114,8 @@ class Placed {
  private:
   size_t Size() const {
     switch (type_) {
-      case ACL_BOOL: return 1;
+      case ACL_BOOL:
+      case ACL_UINT8: return 1;
       case ACL_FLOAT:
       case ACL_INT32: return 4;
       default: return 8;
@@ -135,6 +136,7 @@ class Placed {
     const auto wide = static_cast<int64_t>(value);
     switch (type_) {
       case ACL_BOOL: *place = value > 0.5; break;
+      case ACL_UINT8: *place = static_cast<char>(static_cast<uint8_t>(value)); break;
       case ACL_FLOAT: std::memcpy(place, &number, sizeof number); break;
       case ACL_INT32: std::memcpy(place, &narrow, sizeof narrow); break;
       default: std::memcpy(place, &wide, sizeof wide); break;

@@ -307,6 +307,7 @@ def test_an_input_that_is_an_output_keeps_its_memory() -> None:
 
 
 _LONG_RUN = """
+import signal
 import numpy as np, onnx.parser, onnx_ir as ir
 from gradfuse.checking.execution import Session
 from gradfuse.checking.reference import ReferenceSession
@@ -314,6 +315,8 @@ nodes = " ".join(f"x{k + 1} = MatMul (x{k}, x0)" for k in range(300))
 text = '<ir_version: 10, opset_import: ["" : 20]> g (float[1024,1024] x0) => (float[1024,1024] x300) {' + nodes + "}"
 model = ir.from_proto(onnx.parser.parse_model(text))
 session = KIND(model, "model")
+# What runs in the background may have been told to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("begins", flush=True)
 for _ in range(10):
     session.run({"x0": np.zeros((1024, 1024), np.float32)})

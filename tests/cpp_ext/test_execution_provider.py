@@ -118,6 +118,10 @@ def mse(*names: str, reduction: int = 1) -> onnx.NodeProto:
     return helper.make_node("MseLossBackward", inputs, [output], output, domain=DOMAIN, reduction=reduction)
 
 
+NARROW = (torch.float16, torch.bfloat16, torch.uint8)
+"""Types that few operators of onnxruntime have."""
+
+
 def between_plain_nodes(op: str, sample: Sample) -> onnx.ModelProto:
     """A model in which plain nodes make each input of an operator, and take its outputs."""
     nodes, given, infos = [], [], {}
@@ -127,7 +131,7 @@ def between_plain_nodes(op: str, sample: Sample) -> onnx.ModelProto:
         if tensor is None:
             continue
         dtype, source = ONNX_TYPES[tensor.dtype], f"plain_{name}"
-        if tensor.dtype in (torch.float16, torch.bfloat16):
+        if tensor.dtype in NARROW:
             nodes.append(helper.make_node("Cast", [source], [name], to=dtype))
             dtype = FLOAT
         else:
@@ -147,7 +151,7 @@ def feeds_of(op: str, sample: Sample) -> dict[str, Any]:
     for parameter, tensor in zip(OPS[op].inputs, sample.inputs, strict=False):
         if tensor is None:
             continue
-        if tensor.dtype in (torch.float16, torch.bfloat16):
+        if tensor.dtype in NARROW:
             source = tensor.float()
         else:
             source = ~tensor if tensor.dtype == torch.bool else -tensor

@@ -23,6 +23,7 @@ ONNX_TYPES = {
     "int32": TensorProto.INT32,
     "int64": TensorProto.INT64,
     "bool": TensorProto.BOOL,
+    "uint8": TensorProto.UINT8,
 }
 
 

@@ -15,7 +15,13 @@ from case import Case
 from cases import cases
 
 HEADERS = Path(__file__).resolve().parents[2] / "capi" / "include" / "aclnnop"
-TYPES = {"float32": "ACL_FLOAT", "int32": "ACL_INT32", "int64": "ACL_INT64", "bool": "ACL_BOOL"}
+TYPES = {
+    "float32": "ACL_FLOAT",
+    "int32": "ACL_INT32",
+    "int64": "ACL_INT64",
+    "bool": "ACL_BOOL",
+    "uint8": "ACL_UINT8",
+}
 MOST_ELEMENTS = 200_000
 
 
