@@ -257,7 +257,7 @@ void Factory::AddCopyKernel(const char* op, OrtMemType input, OrtMemType output)
   // All that inputs and outputs of our operators can be.
   std::vector<const DataType*> types;
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64, DType::kInt32, DType::kInt64,
-                      DType::kBool}) {
+                      DType::kBool, DType::kUInt8}) {
     ThrowIfError(api_, provider_api_.GetTensorDataType(ToOnnx(dtype), &types.emplace_back()));
   }
   ThrowIfError(api_, provider_api_.KernelDefBuilder_SetOperatorType(builder, op));
