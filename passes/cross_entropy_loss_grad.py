@@ -147,7 +147,8 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _bound(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> Rewrite:
         algebra = site.algebra
         assert root.dtype is not None
-        if not loss.masks and algebra.tested_outside(loss.target, form.sizes[loss.classes], loss.ignore_index):
+        signed = loss.ignore_index == NOTHING_IGNORED
+        if not loss.masks and algebra.tested_outside(loss.target, form.sizes[loss.classes], signed=signed):
             raise Mismatch("the graph tests its target for a number that is no class; here it is not ignored")
         sizes = dict(enumerate(form.sizes))
         rows = [v for v in sizes if v != loss.classes]

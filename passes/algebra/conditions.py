@@ -129,14 +129,14 @@ def end_of(atoms: Atoms, poly: Poly) -> tuple[int, Poly] | None:
     return None
 
 
-def tested_outside(atoms: Atoms, poly: Poly, classes: Poly, but: int) -> bool:
-    """Whether the graph compares elements of the tensor that the polynomial is one of with a number that is no class.
+def tested_outside(atoms: Atoms, poly: Poly, classes: Poly, *, signed: bool) -> bool:
+    """Whether the graph compares elements of the tensor that the polynomial is one of with what is no class.
 
     Args:
         atoms: those of the graph.
         poly: an element of a tensor of classes.
-        classes: how many there are.
-        but: a number that may be compared with.
+        classes: how many there are: a size that is not below it is no class.
+        signed: whether to look for numbers below 0 as well.
     """
     own = [atoms.atoms[a] for m in poly.terms for a, _ in m]
     if len(own) != 1 or own[0].kind != "tensor" or any(atoms.tensors(index) for index in own[0].args[1:]):
@@ -148,7 +148,7 @@ def tested_outside(atoms: Atoms, poly: Poly, classes: Poly, but: int) -> bool:
             continue
         factor = terms.pop(elements[0])
         value = Poly(terms).scaled(-1.0 / factor)
-        below, above = value.integer, (value - classes).integer
-        if below != but and ((below is not None and below < 0) or (above is not None and above >= 0)):
+        known, above = value.integer, (value - classes).integer
+        if (signed and known < 0) if known is not None else (above is not None and above >= 0):
             return True
     return False
