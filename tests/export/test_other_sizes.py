@@ -286,7 +286,7 @@ def test_sizes_have_nothing_to_do_with_those_of_the_batch(monkeypatch: pytest.Mo
     monkeypatch.setattr(comparing_sizes, "compare", compare)
     module = Between(lambda h: h**2)
     export_training_step(module, F.mse_loss, _batch(6, 8), dynamic_shapes=SHAPES, fuse=False, evaluation=False)
-    joint = [one for one in seen if one.names == ("height", "width")]
+    joint = [one for one in seen if one.names == ("height", "width") and not one.beyond]
     assert joint
     for one in joint:
         height, width = one.sizes["x", 2], one.sizes["x", 3]
@@ -344,3 +344,17 @@ def test_a_text_with_places_for_pictures_has_as_many_at_other_lengths() -> None:
             dynamic_shapes=((words, {0: "batch"}), (words,)),
             fuse=False,
         )
+
+
+def test_sizes_that_only_fit_each_other_vary_together() -> None:
+    class Fitting(nn.Module):
+        def forward(self, found: Tensor, wanted: Tensor) -> Tensor:
+            if not torch.compiler.is_exporting() and wanted.shape[1] != 2 * found.shape[1]:
+                raise ValueError("not two targets for each item")
+            return (found.mean((1, 2)) - wanted.mean(1)).square().mean()
+
+    batch = (torch.randn(3, 4, 4),), (torch.randn(3, 8),)
+    shapes: Any = (({0: "batch", 1: "items"},), ({0: "batch", 1: "targets"},))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_training_step(nn.Linear(4, 4), Fitting(), batch, dynamic_shapes=shapes, fuse=False)

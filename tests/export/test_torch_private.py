@@ -947,3 +947,14 @@ def test_operators_collected_once() -> None:
     assert utils._collect_all_valid_cia_ops() == once
     assert torch.ops.aten.softplus.default not in once
     assert torch.ops.aten.conv2d.default in once
+
+
+def test_what_vmap_maps_over_has_its_memory() -> None:
+    x, found = torch.randn(3, 4), []
+
+    def note(row: torch.Tensor) -> torch.Tensor:
+        found.append(private.storage(row))
+        return row * 2
+
+    torch.vmap(note)(x)
+    assert found == [private.storage(x)]

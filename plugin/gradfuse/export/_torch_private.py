@@ -593,7 +593,10 @@ def may_be_zero(size: Any) -> bool:
 
 
 def storage(tensor: Tensor) -> int:
-    """Return what tensors that share memory have in common, those of traced programs too."""
+    """Return what tensors that share memory have in common, those of traced programs and of vmap too."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

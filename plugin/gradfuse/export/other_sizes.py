@@ -41,8 +41,8 @@ class OtherSizes:
         names: the names of the dimensions that vary here.
         sizes: the axis of a tensor -> its size.
         besides: whether they are tried although all of these dimensions have varied before.
-        beyond: whether they break a condition that torch took to hold for itself, such as one on strides, which nobody
-            was told of.
+        beyond: whether it says nothing if PyTorch fails at them: they are related, or break a condition that torch took
+            to hold for itself, such as one on strides, which nobody was told of.
     """
 
     names: tuple[str, ...]
@@ -73,6 +73,9 @@ class OtherSizes:
             for group, grows in itertools.product(dimensions.groups, (small, not small)):
                 sizes = dimensions.chosen([group], grows=grows)
                 found += [sizes] if sizes is not None else []
+            # Of sizes that are multiples of each other, as of what a model reads and predicts, none varies alone.
+            multiples = (dimensions.multiplied(factor) for factor in (3, 2))
+            found += [dataclasses.replace(sizes, beyond=True) for sizes in multiples if sizes is not None]
         beyond = dimensions.chosen(dimensions.groups, grows=small, beyond=True)
         return [*found, *([dataclasses.replace(beyond, besides=True, beyond=True)] if beyond is not None else [])]
 
@@ -213,10 +216,18 @@ class _Dimensions:
             if len(set(sizes)) == len(sizes) and self._is_possible(values, conditions):
                 if beyond and self._is_possible(values, self.conditions):
                     continue
-                changed = {axis: self._size(axis, values) for axis in self.axes}
-                moved = {axis: size for axis, size in changed.items() if size != self._size(axis, self.given)}
-                return OtherSizes(tuple(dict.fromkeys(self.names[axis] for axis in moved)), moved) if moved else None
+                return self._moved(values)
         return None
+
+    def multiplied(self, factor: int) -> OtherSizes | None:
+        """Return sizes that are all as many times as large; None where they cannot be so."""
+        values = {name: size * factor for name, size in self.given.items()}
+        return self._moved(values) if self._is_possible(values, self.conditions) else None
+
+    def _moved(self, values: Mapping[str, int]) -> OtherSizes | None:
+        changed = {axis: self._size(axis, values) for axis in self.axes}
+        moved = {axis: size for axis, size in changed.items() if size != self._size(axis, self.given)}
+        return OtherSizes(tuple(dict.fromkeys(self.names[axis] for axis in moved)), moved) if moved else None
 
     def _candidates(self, group: tuple[str, ...], *, grows: bool) -> Iterator[int]:
         """Yield sizes of the first symbol of a group, those first that have nothing to do with that in the batch."""
