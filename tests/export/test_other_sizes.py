@@ -91,6 +91,9 @@ FREE: dict[str, Function] = {
     "positions": lambda h: h * torch.arange(h.shape[2])[:, None],
     "more": lambda h: torch.cat([h, h.new_zeros(h.shape[0], 3, h.shape[2], 2)], 3) ** 2,
     "the largest": lambda h: h.topk(h.shape[2] // 2, 2)[0] ** 2,
+    "uneven parts by name": lambda h: (
+        torch.cat([one.sum(2, True) for one in h.tensor_split(sections=2, dim=2)], 2) ** 2
+    ),
     "uneven parts": lambda h: torch.cat([part.mean(2, keepdim=True) for part in h.tensor_split(2, 2)], 2) ** 2,
 }
 

@@ -7,7 +7,6 @@ the ends of the parts are formulas of the size. This module imports torch.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,19 +27,16 @@ def sized() -> Iterator[None]:
 class _Sized(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SPLITS:
-            given = inspect.signature(_given).bind(*args, **(kwargs or {})).arguments
-            parts = _parts(**given)
+            parts = _parts(*args, **(kwargs or {}))
             if parts is not None:
                 return parts
         return func(*args, **(kwargs or {}))
 
 
-def _given(input: Tensor, indices_or_sections: Any = None, dim: int = 0, **names: Any) -> None:
-    """Has the arguments of `tensor_split`."""
-
-
-def _parts(input: Tensor, indices_or_sections: Any = None, dim: int = 0, **names: Any) -> tuple[Tensor, ...] | None:
-    count = names.get("sections", indices_or_sections)
+def _parts(
+    input: Tensor, indices_or_sections: Any = None, dim: int = 0, *, sections: Any = None, indices: Any = None
+) -> tuple[Tensor, ...] | None:
+    count = indices_or_sections if sections is None else sections
     if not isinstance(count, int) or count <= 0 or not -input.dim() <= dim < input.dim():
         return None
     size = input.shape[dim]

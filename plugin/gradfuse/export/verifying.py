@@ -95,10 +95,11 @@ def truth_of(
 @contextlib.contextmanager
 def memory_watched(step: TorchStep) -> Iterator[None]:
     """Warn, after the first runs of a step, if one in float64 takes more memory than there is."""
-    before = memory.resident()
+    before, earlier = memory.resident(), memory.most_resident()
     yield
     most, free = memory.most_resident(), memory.available()
-    if before is None or most is None or free is None:
+    if before is None or most is None or free is None or most == earlier:
+        # What the process took earlier, as for another export, was more.
         return
     # The gradients of the first run were kept while the second one was made.
     kept = sum(step.state[name].nbytes for name in step.trainable)
