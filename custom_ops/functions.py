@@ -23,7 +23,9 @@ def attach(model: ir.Model) -> None:
     """Give a model the function body of every aclnn operator it uses: in its graph, subgraphs and functions.
 
     There is one body per operator and :class:`Variant`. The variant that most nodes of an operator need has no
-    overload; the others have one, which needs IR version 10, so the model is raised to it in that case only. Absent
+    overload; the others have one, which needs IR version 10, so the model is raised to it in that case only. Runtimes
+    that ignore overloads (onnxruntime before 1.27, onnx.reference) would take the last body of a name for all of its
+    nodes, so the last is then one that no node names and that cannot run: they refuse the model instead. Absent
     inputs at the end of a node are dropped, as the body does not have them, and attributes left to their defaults are
     written out, as neither kernels nor onnx.reference are given a function's defaults. Attaching again changes nothing.
 
@@ -66,6 +68,10 @@ def attach(model: ir.Model) -> None:
         proto.overload = overload
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
+    for name, counts in variants.items():
+        if len(counts) > 1:
+            function = ir.serde.deserialize_function(OPS[name].refusal(opset))
+            model.functions[function.identifier()] = function
     model.functions.update(others)
     model.ir_version = max(model.ir_version, _OVERLOAD_IR_VERSION if any(overloads.values()) else _FUNCTION_IR_VERSION)
 

@@ -22,6 +22,8 @@ DOMAIN = "aclnn"
 VERSION = 1
 OLDEST_OPSET = 15
 """The oldest version of the default domain that function bodies are written in, and so that models may have."""
+REFUSED = ("gradfuse", "FunctionOverloadsNeedOnnxruntime127OrGradfusesLibrary")
+"""An operator that does not exist, by domain and name; the name is what runtimes print that look for it."""
 NOTHING_IGNORED = -(1 << 63)
 """The value of an attribute such as ``ignore_index`` where no row is ignored: no class has this number."""
 
@@ -342,17 +344,33 @@ class Operator:
         It has the inputs up to the last that the variant has, and every attribute with its default; attributes which
         decide the text (see :class:`Variant`) are listed but not read.
         """
-        attributes = ", ".join(map(_signature, self.attributes))
         names = [i.name for i in self.inputs]
-        inputs = ", ".join(names[: 1 + max(names.index(name) for name in variant.inputs)])
-        outputs = ", ".join(o.name for o in self.outputs)
+        inputs = names[: 1 + max(names.index(name) for name in variant.inputs)]
         real, real_type = (TensorProto.DOUBLE, "double") if variant.wide else (TensorProto.FLOAT, "float")
         body = Template(self.body(variant)).substitute(real=int(real), real_type=real_type)
-        head = f'<domain: "{DOMAIN}", opset_import: ["": {variant.opset}]>'
-        signature = f"{self.name} {f'<{attributes}>' if attributes else ''} ({inputs}) => ({outputs})"
-        function = onnx.parser.parse_function(f"{head}\n{signature} {{\n{body}\n}}")
+        function = self._parsed(inputs, {"": variant.opset}, body)
         function.doc_string = self.doc
         return function
+
+    def refusal(self, opset: int) -> onnx.FunctionProto:
+        """A body that no runtime can run, for those that would give it to nodes which name another by its overload.
+
+        They refuse a model with it by the name of the operator that is missing.
+        """
+        like = next(i.name for i in self.inputs if i.type == "T")
+        lines = [f"refused = {REFUSED[0]}.{REFUSED[1]} ({like})"]
+        lines += [f"{o.name} = CastLike (refused, {like})" for o in self.outputs]
+        function = self._parsed([i.name for i in self.inputs], {"": opset, REFUSED[0]: 1}, "\n".join(lines))
+        function.overload = "none"
+        return function
+
+    def _parsed(self, inputs: Sequence[str], opsets: Mapping[str, int], body: str) -> onnx.FunctionProto:
+        attributes = ", ".join(map(_signature, self.attributes))
+        imports = ", ".join(f'"{domain}": {version}' for domain, version in opsets.items())
+        head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>'
+        outputs = ", ".join(o.name for o in self.outputs)
+        signature = f"{self.name} {f'<{attributes}>' if attributes else ''} ({', '.join(inputs)}) => ({outputs})"
+        return onnx.parser.parse_function(f"{head}\n{signature} {{\n{body}\n}}")
 
     def _infer_in_onnx(self, context: onnx.shape_inference.InferenceContext) -> None:
         tensors = [

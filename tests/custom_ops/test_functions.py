@@ -12,6 +12,7 @@ import pytest
 from backends import with_bodies
 from onnx.reference import ReferenceEvaluator
 
+import gradfuse
 from gradfuse.custom_ops import DOMAIN, OPS
 from gradfuse.custom_ops.functions import attach, strip
 from gradfuse.errors import ArgumentError, ModelError
@@ -59,12 +60,24 @@ def test_the_rarer_variant_gets_an_overload() -> None:
     assert identifiers(model) == [
         ("CrossEntropyLossGrad", ""),
         ("CrossEntropyLossGrad", "sum_of_grad_loss_log_prob_target"),
+        ("CrossEntropyLossGrad", "none"),
     ]
     assert [n.overload for n in model.graph.node] == ["sum_of_grad_loss_log_prob_target", "", "", "", ""]
     assert model.ir_version == 10
     onnx.checker.check_model(model, full_check=True)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, FEEDS)[0], 2 * EXACT, rtol=1e-6)
+
+
+def test_a_runtime_that_ignores_overloads_refuses_two_variants() -> None:
+    """onnx.reference is one; it gave the last body to the nodes of all."""
+    model = with_bodies(parsed(f"a = {SUM} b = {MEAN} y = Add(a, b)"))
+    with pytest.raises(Exception, match="FunctionOverloadsNeedOnnxruntime127OrGradfusesLibrary"):
+        ReferenceEvaluator(model).run(None, FEEDS)
+    expanded = gradfuse.expand(model)
+    assert not expanded.functions
+    for out in outputs(expanded):
+        np.testing.assert_allclose(out, 1.5 * EXACT, rtol=1e-6)
 
 
 def test_nodes_in_subgraphs_and_functions() -> None:

@@ -99,3 +99,34 @@ def test_a_gradient_is_fused_by_the_command_line_and_runs(tmp_path: Path) -> Non
     subprocess.run(command, cwd=tmp_path, check=True)
     fused = onnx.load(tmp_path / "fused.onnx")
     assert [node.op_type for node in fused.graph.node] == ["MseLossBackward"]
+
+
+TWO_VARIANTS = """
+<ir_version: 8, opset_import: ["": 17, "aclnn": 1]>
+errors (float g, float[N, 2] x, int64[N] t) => (float[N, 2] a, float[N, 2] b) {
+    a = aclnn.CrossEntropyLossGrad<reduction="sum">(g, x, t)
+    b = aclnn.CrossEntropyLossGrad<reduction="mean">(g, x, t)
+}
+"""
+
+
+def test_two_variants_of_a_body_are_told_apart_or_refused(tmp_path: Path) -> None:
+    """onnxruntime before 1.27 gives all nodes of a function's name the same body, whatever their overloads are."""
+    onnx.save(gradfuse.fuse(onnx.parser.parse_model(TWO_VARIANTS)).model, tmp_path / "model.onnx")
+    even = np.full((2, 2), np.log(0.5), np.float32)
+    feeds: dict[str, Any] = {"g": np.array(1, np.float32), "x": even, "t": np.array([0, 0])}
+    for registered in (True, False):
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        if registered:
+            gradfuse.register(options)
+        try:
+            session = ort.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+            results = session.run(None, feeds)
+        except Exception as error:
+            assert not registered, error
+            assert "FunctionOverloadsNeedOnnxruntime127" in str(error)
+            assert tuple(map(int, ort.__version__.split(".")[:2])) < (1, 27)
+        else:
+            for got, size in zip(results, (0.5, 0.25), strict=True):
+                np.testing.assert_allclose(got, [[-size, size]] * 2, rtol=4 * np.finfo(np.float32).eps)

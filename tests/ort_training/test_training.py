@@ -15,12 +15,13 @@ from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.ort_training
 
+ATTENTION = {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward", "LayerNormBackward", "GeluBackward"}
 FUSED = {
     "classifier": {"CrossEntropyLossGrad"},
-    "regressor": {"MseLossBackward"},
+    "regressor": {"MseLossBackward", "LayerNormBackward", "GeluBackward"},
     "convolution": {"CrossEntropyLossGrad", "ConvolutionBackward", "BatchNormBackward"},
-    "attention": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
-    "attention by SGD": {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward"},
+    "attention": ATTENTION,
+    "attention by SGD": ATTENTION,
 }
 LOSSES = {
     "CrossEntropyLoss": "cross_entropy",
