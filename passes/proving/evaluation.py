@@ -30,7 +30,7 @@ def _evaluator() -> Any:
     """Return the class of evaluators that compute the bodies of functions by the same operators as the model."""
     from onnx.reference import ReferenceEvaluator
 
-    operators = [*ort_training.reference_ops(), _scatter_elements(), *_convolutions(), _max_pool(), _cross_entropy()]
+    operators = [*ort_training.reference_ops(), _gather_elements(), _scatter_elements(), *_convolutions(), _max_pool(), _cross_entropy()]
 
     class Evaluator(ReferenceEvaluator):
         def __init__(self, proto: Any, **options: Any) -> None:
@@ -38,6 +38,20 @@ def _evaluator() -> Any:
             super().__init__(proto, **{"new_ops": operators, **options})
 
     return Evaluator
+
+
+@cache
+def _gather_elements() -> type:
+    """Return GatherElements that refuses an index out of range: the reference's counts it down, which may take years."""
+    from onnx.reference.op_run import OpRun
+
+    class GatherElements(OpRun):
+        op_domain = ""
+
+        def _run(self, data: _Array, indices: _Array, axis: int = 0) -> tuple[_Array]:
+            return (data[_places(indices, axis)],)
+
+    return GatherElements
 
 
 @cache
@@ -53,16 +67,21 @@ def _scatter_elements() -> type:
         ) -> tuple[_Array]:
             if reduction not in (None, "none", "add"):
                 return super()._run(data, indices, updates, axis=axis, reduction=reduction)  # type: ignore[no-any-return, no-untyped-call]
-            places: list[_Array] = list(np.indices(indices.shape, sparse=True))
-            places[axis] = indices
-            scattered = data.copy()
+            places, scattered = _places(indices, axis), data.copy()
             if reduction == "add":
-                np.add.at(scattered, tuple(places), updates)
+                np.add.at(scattered, places, updates)
             else:
-                scattered[tuple(places)] = updates
+                scattered[places] = updates
             return (scattered,)
 
     return ScatterElements
+
+
+def _places(indices: _Array, axis: int) -> tuple[_Array, ...]:
+    """Return the indices of the elements that indices along one axis name."""
+    places: list[_Array] = list(np.indices(indices.shape, sparse=True))
+    places[axis] = indices
+    return tuple(places)
 
 
 @cache

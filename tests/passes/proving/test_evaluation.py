@@ -49,3 +49,19 @@ def test_an_index_beyond_the_end_is_an_error() -> None:
     )
     with pytest.raises(IndexError):
         evaluator_of(model).run(None, {"d": np.zeros(3), "i": np.array([3]), "u": np.ones(1)})
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_elements_are_gathered(axis: int) -> None:
+    data = np.arange(12.0).reshape(3, 4)
+    indices = np.array([[0, -1, 2], [1, -3, 0]])
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (double[A, B] d, int64[C, D] i) => (double[C, D] y) '
+        f"{{ y = GatherElements<axis = {axis}>(d, i) }}"
+    )
+    (got,) = evaluator_of(model).run(None, {"d": data, "i": indices})
+    places = [[0, 0, 0], [1, 1, 1]] if axis else [[0, 1, 2], [0, 1, 2]]
+    np.testing.assert_array_equal(got, data[(places, indices) if axis else (indices, places)])
+    # onnx.reference adds the size to an index until it is in range.
+    with pytest.raises(IndexError):
+        evaluator_of(model).run(None, {"d": data, "i": np.full((3, 4), -(2**62))})
