@@ -189,6 +189,11 @@ class Exact:
                     attribute.t.CopyFrom(numpy_helper.from_array(array, attribute.t.name))
                 if attribute.type == onnx.AttributeProto.GRAPH:
                     self._inner(attribute.g, standard, inside)
+            if node.op_type == "BatchNormalization" and not any(a.name == "training_mode" for a in node.attribute):
+                # onnx.reference takes a share of the batch's statistics in opset 9, where its momentum is not 1.
+                kept = [a for a in node_in_64.attribute if a.name != "momentum"]
+                del node_in_64.attribute[:]
+                node_in_64.attribute.extend([*kept, helper.make_attribute("momentum", 1.0)])
             result.append(node_in_64)
         return _sorted(result, set()) if not inside else result
 
