@@ -30,7 +30,8 @@ def _evaluator() -> Any:
     """Return the class of evaluators that compute the bodies of functions by the same operators as the model."""
     from onnx.reference import ReferenceEvaluator
 
-    operators = [*ort_training.reference_ops(), _gather_elements(), _scatter_elements(), *_convolutions(), _max_pool(), _cross_entropy()]
+    elements = [_gather_elements(), _scatter_elements()]
+    operators = [*ort_training.reference_ops(), *elements, *_convolutions(), _max_pool(), _cross_entropy()]
 
     class Evaluator(ReferenceEvaluator):
         def __init__(self, proto: Any, **options: Any) -> None:
@@ -42,7 +43,7 @@ def _evaluator() -> Any:
 
 @cache
 def _gather_elements() -> type:
-    """Return GatherElements that refuses an index out of range: the reference's counts it down, which may take years."""
+    """Return GatherElements that refuses an index out of range, which the reference counts down for years."""
     from onnx.reference.op_run import OpRun
 
     class GatherElements(OpRun):

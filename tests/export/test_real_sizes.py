@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import subprocess
 import sys
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 import gradfuse
 from gradfuse.export import reporting, verifying
 from gradfuse.export.torch_step import TorchStep, undisturbed
-from gradfuse.models import memory
+from gradfuse.models import memory, spilling
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,6 +66,126 @@ def test_an_export_takes_no_more_than_one_and_a_half_times_the_memory_of_trainin
         return int(done.stdout.splitlines()[-1])
 
     assert peak("export") <= 1.5 * peak("train")
+
+
+class _Spills(spilling.Shelf):
+    """A shelf that takes all there is, and counts."""
+
+    made: ClassVar[list[_Spills]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.folder: Path | None = None
+        self.made.append(self)
+
+    def limit(self, room: int) -> None:
+        assert room >= 0
+        self.room = 0
+
+    def spill(self, array: Any) -> Any:
+        self.shapes.append(array.shape)
+        spilled = super().spill(array)
+        self.folder = self._folder
+        return spilled
+
+
+@pytest.fixture
+def spills(monkeypatch: pytest.MonkeyPatch) -> list[_Spills]:
+    monkeypatch.setattr(spilling, "Shelf", _Spills)
+    monkeypatch.setattr(spilling, "SMALLEST", 1)
+    monkeypatch.setattr(_Spills, "made", [])
+    return _Spills.made
+
+
+class _Mixed(nn.Module):
+    """Saves tensors that lie in other orders, twice, as views of parameters, and whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3)
+        self.norm = nn.BatchNorm2d(6)
+        self.embed = nn.Embedding(7, 12)
+        self.qkv = nn.Linear(12, 36)
+        self.out = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        pooled = F.max_pool2d(self.norm(self.conv(x)).relu(), 2).permute(0, 2, 3, 1).flatten(1, 2)
+        rows = torch.cat([pooled @ self.out.weight[:, :6].T @ self.out.weight, self.embed(ids)], 1)
+        q, k, v = self.qkv(rows).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2)).mean(1).expand(2, -1, -1).sum(0)  # type: ignore[no-any-return]
+
+
+def _mixed() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return _Mixed(), ((torch.randn(3, 3, 6, 6), torch.randint(0, 7, (3, 4))), torch.randint(0, 4, (3,)))
+
+
+def test_runs_in_float64_give_the_same_with_tensors_in_files(spills: list[_Spills]) -> None:
+    module, (inputs, targets) = _mixed()
+    step = TorchStep.of(module, F.cross_entropy, (inputs, targets), lambda names: None, None)
+    with undisturbed(step):
+        before = verifying.truth_of(step, step.run())
+        with spilling.shelf() as shelf:
+            shelf.limit(0)
+            after = verifying.truth_of(step, step.run())
+        assert len(spills[0].shapes) > 10
+    assert before.exact is not None and after.exact is not None
+    for name, one in before.exact.items():
+        np.testing.assert_array_equal(one, after.exact[name])
+
+
+def test_an_export_leaves_no_file_and_sees_errors_as_without(spills: list[_Spills]) -> None:
+    module, batch = _mixed()
+    optimizer = torch.optim.AdamW(module.parameters())
+    step = gradfuse.export_training_step(module, F.cross_entropy, batch, optimizer)
+    assert len(spills[0].shapes) > 40
+    assert spills[0].folder is not None and not spills[0].folder.exists()
+    session = gradfuse.TrainingSession(step)
+    inputs, targets = batch
+    optimizer.zero_grad()
+    loss = F.cross_entropy(module(*inputs), targets)
+    assert abs(session.step(tuple(one.numpy() for one in inputs), targets.numpy()) - float(loss.detach())) < 1e-5
+
+
+@pytest.mark.parametrize("fails_after", [0, 20])
+def test_without_a_disk_all_stays_in_memory(
+    fails_after: int, spills: list[_Spills], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = spilling.Shelf._write
+    written = itertools.count()
+
+    def full(path: Path, array: Any) -> None:
+        if next(written) >= fails_after:
+            write(path, array.reshape(-1)[:1])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, array)
+
+    monkeypatch.setattr(spilling.Shelf, "_write", staticmethod(full))
+    module, batch = _mixed()
+    gradfuse.export_training_step(module, F.cross_entropy, batch)
+    assert next(written) == fails_after + 1
+
+
+def test_transforms_of_functions_run_in_memory(spills: list[_Spills]) -> None:
+    """torch.func refuses where tensors that autograd saves go elsewhere."""
+
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            slopes = torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+            return self.linear(slopes).square()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    module = Squares()
+    step = TorchStep.of(module, F.mse_loss, (torch.randn(3, 4), torch.randn(3, 4)), lambda names: None, None)
+    with undisturbed(step), spilling.shelf() as shelf:
+        shelf.limit(0)
+        assert verifying.truth_of(step, step.run()).exact is not None
 
 
 def test_long_parts_tell_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,4 +129,4 @@ def test_two_variants_of_a_body_are_told_apart_or_refused(tmp_path: Path) -> Non
             assert tuple(map(int, ort.__version__.split(".")[:2])) < (1, 27)
         else:
             for got, size in zip(results, (0.5, 0.25), strict=True):
-                np.testing.assert_allclose(got, [[-size, size]] * 2, rtol=4 * np.finfo(np.float32).eps)
+                np.testing.assert_allclose(got, [[-size, size]] * 2, rtol=float(4 * np.finfo(np.float32).eps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import sys
@@ -19,9 +20,10 @@ from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, rea
 from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
 from gradfuse.differentiation.dependence import captured_by
 from gradfuse.errors import ModelError, one_line
-from gradfuse.models import scatters
+from gradfuse.models import scatters, spilling
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.inlining import graphs_of, inline
+from gradfuse.models.spilling import Shelf, Spilled
 from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
@@ -38,11 +40,11 @@ _EXACT = frozenset(
 _LARGEST_WINDOWS = 2**25
 """So many elements of overlapping windows are laid out at once."""
 _LARGE = 2**16
-"""Weights of more elements are float64 only while a part of the model runs that reads them."""
+"""Values of more elements are large: such weights are float64 only while a part of the model runs that reads them."""
 _VIEWS = frozenset("Cast Flatten Identity Reshape Squeeze Transpose Unsqueeze".split())
 _BYTES = (ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8)
 _LARGEST_PART = 2**23
-"""So many elements of such weights a part reads, or returns as outputs of the model, if it has more than one."""
+"""So many elements of such values a part of more than one node reads and makes."""
 
 
 class ReferenceSession:
@@ -75,6 +77,10 @@ class ReferenceSession:
         }
         _make_views_late(copy.graph)
         self._parts = _parts(copy, self._outputs)
+        self._reads: dict[str, list[int]] = {}
+        for number, part in enumerate(self._parts):
+            for name in part.inputs:
+                self._reads.setdefault(name, []).append(number)
 
     def run(
         self,
@@ -93,25 +99,89 @@ class ReferenceSession:
         Raises:
             ModelError: there is no kernel for a node, or it cannot be run on the inputs.
         """
-        values = self._constants | {name: _kept(array) for name, array in feeds.items()}
+        given = self._constants | {name: _kept(array) for name, array in feeds.items()}
+        values = _Values(given, self._reads, spilling.current())
         wanted = set(self._outputs)
         results: Arrays = {}
 
         def found(names: Iterable[str]) -> None:
             for name in names:
                 if name in wanted and name in values:
-                    array = _as_float64(values[name])
+                    array = values[name]
                     results[name] = array if take is None else take(name, array)
 
-        found(list(values))
+        found(given)
         for number, part in enumerate(self._parts):
             if tell is not None:
                 tell(number / len(self._parts))
-            values |= part.run({name: _as_float64(values[name]) for name in part.inputs}, self._source)
+            made = part.run({name: values[name] for name in part.inputs}, self._source)
+            values.add(made)
             found(part.outputs)
             for name in part.last_uses:
                 del values[name]
+            del made
+            values.make_room(number)
         return {name: results[name] for name in self._outputs}
+
+
+class _Values:
+    """The values of a run by name, as float64.
+
+    Those that are read last are on a shelf while there is no room for all.
+
+    Args:
+        given: inputs and constants, which stay in memory.
+        reads: the numbers of the parts that read a value, in order.
+        shelf: where values may go; None: nowhere.
+    """
+
+    def __init__(self, given: Mapping[str, _Array], reads: Mapping[str, Sequence[int]], shelf: Shelf | None) -> None:
+        self._arrays = dict(given)
+        self._reads, self._shelf = reads, shelf
+        self._sizes: dict[str, int] = {}
+        self._spilled: dict[str, Spilled] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays or name in self._spilled
+
+    def __getitem__(self, name: str) -> _Array:
+        if name not in self._arrays:
+            # It stays in memory until the room is needed, and in the file as well.
+            self._arrays[name] = self._spilled[name].read()
+        return _as_float64(self._arrays[name])
+
+    def __delitem__(self, name: str) -> None:
+        self._arrays.pop(name, None)
+        self._spilled.pop(name, None)
+        self._sizes.pop(name, None)
+
+    def add(self, made: Arrays) -> None:
+        self._arrays |= made
+        if self._shelf is not None:
+            self._sizes |= {name: array.nbytes for name, array in made.items() if array.nbytes >= spilling.SMALLEST}
+
+    def make_room(self, done: int) -> None:
+        """Spill what is read last while there is too much, after the part of a number has run."""
+        if self._shelf is None:
+            return
+
+        def next_read(name: str) -> int:
+            reads = self._reads.get(name, ())
+            later = bisect.bisect_right(reads, done)
+            return reads[later] if later < len(reads) else sys.maxsize
+
+        inside = {name: size for name, size in self._sizes.items() if name in self._arrays}
+        total = sum(inside.values())
+        for name in sorted(inside, key=next_read, reverse=True):
+            if self._shelf.room is None or total <= self._shelf.room:
+                return
+            if name not in self._spilled:
+                spilled = self._shelf.spill(np.ascontiguousarray(self._arrays[name]))
+                if spilled is None:
+                    return
+                self._spilled[name] = spilled
+            del self._arrays[name]
+            total -= inside[name]
 
 
 def moved(model: ir.Model, size: float) -> ir.Model:
@@ -346,7 +416,7 @@ class _Part:
 
 def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
     sessions = _Sessions(model)
-    parts = [_Part(nodes, sessions) for nodes in _runs(model, outputs)]
+    parts = [_Part(nodes, sessions) for nodes in _runs(model)]
     wanted: set[str] = set(outputs)
     needed: set[str] = set()
     for part in reversed(parts):
@@ -357,19 +427,18 @@ def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
     return [part for part in parts if part.outputs]
 
 
-def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
-    """Yield the nodes that run one after the other, without too many large weights in one run, and gradients of them.
+def _runs(model: ir.Model) -> Iterator[list[ir.Node]]:
+    """Yield the nodes that run one after the other, without too many large values in one run.
 
-    Those for numpy are alone.
+    All that a run reads, and all that it makes for others, is in memory at once. Those for numpy are alone.
     """
-    given = {str(value.name): _elements(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
-    returned = {str(value.name): _elements(value) for value in model.graph.outputs if value.name in outputs}
+    sizes = {str(value.name): _elements(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    sizes |= {str(value.name): _elements(value) for node in model.graph for value in node.outputs}
     nodes: list[ir.Node] = []
     large: dict[str, int] = {}
     for node in model.graph:
-        more = {name: given[name] for name in _reads(node) if name in given}
-        more |= {str(value.name): returned[str(value.name)] for value in node.outputs if value.name in returned}
-        more = {name: size for name, size in more.items() if size > _LARGE}
+        names = (*_reads(node), *(str(value.name) for value in node.outputs))
+        more = {name: sizes[name] for name in names if sizes.get(name, 0) > _LARGE}
         alone = _in_numpy(node)
         if nodes and (alone or sum((large | more).values()) > _LARGEST_PART):
             yield nodes

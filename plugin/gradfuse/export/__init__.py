@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradfuse.export.reporting import Parts
     from gradfuse.export.torch_step import TorchStep
     from gradfuse.models.arrays import Arrays
+    from gradfuse.models.spilling import Shelf
     from gradfuse.passes.progress import Progress
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
@@ -122,6 +123,7 @@ def export_training_step(
     from gradfuse.export.dynamic_shapes import DynamicShapes
     from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep
+    from gradfuse.models import spilling
     from gradfuse.models.memory import arrays_mapped, collection_paused
 
     if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
@@ -150,12 +152,14 @@ def export_training_step(
     once = private.operators_collected_once()
     large = _bytes(module) > _SMALL
     frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
-    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once:
+    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, spilling.shelf() as shelf:
         step = TorchStep.of(module, loss, batch, describe, autocast)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
         sizes = explaining.Sizes(general=verifying.has_onnxruntime())
-        make = functools.partial(_exported, step, shapes, optimizer, fuse=fuse, evaluation=evaluation, verify=verify)
+        make = functools.partial(
+            _exported, step, shapes, optimizer, shelf, fuse=fuse, evaluation=evaluation, verify=verify
+        )
         try:
             return make(sizes, parts)
         except ExportError:
@@ -169,6 +173,7 @@ def _exported(
     step: TorchStep,
     shapes: DynamicShapes,
     optimizer: torch.optim.Optimizer | None,
+    shelf: Shelf,
     sizes: Sizes,
     parts: Parts,
     *,
@@ -196,7 +201,7 @@ def _exported(
     python = PythonState.of(step)
     with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
-        with verifying.memory_watched(step) if in_float64 else contextlib.nullcontext():
+        with verifying.memory_watched(step, shelf) if in_float64 else contextlib.nullcontext():
             native = steadiness.first_run(step, python)
         if native.dropouts:
             step = step.with_dropout_seed()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import explaining, host_draws
+from gradfuse.export import explaining, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
@@ -27,6 +27,7 @@ from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import WHO, kind, refusal, tell_share
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
 from gradfuse.export.watching import Watch
+from gradfuse.models import spilling
 from gradfuse.training.names import set_aside
 from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
@@ -300,7 +301,14 @@ class TorchStep:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
         try:
-            return self._run(cast, take)
+            try:
+                return self._run(cast, take)
+            except ExportError:
+                if take is None or spilling.current() is None:
+                    raise
+            # Transforms of torch.func refuse to run where tensors that autograd saves go elsewhere.
+            with spilling.everything_in_memory():
+                return self._run(cast, take)
         finally:
             # Else the module would hold the copies until its next run. A backward pass may call it once more.
             self.place(self.state)
@@ -316,8 +324,9 @@ class TorchStep:
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         made, written, read = MadeTensors(), WrittenData(), Reads(self.left_out)
+        kept = saved_tensors.limited(state.values()) if take is not None else contextlib.nullcontext()
         try:
-            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made, written, read:
+            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made, written, read, kept:
                 value, after = self.apply(state, inputs, targets)
         except ExportError:
             raise

@@ -33,6 +33,7 @@ from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturb
 from gradfuse.models import memory
 from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
 from gradfuse.models.memory import give_back
+from gradfuse.models.spilling import Shelf
 from gradfuse.training import optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
@@ -93,18 +94,19 @@ def truth_of(
 
 
 @contextlib.contextmanager
-def memory_watched(step: TorchStep) -> Iterator[None]:
-    """Warn, after the first runs of a step, if one in float64 takes more memory than there is."""
+def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
+    """Let runs in float64 keep as much in memory as the first runs of a step took, and warn if there is not as much."""
     before, earlier = memory.resident(), memory.most_resident()
     yield
     most, free = memory.most_resident(), memory.available()
-    if before is None or most is None or free is None or most == earlier:
-        # What the process took earlier, as for another export, was more.
+    if before is None or most is None or free is None:
         return
     # The gradients of the first run were kept while the second one was made.
     kept = sum(step.state[name].nbytes for name in step.trainable)
     grown = max(0, most - before - kept)
-    if 2 * grown > free:
+    shelf.limit(min(grown, free // 2))
+    # What the process took earlier, as for another export, was more where it did not grow.
+    if 2 * grown > free and most != earlier:
         needed, there, less = (f"{size / 2**30:.1f} GiB" for size in (2 * grown, free, grown + kept))
         warnings.warn(
             f"{WHO}: a run in float64 takes about {needed} of memory, of which {there} are free; expected as much, a "
