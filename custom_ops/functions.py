@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from gradfuse.custom_ops import OPS
@@ -127,22 +127,23 @@ def _prepare_opsets(model: ir.Model, oldest: int) -> int:
     return opset
 
 
-def described(operator: Operator, node: ir.Node) -> Call:
-    """Describe a node of an operator.
+def described(operator: Operator, node: ir.Node, known: Callable[[ir.Value], Tensor] | None = None) -> Call:
+    """Describe a node of an operator by what is known of its inputs; None: what the model declares.
 
     Raises:
         ArgumentError: an attribute refers to one of a function, or an input or attribute is not the operator's.
     """
+    known = known or _declared
     attributes: dict[str, Value] = {}
     for name, attribute in node.attributes.items():
         if attribute.is_ref():
             call = Call(operator.name, node.name or "", {}, {})
             raise call.error(name, f"a reference to attribute {attribute.ref_attr_name!r} of a function", "a value")
         attributes[name] = attribute.value
-    return operator.call(node.name or "", [None if v is None else _tensor(v) for v in node.inputs], attributes)
+    return operator.call(node.name or "", [None if v is None else known(v) for v in node.inputs], attributes)
 
 
-def _tensor(value: ir.Value) -> Tensor:
+def _declared(value: ir.Value) -> Tensor:
     import onnx_ir as ir
 
     dims: tuple[Dim, ...] | None = None

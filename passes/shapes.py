@@ -14,7 +14,6 @@ from gradfuse.passes.propagation import Facts, Size, Sizes, size_of
 
 # Larger initializers are data, which no shape depends on.
 _LARGEST_INITIALIZER_BYTES = 1000
-_QUANTISED = ("MatMulNBits", "GatherBlockQuantized")
 
 _ROUNDS = 8
 """So often, at most, onnx is asked about what there is no rule for: what it says may be what a rule waits for."""
@@ -119,9 +118,6 @@ def _prepared(model: ir.Model, facts: Facts) -> onnx.ModelProto:
         for node in list(graph.all_nodes()):
             if node.op_type == "ConvGrad" and node.domain == "com.microsoft" and len(node.outputs) > 2:
                 _put_bias(node)
-            quantised = node.op_type in _QUANTISED and node.domain == "com.microsoft" and len(node.inputs) > 2
-            if quantised and graph is copy.graph:
-                _put_floats(graph, node)
             if node.op_type == "EmbedLayerNormalization" and node.domain == "com.microsoft" and len(node.inputs) > 2:
                 _put_embeddings(node)
             stand_in = _stand_in(node) or _stand_in_of_attention(node)
@@ -192,40 +188,6 @@ def _replace(node: ir.Node, output: int, new: Sequence[ir.Node]) -> None:
         last.name, value.name = value.name, f"{value.name} of {node.op_type}"
         graph.insert_after(node, new)
         value.replace_all_uses_with(last, replace_graph_outputs=True)
-
-
-def _put_floats(graph: ir.Graph, node: ir.Node) -> None:
-    """Make a product with a quantised weight, or a gather from one, that with floats, an input of the graph."""
-    gathers = node.op_type == "GatherBlockQuantized"
-    other, stored, scales = node.inputs[1 if gathers else 0], node.inputs[0], node.inputs[2]
-    known = None if scales is None else scales if scales.const_value is None else scales.const_value
-    shape = _gathered_from(node, stored) if gathers else _sizes(node)
-    if known is None or known.dtype is None or shape is None:
-        return
-    name = f"{node.outputs[0].name} of {node.op_type}"
-    weight = ir.Value(name=name, type=ir.TensorType(known.dtype), shape=ir.Shape(shape))
-    graph.inputs.append(weight)
-    if gathers:
-        axis = node.attributes.get("gather_axis")
-        _become(node, "Gather", [weight, other], {"axis": ir.AttrInt64("axis", 0 if axis is None else axis.as_int())})
-    else:
-        _become(node, "MatMul", [other, weight], {})
-
-
-def _sizes(node: ir.Node) -> list[int] | None:
-    columns, rows = (node.attributes.get(name) for name in ("K", "N"))
-    return None if columns is None or rows is None else [columns.as_int(), rows.as_int()]
-
-
-def _gathered_from(node: ir.Node, stored: ir.Value | None) -> list[int] | None:
-    tensor = None if stored is None else stored.const_value
-    if tensor is None:
-        return None
-    shape = list(tensor.shape.numpy())
-    if tensor.dtype == ir.DataType.UINT8 and shape:
-        bits = node.attributes.get("bits")
-        shape[-1] *= 8 // (4 if bits is None else bits.as_int())
-    return shape
 
 
 def _put_embeddings(node: ir.Node) -> None:

@@ -5,10 +5,10 @@ the first of two symbols that are broadcast. This one follows sizes through such
 may be (2, T, unknown). What it has no rule for stays unknown, and is asked of onnx (shapes.py).
 
 `sizes` and `elements` are what rules compute with, `facts` keeps what is known and applies the rules, which are in
-`operators` and `onnxruntime`.
+`operators`, `onnxruntime` and `aclnn`.
 """
 
-from gradfuse.passes.propagation import onnxruntime, operators
+from gradfuse.passes.propagation import aclnn, onnxruntime, operators
 from gradfuse.passes.propagation.facts import RULES, Facts
 from gradfuse.passes.propagation.sizes import Size, Sizes, Unknown, broadcast, letter_sizes, size_of
 
@@ -18,6 +18,7 @@ __all__ = [
     "Size",
     "Sizes",
     "Unknown",
+    "aclnn",
     "broadcast",
     "letter_sizes",
     "onnxruntime",

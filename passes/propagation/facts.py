@@ -197,13 +197,13 @@ RULES: dict[str, Rule] = {}
 """Operator of the default domain -> what follows for its outputs."""
 
 
-RULES_OF_DOMAIN: dict[str, dict[str, Rule]] = {"com.microsoft": {}}
+RULES_OF_DOMAIN: dict[str, dict[str, Rule]] = {}
 """The same for the operators of other domains."""
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     def put(rule: Rule) -> Rule:
-        (RULES_OF_DOMAIN[domain] if domain else RULES).update(dict.fromkeys(op_types, rule))
+        (RULES_OF_DOMAIN.setdefault(domain, {}) if domain else RULES).update(dict.fromkeys(op_types, rule))
         return rule
 
     return put

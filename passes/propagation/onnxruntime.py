@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import onnx_ir as ir
 
 from gradfuse.passes.propagation.elements import INT64, as_sizes
 from gradfuse.passes.propagation.facts import Operands, Result, length_of, rule
@@ -18,6 +19,7 @@ _LIKE_INPUTS: Mapping[str, Mapping[int, int]] = {
     **{key: {0: 0} for key in ("GeluGrad", "FastGeluGrad", "QuickGeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX")},
     **{key: {0: 0} for key in ("SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13")},
     **{key: {0: 1} for key in ("SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "DivGrad")},
+    "RotaryEmbedding": {0: 0},
     "SkipLayerNormalization": {0: 0, 3: 0},
     "SkipSimplifiedLayerNormalization": {0: 0, 3: 0},
     "ConvGrad": {0: 1, 1: 2},
@@ -48,6 +50,25 @@ def _like_inputs(operands: Operands) -> list[Result]:
 def _simplified_layer_normalization(operands: Operands) -> list[Result]:
     """In ONNX's domain, where onnxruntime has it."""
     return [(operands.dtype(), [*operands.sizes()], None)]
+
+
+@rule("MatMulNBits", domain=_ORT)
+def _matmul_nbits(operands: Operands) -> list[Result]:
+    columns = operands.attribute("N")
+    if columns is None:
+        raise Unknown
+    return [(operands.dtype(), [*operands.sizes()[:-1], columns], None)]
+
+
+@rule("GatherBlockQuantized", domain=_ORT)
+def _gather_block_quantized(operands: Operands) -> list[Result]:
+    """A row of bytes holds several numbers a byte."""
+    sizes, indices = [*operands.sizes(0)], operands.sizes(1)
+    last = sizes[-1] if sizes else None
+    if operands.dtype(0) == ir.DataType.UINT8 and isinstance(last, int):
+        sizes[-1] = last * (8 // operands.attribute("bits", 4))
+    axis = normal_axis(operands.attribute("gather_axis", 0), len(sizes))
+    return [(operands.dtype(2), [*sizes[:axis], *indices, *sizes[axis + 1 :]], None)]
 
 
 @rule(*_OF_SHAPE, domain=_ORT)

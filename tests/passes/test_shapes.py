@@ -94,3 +94,23 @@ def test_quantised_weights_are_understood(stored: ir.DataType, columns: int) -> 
     shapes.infer(model, values)
     assert [value.shape for value in values] == [ir.Shape(["n", 7, 32]), *[ir.Shape(["n", 7, 6])] * 2]
     assert {value.dtype for value in values} == {ir.DataType.FLOAT16}
+
+
+def test_own_operators_say_their_shapes_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def infer(_: onnx.ModelProto) -> None:
+        raise AssertionError("onnx is asked")
+
+    monkeypatch.setattr(inference, "infer", infer)
+    model = ir.from_proto(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "aclnn": 1]>
+        m (float16[n,7,300] g, float16[n,7,300] x, float[300] w, float[n,7,1] r) => (e, s) {
+            d = aclnn.GeluBackward<approximate = "tanh">(g, x)
+            a = Cast<to = 1>(d) b = Cast<to = 1>(x)
+            e, s = aclnn.LayerNormBackward<output_mask = [1, 1, 0]>(a, b, w, , r)
+        }""")
+    )
+    values = {str(value.name): value for node in model.graph for value in node.outputs}
+    shapes.infer(model, list(values.values()))
+    assert values["d"].shape == values["e"].shape == ir.Shape(["n", 7, 300])
+    assert values["s"].shape == ir.Shape([300])
+    assert values["d"].dtype == ir.DataType.FLOAT16 and values["s"].dtype == ir.DataType.FLOAT

@@ -18,8 +18,9 @@ import onnx_ir as ir
 import pytest
 from graphs import parsed
 from producers import COMMITTED, Case, cases, run
+from quantised import quantised
 
-from gradfuse import fuse
+from gradfuse import build_training_step, fuse
 from gradfuse.passes.matching import Rewrite, Site, fuse_pass
 from gradfuse.passes.proving import Refuted, proof
 
@@ -189,17 +190,22 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     assert int(done.stdout) < 1 << 19
 
 
-def test_equal_blocks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = 0
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators whose proofs are run, where nothing has been proved before."""
+    names: list[str] = []
     verdict = proof.Proof._verdict
 
-    def counted(self: proof.Proof) -> Exception | None:
-        nonlocal runs
-        runs += 1
+    def noted(self: proof.Proof) -> Exception | None:
+        names.append(self.region.operator.name)
         return verdict(self)
 
-    monkeypatch.setattr(proof.Proof, "_verdict", counted)
+    monkeypatch.setattr(proof.Proof, "_verdict", noted)
     monkeypatch.setattr(proof, "_PROVED", set())
+    return names
+
+
+def test_equal_blocks_are_run_once(proved: list[str]) -> None:
     block = """
       y{k} = Softmax<axis=1>(z{k})  t{k} = Mul(g{k}, y{k})  s{k} = ReduceSum(t{k}, axis)
       u{k} = Mul(y{k}, s{k})  r{k} = Sub(t{k}, u{k})
@@ -211,7 +217,32 @@ def test_equal_blocks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = parsed(f"m ({inputs}) => ({outputs}) {{ axis = Constant<value_ints=[1]>() {body} }}")
     for _ in range(2):
         assert len(fuse(model, policy="all").report.fusions) == count
-        assert runs == 1
+        assert len(proved) == 1
+
+
+@pytest.mark.parametrize("batch", ["2", "N"])
+def test_layers_behind_quantised_products_are_run_once(batch: str, proved: list[str]) -> None:
+    """Their sizes are known: the products keep those of what they multiply, and reshapes with 0 and -1 pass them on."""
+    layer = """
+      p{k} = com.microsoft.MatMulNBits<K=16, N=16, bits=4, block_size=16>(x{k}, w_Q4, w_scales)
+      f{k} = Add(p{k}, b{k})  h{k} = Reshape(f{k}, heads)  a{k} = Transpose<perm=[0,2,1,3]>(h{k})
+      t{k} = Transpose<perm=[0,2,3,1]>(h{k})  m{k} = MatMul(a{k}, t{k})  s{k} = Softmax(m{k})  v{k} = MatMul(s{k}, a{k})
+      j{k} = Transpose<perm=[0,2,1,3]>(v{k})  x{next} = Reshape(j{k}, joined)
+    """
+    count, weight = 4, quantised(16, 16)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
+        m (float[{batch},T,16] x0) => (float[{batch},T,16] y)
+        <int64[4] heads = {{0,-1,2,8}}, int64[3] joined = {{0,0,16}}> {{
+        {"".join(layer.format(k=k, next=k + 1) for k in range(count))} y = Identity(x{count}) }}"""
+    )
+    ones = np.arange(16, dtype=np.float32)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(ones, f"b{k}") for k in range(count))
+    model.graph.initializer.extend(weight.initializers())
+    step = build_training_step(model, "mse", trainable=[f"b{k}" for k in range(count)])
+    assert step.report is not None
+    assert [f.op for f in step.report.fusions].count("ScaledMaskedSoftmaxBackward") == count
+    assert proved.count("ScaledMaskedSoftmaxBackward") == 1
 
 
 def test_ignored_rows_stay_zero_behind_an_infinite_factor() -> None:
