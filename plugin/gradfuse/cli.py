@@ -437,8 +437,9 @@ def add_lora_inputs(source: str, target: str, lora: tuple[str, ...], force: bool
 @click.argument("source", metavar="STEP.onnx")
 @click.argument("target", metavar="OUT")
 @click.option("--checkpoint", metavar="FILE", help="What TrainingSession.save wrote; without one, STEP's own values.")
+@click.option("--within", metavar="NAME", help="What PEFT's module is called in the exported one; without, it is that.")
 @_verbose
-def save_adapter(source: str, target: str, checkpoint: str | None) -> None:
+def save_adapter(source: str, target: str, checkpoint: str | None, within: str | None) -> None:
     """Write trained adapters: OUT.onnx_adapter for onnxruntime, or else a folder for PEFT."""
     files.require_other(target, [source] if checkpoint is None else [source, checkpoint], "the adapter")
     from gradfuse.lora.saving import save_adapter as save
@@ -450,7 +451,7 @@ def save_adapter(source: str, target: str, checkpoint: str | None) -> None:
             session.load(checkpoint)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        save(session, target)
+        save(session, target, within=within)
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
 

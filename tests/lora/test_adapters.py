@@ -261,6 +261,23 @@ def test_files_of_peft_hold_names_shapes_and_settings(tmp_path: Path) -> None:
     assert [setting("lora_alpha", "alpha_pattern", module) for module in ("block.fc", "fc")] == [5, 6.5]
 
 
+def test_names_for_peft_begin_at_the_module_that_a_wrapper_has(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Gemm", ["x", "net.fc.weight"], ["h"], transB=1),
+        helper.make_node("Gemm", ["h", "net.out.weight"], ["y"]),
+    ]
+    model = _base(nodes, {"net.fc.weight": _weight(), "net.out.weight": _weight()[:, :OUT]})
+    step = build_training_step(add_lora(model, "*", 2, 4), "mse", trainable=ADAPTERS)
+    gradfuse.save_adapter(step, tmp_path, within="net")
+    tensors = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.fc.lora_A.weight" in tensors and "base_model.model.out.lora_B.weight" in tensors
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["fc", "out"]
+    with pytest.raises(ArgumentError, match=r"within is 'net.fc', and 'net.fc' is not; expected a module with all"):
+        gradfuse.save_adapter(step, tmp_path, within="net.fc")
+    with pytest.raises(ArgumentError, match=r"within is 'net'; expected None"):
+        gradfuse.save_adapter(step, tmp_path / "a.onnx_adapter", within="net")
+
+
 def test_initial_values_are_those_of_peft() -> None:
     """A is within the bound of kaiming_uniform_ with a = sqrt(5), follows its seed, and fills the range."""
     model = _base([helper.make_node("MatMul", ["x", "fc.weight"], ["y"])], {"fc.weight": _weight().T})

@@ -47,6 +47,9 @@ def test_from_a_base_to_a_served_adapter(run: Run, base: Path, tmp_path: Path) -
     session.save(tmp_path / "trained.safetensors")
     assert run("save-adapter", step, adapter, "--checkpoint", tmp_path / "trained.safetensors") == (0, "", "")
     assert run("save-adapter", step, tmp_path / "first") == (0, "", "")
+    assert run("save-adapter", step, tmp_path / "within", "--within", "layers") == (0, "", "")
+    config = json.loads((tmp_path / "within" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["0.q"]
     code, output, errors = run("add-lora-inputs", base, served, "--lora", "layers.*")
     assert (code, errors) == (0, "") and output == "inputs layers.0.q.lora_A.weight, layers.0.q.lora_B.weight\n"
 

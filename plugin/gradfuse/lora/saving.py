@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -21,13 +21,17 @@ from gradfuse.training.arguments import require_path
 from gradfuse.training.session import TrainingSession
 from gradfuse.training.step import TrainingStep
 
+_T = TypeVar("_T")
+
 _WHO = "save_adapter"
 _ORT_SUFFIX = ".onnx_adapter"
 _PEFT_PREFIX = "base_model.model."
 _PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def save_adapter(trained: TrainingSession | TrainingStep, path: str | os.PathLike[str]) -> None:
+def save_adapter(
+    trained: TrainingSession | TrainingStep, path: str | os.PathLike[str], *, within: str | None = None
+) -> None:
     """Write the adapters that `add_lora` added, as they are now.
 
     Args:
@@ -35,9 +39,12 @@ def save_adapter(trained: TrainingSession | TrainingStep, path: str | os.PathLik
         path: a file `*.onnx_adapter` for `onnxruntime.LoraAdapter` and the model of `add_lora_inputs`, where B is
             multiplied by alpha / rank; or else a folder for `peft.PeftModel.from_pretrained`, with
             `adapter_model.safetensors` and `adapter_config.json`.
+        within: of a folder, the name that the module which PEFT is given has in the one that was exported, such as
+            "model" where an exported wrapper has it as `self.model`; None: it is the exported one.
 
     Raises:
-        ArgumentError: the step has no adapters of `add_lora`, or an argument is something else.
+        ArgumentError: the step has no adapters of `add_lora`, one is not within that module, or an argument is
+            something else.
         ModelError: a file cannot be written.
         GradfuseError: safetensors is not installed, or onnxruntime is older than 1.20.
 
@@ -61,9 +68,19 @@ def save_adapter(trained: TrainingSession | TrainingStep, path: str | os.PathLik
         )
     path = os.fspath(path)
     if path.endswith(_ORT_SUFFIX):
+        if within is not None:
+            raise ArgumentError(f"{_WHO}: within is {within!r}; expected None, as a file has the names of the model")
         _write_ort(path, modules, adapters)
     else:
-        _write_peft(path, modules, adapters)
+        prefix = "" if within is None else f"{within}."
+        outside = [module for module in modules if not module.startswith(prefix)]
+        if outside:
+            raise ArgumentError(f"{_WHO}: within is {within!r}, and {outside[0]!r} is not; expected a module with all")
+        _write_peft(path, _named_from(prefix, modules), _named_from(prefix, adapters))
+
+
+def _named_from(prefix: str, found: Mapping[str, _T]) -> dict[str, _T]:
+    return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
 def _modules(model: onnx.ModelProto) -> dict[str, tuple[int, float]]:
