@@ -1,6 +1,7 @@
 #include "gradfuse/ops/matmul_n_bits_backward.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/cpu/targets.h"
@@ -21,6 +22,9 @@ constexpr int64_t kPanel = 64;    // columns of the weight in floats: a whole nu
 constexpr int64_t kDeep = 128;    // rows of the weight in floats
 constexpr int64_t kTall = 256;    // rows of the gradient
 constexpr int64_t kTileRows = 6;  // whose sums are in registers
+// A thread takes several panels at once, as the gradient is read again for the next ones; fewer where they are few.
+constexpr int64_t kMostTogether = 4;
+constexpr int64_t kFewTasks = 16;
 
 // Neighbouring columns of neighbouring rows of a weight, within a block of each row.
 struct PackedPart {
@@ -32,6 +36,11 @@ struct PackedPart {
   int64_t scale_pitch;
   int64_t rows;
   int64_t columns;
+};
+
+// In lines of the cache of its own, which vectors do not cross.
+struct alignas(64) PanelRow {
+  float numbers[kPanel];
 };
 
 }  // namespace
@@ -46,27 +55,47 @@ using FloatTag = hn::ScalableTag<float>;
 // Vectors of a tile: with a third as many registers again for a row of the weight, all there are.
 constexpr int64_t kTileVectors = hn::MaxLanes(FloatTag()) == 8 ? 2 : 4;
 
-// Writes the numbers of a part as floats, with kPanel from one row to the next. The compiler makes vectors of it.
+// Writes the numbers of a part as floats, with kPanel from one row to the next: the first number of each byte, then the
+// second of each, as they are together in vectors.
 template <class T, int kBits>
 void Dequantize(const PackedPart& part, const T* scales, float* to) {
   constexpr int kPerByte = 8 / kBits;
   constexpr int kMask = (1 << kBits) - 1;
+  const int64_t count = part.columns / kPerByte;
   for (int64_t row = 0; row < part.rows; ++row) {
-    const uint8_t* bytes = part.numbers + row * part.number_pitch;
+    const uint8_t* const bytes = part.numbers + row * part.number_pitch;
+    // They are far from each other: the processor does not see by itself what comes in the next part.
+    Prefetch(FloatTag(), bytes + kDeep * part.number_pitch);
+    Prefetch(FloatTag(), scales + (row + kDeep) * part.scale_pitch);
     int zero_point = 1 << (kBits - 1);
     if (part.zero_points != nullptr) {
       zero_point = (part.zero_points[row * part.zero_point_pitch] >> part.zero_point_shift) & kMask;
     }
     const float scale = ToCompute(scales[row * part.scale_pitch]);
-    // In two loops, as bytes that might lie among the results would keep the compiler from making vectors.
-    uint8_t numbers[kPanel];
-    for (int64_t i = 0; i < part.columns / kPerByte; ++i) {
+    float* const out = to + row * kPanel;
+#if GRADFUSE_HAS_VECTORS
+    const FloatTag d;
+    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+    if (count % lanes == 0) {
+      const hn::RebindToSigned<FloatTag> integers;
+      const auto mask = hn::Set(integers, kMask);
+      const auto zero = hn::Set(integers, zero_point);
+      const auto factor = hn::Set(d, scale);
+      for (int64_t i = 0; i < count; i += lanes) {
+        auto left = hn::PromoteTo(integers, hn::LoadU(hn::Rebind<uint8_t, FloatTag>(), bytes + i));
+        for (int k = 0; k < kPerByte; ++k) {
+          hn::StoreU(hn::ConvertTo(d, (left & mask) - zero) * factor, d, out + k * count + i);
+          left = hn::ShiftRight<kBits>(left);
+        }
+      }
+      continue;
+    }
+#endif
+    for (int64_t i = 0; i < count; ++i) {
       for (int k = 0; k < kPerByte; ++k) {
-        numbers[i * kPerByte + k] = static_cast<uint8_t>((bytes[i] >> (k * kBits)) & kMask);
+        out[k * count + i] = static_cast<float>(((bytes[i] >> (k * kBits)) & kMask) - zero_point) * scale;
       }
     }
-    float* const out = to + row * kPanel;
-    for (int64_t i = 0; i < part.columns; ++i) out[i] = static_cast<float>(numbers[i] - zero_point) * scale;
   }
 }
 
@@ -105,6 +134,13 @@ GRADFUSE_INLINE void AddTile(const float* grad, const float* weight, int64_t dep
   }
 }
 
+// As AddTile, of what is left of rows: fewer than kTileRows.
+template <int64_t kRows>
+GRADFUSE_INLINE void AddLast(int64_t rows, const float* grad, const float* weight, int64_t depth, float* sums) {
+  if (rows == kRows) return AddTile<kRows>(grad, weight, depth, sums);
+  if constexpr (kRows > 1) AddLast<kRows - 1>(rows, grad, weight, depth, sums);
+}
+
 // sums (rows, kPanel) += grad (rows, depth) times weight (depth, kPanel).
 void AddProducts(const float* grad, const float* weight, int64_t rows, int64_t depth, float* sums) {
   const int64_t step = kTileVectors * static_cast<int64_t>(hn::Lanes(FloatTag()));
@@ -113,17 +149,19 @@ void AddProducts(const float* grad, const float* weight, int64_t rows, int64_t d
     for (; row + kTileRows <= rows; row += kTileRows) {
       AddTile<kTileRows>(grad + row * kDeep, weight + column, depth, sums + row * kPanel + column);
     }
-    for (; row < rows; ++row) AddTile<1>(grad + row * kDeep, weight + column, depth, sums + row * kPanel + column);
+    AddLast<kTileRows - 1>(rows - row, grad + row * kDeep, weight + column, depth, sums + row * kPanel + column);
   }
 }
 
+// Writes sums, whose columns are at `places`.
 template <class T>
-void Write(const float* sums, int64_t rows, int64_t columns, int64_t pitch, T* out) {
+void Write(const float* sums, const int64_t* places, int64_t rows, int64_t columns, int64_t pitch, T* out) {
   const FloatTag d;
+  float ordered[kPanel];
   for (int64_t row = 0; row < rows; ++row) {
-    ForEachVector(d, columns, [&](int64_t i, auto at) HWY_ATTR {
-      Store(at, Load(at, d, sums + row * kPanel + i), d, out + row * pitch + i);
-    });
+    for (int64_t i = 0; i < columns; ++i) ordered[i] = sums[row * kPanel + places[i]];
+    ForEachVector(d, columns,
+                  [&](int64_t i, auto at) HWY_ATTR { Store(at, Load(at, d, ordered + i), d, out + row * pitch + i); });
   }
 }
 
@@ -154,19 +192,23 @@ void RunTyped(const MatmulNBitsBackwardArgs& args, const ParallelFor& parallel) 
 
   constexpr int64_t kProductsPerByte = 4;  // that take as long as a byte that is moved
   const int64_t panels = CeilDiv(columns, kPanel);
-  parallel(panels * CeilDiv(rows, kTall), rows * depth * columns / kProductsPerByte, [&](int64_t task) {
-    const int64_t column = task % panels * kPanel;
-    const int64_t width = std::min(kPanel, blocks * size - column);
-    const int64_t first = task / panels * kTall;
+  const int64_t together = std::clamp(panels / kFewTasks, int64_t{1}, kMostTogether);
+  const int64_t tasks = CeilDiv(panels, together);
+  parallel(tasks * CeilDiv(rows, kTall), rows * depth * columns / kProductsPerByte, [&](int64_t task) {
+    const int64_t column = task % tasks * together * kPanel;
+    const int64_t end = std::min(column + together * kPanel, blocks * size);
+    const int64_t first = task / tasks * kTall;
     const int64_t count = std::min(kTall, rows - first);
-    std::vector<float> sums(static_cast<size_t>(count * kPanel));
+    std::vector<PanelRow> sums(static_cast<size_t>(together * count));
     std::vector<float> packed(static_cast<size_t>(count * kDeep));
-    std::vector<float> floats(static_cast<size_t>(kDeep * kPanel));
+    std::vector<PanelRow> floats(static_cast<size_t>(together * kDeep));
+    std::vector<int64_t> places(static_cast<size_t>(together * kPanel));
     for (int64_t row = 0; row < depth; row += kDeep) {
       const int64_t deep = std::min(kDeep, depth - row);
-      for (int64_t at = column; at < column + width;) {
+      for (int64_t at = column; at < end;) {
         const int64_t block = at / size;
-        const int64_t end = std::min(column + width, (block + 1) * size);
+        const int64_t panel = (at - column) / kPanel;
+        const int64_t next = std::min({end, (block + 1) * size, column + (panel + 1) * kPanel});
         PackedPart part{};
         part.numbers = weight + (row * blocks * size + at) * kBits / 8;
         part.number_pitch = blocks * size * kBits / 8;
@@ -177,14 +219,29 @@ void RunTyped(const MatmulNBitsBackwardArgs& args, const ParallelFor& parallel) 
         }
         part.scale_pitch = blocks;
         part.rows = deep;
-        part.columns = end - at;
-        dequantize(part, scales + row * blocks + block, floats.data() + (at - column));
-        at = end;
+        part.columns = next - at;
+        const int64_t begin = (at - column) % kPanel;
+        dequantize(part, scales + row * blocks + block, floats[static_cast<size_t>(panel * kDeep)].numbers + begin);
+        if (row == 0) {
+          constexpr int64_t kPerByte = 8 / kBits;
+          const int64_t of_byte = part.columns / kPerByte;
+          for (int64_t i = 0; i < part.columns; ++i) {
+            places[static_cast<size_t>(at - column + i)] = begin + i % kPerByte * of_byte + i / kPerByte;
+          }
+        }
+        at = next;
       }
       pack(grad + first * depth + row, depth, count, deep, packed.data());
-      add(packed.data(), floats.data(), count, deep, sums.data());
+      for (int64_t panel = 0; panel * kPanel < end - column; ++panel) {
+        add(packed.data(), floats[static_cast<size_t>(panel * kDeep)].numbers, count, deep,
+            sums[static_cast<size_t>(panel * count)].numbers);
+      }
     }
-    write(sums.data(), count, std::min(kPanel, columns - column), columns, out + first * columns + column);
+    for (int64_t at = column; at < std::min(end, columns); at += kPanel) {
+      const int64_t panel = (at - column) / kPanel;
+      write(sums[static_cast<size_t>(panel * count)].numbers, places.data() + panel * kPanel, count,
+            std::min(kPanel, columns - at), columns, out + first * columns + at);
+    }
   });
 }
 
