@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from gradfuse.models.tensors import unmapped
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, number
 from gradfuse.passes.reading.layouts import Form
 
@@ -18,6 +19,7 @@ Array = npt.NDArray[Any]
 VECTOR_LIMIT = 64
 """Constants of up to so many elements may be axes, sizes and the like."""
 _CONTENT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
+_KEPT_LIMIT = 1 << 16  # larger constants in files are read again where they are asked for again: they may be weights
 _ALIKE_LIMIT = 1 << 16  # elements of constants that are compared with multiples of each other
 _STEPS = 8  # rises of a constant that is read as a sum of steps
 _finfo: Any = ml_dtypes.finfo
@@ -38,9 +40,13 @@ class Constants:
         """The content of a constant that is small enough to be looked at; None for other values."""
         if value is None:
             return None
-        if value not in self._arrays:
-            self._arrays[value] = _content(value)
-        return self._arrays[value]
+        if value in self._arrays:
+            return self._arrays[value]
+        array = _content(value)
+        in_file = array is not None and isinstance(value.const_value, ir.ExternalTensor)
+        if array is None or not in_file or array.size <= _KEPT_LIMIT or not any(array.strides):
+            self._arrays[value] = array
+        return array
 
     def form(self, array: Array) -> Form:
         """The form of a constant: an expression of its index variables where there is a short one, or else a name."""
@@ -174,11 +180,12 @@ def _content(value: ir.Value) -> Array | None:
     # An initializer that is also an input is a default that the caller may replace.
     if tensor is None or value.is_graph_input() or tensor.dtype == ir.DataType.STRING:
         return None
-    array = np.asarray(tensor.numpy())
-    if array.size > _CONTENT_LIMIT:
-        return _repeated(array)
     # A file that is mapped into memory must not stay so for a few numbers: it may be written anew.
-    return array.copy() if isinstance(tensor, ir.ExternalTensor) else array
+    if isinstance(tensor, ir.ExternalTensor):
+        array = np.asarray(unmapped(tensor).numpy())
+        return _repeated(array) if array.size > _CONTENT_LIMIT else array.copy()
+    array = np.asarray(tensor.numpy())
+    return _repeated(array) if array.size > _CONTENT_LIMIT else array
 
 
 def _repeated(array: Array) -> Array | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,28 @@ def test_external_data_is_not_read_by_loading_and_embedded_by_restoring(tmp_path
     tensor = loaded.ir.graph.initializers["w"].const_value
     assert isinstance(tensor, ir.ExternalTensor) and tensor.raw is None
     assert small_models.same_graph(loaded.restore(loaded.ir), small_models.forward())
+
+
+def test_tensors_of_files_are_embedded_one_at_a_time(tmp_path: Path) -> None:
+    count, size = 16, 2**19
+    weights = [np.random.default_rng(k).random(size, np.float32) for k in range(count)]
+    nodes = [helper.make_node("Add", [f"x{k}", f"w{k}"], [f"x{k + 1}"]) for k in range(count)]
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [size]) for name in ("x0", f"x{count}")]
+    tensors = [onnx.numpy_helper.from_array(array, f"w{k}") for k, array in enumerate(weights)]
+    graph = helper.make_graph(nodes, "sums", ends[:1], ends[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    path = small_models.save_with_external_data(model, tmp_path / "model.onnx")
+    fuse(small_models.forward())  # imports modules, which are memory too
+    tracemalloc.start()
+    try:
+        fused = fuse(path).model
+        # The message itself is memory of protobuf, which is not counted.
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < count * weights[0].nbytes / 2
+    for tensor, array in zip(fused.graph.initializer, weights, strict=True):
+        assert np.array_equal(onnx.numpy_helper.to_array(tensor), array)
 
 
 def external_tensor(entries: dict[str, str], dims: tuple[int, ...] = (4, 5)) -> onnx.TensorProto:

@@ -5,6 +5,7 @@ External data is read only where it is needed. Until then, tensors in files stay
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from copy import copy, deepcopy
@@ -174,10 +175,44 @@ def _read_tensor(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Return an `onnx.ModelProto` that holds its tensors; if it would exceed 2 GB, external tensors stay external."""
-    return serialized(with_tensors_in_memory(model) if fits_one_message(model) else model)
+    return serialized(_with_tensors_read_late(model) if fits_one_message(model) else model)
 
 
-def moved(tensor: ir.ExternalTensor, location: str, folder: str = "", name: str | None = None) -> ir.ExternalTensor:
+def _with_tensors_read_late(model: ir.Model) -> ir.Model:
+    """Return the model, or a copy whose external tensors are read when they are asked for, and then not kept."""
+    if not has_external_data(model):
+        return model
+    result = copy_model(model)
+    read_attribute_tensors(result)
+    for graph in result.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.LazyTensor(
+                    functools.partial(_read_once, tensor),
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    name=str(tensor.name),
+                    doc_string=tensor.doc_string,
+                )
+    return result
+
+
+def _read_once(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    return _read_tensor(unmapped(tensor))
+
+
+def unmapped(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
+    """Return another tensor for the same data: what is read of it is in memory for as long as somebody has it."""
+    return moved(tensor, tensor.location, tensor.base_dir)
+
+
+def moved(
+    tensor: ir.ExternalTensor,
+    location: str | os.PathLike[str],
+    folder: str | os.PathLike[str] = "",
+    name: str | None = None,
+) -> ir.ExternalTensor:
     """Return an external tensor that names its file in another way, or has another name."""
     return ir.ExternalTensor(
         location,
@@ -219,5 +254,10 @@ def serialized(model: ir.Model) -> onnx.ModelProto:
     try:
         return ir.to_proto(model)
     except Exception as error:
-        # The serializer documents no exceptions; whatever it raises, the model is malformed.
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ModelError):  # Of a tensor that is read late.
+                raise cause from None
+            cause = cause.__cause__
+        # The serializer documents no exceptions; whatever else it raises, the model is malformed.
         raise ModelError(f"onnx_ir.Model: is not a valid ONNX model: {one_line(error)}") from error
