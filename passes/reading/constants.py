@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.models.tensors import unmapped
+from gradfuse.models.tensors import array_of
 from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, number
 from gradfuse.passes.reading.layouts import Form
 
@@ -181,11 +181,10 @@ def _content(value: ir.Value) -> Array | None:
     if tensor is None or value.is_graph_input() or tensor.dtype == ir.DataType.STRING:
         return None
     # A file that is mapped into memory must not stay so for a few numbers: it may be written anew.
-    if isinstance(tensor, ir.ExternalTensor):
-        array = np.asarray(unmapped(tensor).numpy())
-        return _repeated(array) if array.size > _CONTENT_LIMIT else array.copy()
-    array = np.asarray(tensor.numpy())
-    return _repeated(array) if array.size > _CONTENT_LIMIT else array
+    array = array_of(tensor)
+    if array.size > _CONTENT_LIMIT:
+        return _repeated(array)
+    return array.copy() if isinstance(tensor, ir.ExternalTensor) else array
 
 
 def _repeated(array: Array) -> Array | None:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.dependence import is_branches
 from gradfuse.differentiation.rules import FLOATS
+from gradfuse.models import tensors
 from gradfuse.models.inlining import graphs_of
 from gradfuse.models.scopes import module_of, noted_parameters, noted_scopes, placeholder_of
 
@@ -300,7 +301,7 @@ def array_of(value: ir.Value) -> npt.NDArray[Any]:
     """Return the elements of a stored tensor."""
     tensor = tensor_of(value)
     assert tensor is not None
-    return tensor.numpy()
+    return tensors.array_of(tensor)
 
 
 def _dtype(value: ir.Value) -> ir.DataType | None:

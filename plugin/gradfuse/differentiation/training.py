@@ -44,7 +44,7 @@ from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
-from gradfuse.models.tensors import copy_model, to_mapped_proto
+from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
@@ -493,7 +493,7 @@ def _taken_out(graph: ir.Graph, changed: Iterable[str]) -> Arrays:
     for name in changed:
         value = graph.initializers.pop(name)
         assert value.const_value is not None
-        found[name] = np.array(value.const_value.numpy())
+        found[name] = np.array(array_of(value.const_value))
         value.const_value = None
     return found
 

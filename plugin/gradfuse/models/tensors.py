@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from copy import copy, deepcopy
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -205,6 +207,11 @@ def _read_once(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
 def unmapped(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
     """Return another tensor for the same data: what is read of it is in memory for as long as somebody has it."""
     return moved(tensor, tensor.location, tensor.base_dir)
+
+
+def array_of(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
+    """Return the elements of a tensor, which does not keep them in memory where they are in a file."""
+    return np.asarray((unmapped(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor).numpy())
 
 
 def moved(
