@@ -52,6 +52,17 @@ def test_any_sizes(
         assert_same_bits(one, two)
 
 
+@pytest.mark.parametrize("in_features", [2100, 4200])
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_panels_that_a_thread_takes_together(in_features: int, block_size: int) -> None:
+    dtype = torch.float32
+    sample = arguments((7,), 130, in_features, dtype, bits=4, block_size=block_size, zero_points=True)
+    outputs = run(OP, *sample.inputs, **sample.attributes)
+    SAMPLES[OP].assert_close(outputs, sample, dtype)
+    for one, two in zip(outputs, run(OP, *sample.inputs, threads=2, **sample.attributes), strict=True):
+        assert_same_bits(one, two)
+
+
 def test_messages() -> None:
     grad, weight, scales = torch.ones(2, 3), torch.zeros(3, 2, 16, dtype=torch.uint8), torch.ones(3, 2)
     inputs = [grad, weight, scales]
