@@ -19,19 +19,17 @@ from gradfuse.passes.matching import (
     Rewrite,
     Site,
     is_node_of_training,
+    normalizing,
     require_same,
     wanted_outputs,
 )
 from gradfuse.passes.matching.terms import parts_of_sum
 from gradfuse.passes.reading import Form, is_float
 
-_CHANNELS = 1  # the dimension of channels
-_VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
-_ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"} | _VIEWS
-_REDUCTIONS = {"ReduceSum", "ReduceMean"}
+_CHANNELS = 1  # the dimension of channels in the operator
 _VALUES = 120  # that a gradient is made of
 _FACTORS = 16  # of a product
-_VECTORS = 3  # forms of a deviation, and a weight
+_VECTORS = 5  # forms of a deviation, and a weight
 _CANDIDATES = 8  # for the gradient of the result that are tried
 _READERS = 24  # of a value that are looked at
 
@@ -55,18 +53,19 @@ class FuseBatchNormBackwardPass(FusePass):
         node = root.producer()
         if is_node_of_training(node, "BatchNormalizationGrad"):
             return _of_training(site, builder, root)
-        if node is None or node.domain or node.op_type not in _ARITHMETIC - _VIEWS:
+        if node is None or node.domain or node.op_type not in normalizing.CALCULATIONS:
             return None
-        if not 2 <= len(site.extents(root)) <= MAX_RANK:
+        rank = len(site.extents(root))
+        if not 2 <= rank <= MAX_RANK:
             return None
-        behind = [site.reached(*search, _ARITHMETIC | _REDUCTIONS) for search in _SEARCHES]
+        behind = [site.reached(*search, normalizing.ALL) for search in _SEARCHES]
         if any(root not in values for values in behind):
             return None
-        region = _region(site, root)
-        if region is None:
-            return None
-        candidates = itertools.islice(_candidates(site, root, region), _CANDIDATES)
-        return self.first_bound(builder, (partial(_bound, site, builder, root, region, *c) for c in candidates))
+        # Channels are the second dimension, or the last.
+        regions = (_region(site, root, channels) for channels in dict.fromkeys((1, rank - 1)))
+        possible = ((region, *one) for region in regions if region is not None for one in _candidates(site, region))
+        candidates = itertools.islice(possible, _CANDIDATES)
+        return self.first_bound(builder, (partial(_bound, site, builder, *one) for one in candidates))
 
 
 def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
@@ -91,15 +90,11 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     return replace(rewrite, frontier=tuple(inputs), others=tuple(others), runs=frozenset([node]))
 
 
-def _is_reduction(node: ir.Node) -> bool:
-    return not node.domain and node.op_type in _REDUCTIONS
-
-
 def _is_subtraction(node: ir.Node) -> bool:
     return not node.domain and node.op_type == "Sub"
 
 
-_SEARCHES = (("reductions", _is_reduction), ("subtractions", _is_subtraction))
+_SEARCHES = (("reductions", normalizing.is_reduction), ("subtractions", _is_subtraction))
 
 
 @dataclass(frozen=True)
@@ -107,17 +102,21 @@ class _Region:
     """The arithmetic behind a value, up to other layers.
 
     Attributes:
+        root: the value.
+        channels: the dimension of the channels.
         nodes: what computes the value.
         reduced: whole tensors that are summed.
         centred: subtractions of a vector from a whole tensor.
     """
 
+    root: ir.Value
+    channels: int
     nodes: frozenset[ir.Node]
     reduced: tuple[ir.Value, ...]
     centred: tuple[ir.Value, ...]
 
 
-def _region(site: Site, root: ir.Value) -> _Region | None:
+def _region(site: Site, root: ir.Value, channels: int) -> _Region | None:
     """The arithmetic behind a value; None where there is none of the gradient's, or more than that."""
     reduced: dict[ir.Value, None] = {}
     centred: dict[ir.Value, None] = {}
@@ -125,19 +124,18 @@ def _region(site: Site, root: ir.Value) -> _Region | None:
     todo, seen = [root], {root}
     for value in todo:
         node = value.producer()
-        if node is None or node.domain or node.graph is not site.graph or not is_float(value):
+        inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
+        if node is None or inputs is None:
             continue
-        if node.op_type in _REDUCTIONS and node.inputs[0] is not None and _is_whole(site, node.inputs[0], root):
-            reduced[node.inputs[0]] = None
-        elif node.op_type not in _ARITHMETIC:
-            continue
+        if normalizing.is_reduction(node) and inputs[0] is not None and _is_whole(site, inputs[0], root):
+            reduced[inputs[0]] = None
         if node.op_type == "Sub" and _is_whole(site, value, root) and None not in node.inputs:
             left, right = node.inputs
             assert left is not None and right is not None
-            if _is_whole(site, left, root) and _is_vector(site, right, root):
+            if _is_whole(site, left, root) and _is_vector(site, right, root, channels):
                 centred[value] = None
         nodes[node] = None
-        for other in node.inputs:
+        for other in inputs:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
@@ -145,41 +143,28 @@ def _region(site: Site, root: ir.Value) -> _Region | None:
             break
     if not reduced or not centred:
         return None
-    return _Region(frozenset(nodes), tuple(reduced), tuple(centred))
+    return _Region(root, channels, frozenset(nodes), tuple(reduced), tuple(centred))
 
 
 def _is_whole(site: Site, value: ir.Value, root: ir.Value) -> bool:
     return is_float(value) and site.knows(value) and site.extents(value) == site.extents(root)
 
 
-def _is_vector(site: Site, value: ir.Value, root: ir.Value) -> bool:
+def _is_vector(site: Site, value: ir.Value, root: ir.Value, channels: int) -> bool:
     """Whether a value has one element a channel, at the place of the channels in whole tensors or alone."""
     if not is_float(value) or not site.knows(value):
         return False
-    extents, rank, channels = site.extents(value), len(site.extents(root)), site.extents(root)[_CHANNELS]
-    place = 0 if len(extents) == 1 else len(extents) - (rank - _CHANNELS)
-    return (
-        0 <= place < len(extents)
-        and [s for s in extents if s != UNIT] in ([channels], [])
-        and (extents[place] == channels)
-    )
+    extents, whole = site.extents(value), site.extents(root)
+    size = whole[channels]
+    place = 0 if len(extents) == 1 else len(extents) - (len(whole) - channels)
+    return 0 <= place < len(extents) and [s for s in extents if s != UNIT] in ([size], []) and (extents[place] == size)
 
 
-def _factors(site: Site, value: ir.Value, root: ir.Value) -> Iterator[ir.Value]:
-    """The whole tensors that a product has as factors, the value itself first, the nearest first."""
-    todo = [value]
-    for own in todo:
-        yield own
-        node = own.producer()
-        if node is not None and node.op_type in ("Mul", "Identity") and not node.domain and len(todo) < _FACTORS:
-            todo += [v for v in node.inputs if v is not None and _is_whole(site, v, root)]
-
-
-def _candidates(site: Site, root: ir.Value, region: _Region) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
+def _candidates(site: Site, region: _Region) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
     """Gradients of the result, inputs and means that a value may be made of."""
-    is_whole = partial(_is_whole, site, root=root)
+    is_whole = partial(_is_whole, site, root=region.root)
     terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(value, is_whole, _FACTORS))
-    products = [list(_factors(site, term, root)) for term in terms]
+    products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
     for centred in region.centred:
         node = centred.producer()
@@ -194,99 +179,110 @@ def _candidates(site: Site, root: ir.Value, region: _Region) -> Iterator[tuple[i
                 yield gradient, x, mean
 
 
-def _vectors(site: Site, root: ir.Value, stops: Sequence[ir.Value]) -> list[ir.Value]:
+def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> list[ir.Value]:
     """The vectors that a value is made of, beside others that are given.
 
     Raises:
         Mismatch: it is made of more than vectors.
     """
+    is_vector = partial(_is_vector, site, root=region.root, channels=region.channels)
     found: dict[ir.Value, None] = {}
     views: dict[ir.Value, ir.Value] = {}
-    todo, seen = [root], {root, *stops}
+    todo, seen = [region.root], {region.root, *stops}
     for value in todo:
         if len(todo) > _VALUES:
             raise Mismatch("it is made of more than the gradient is")
         node = value.producer()
-        inner = node is not None and not node.domain and node.graph is site.graph
-        if (site.forms.constant(value) is not None and not _is_vector(site, value, root)) or _is_size(site, value):
+        if (site.forms.constant(value) is not None and not is_vector(value)) or normalizing.is_size(site, value):
             continue
-        if node is None or not inner or node.op_type not in _ARITHMETIC | _REDUCTIONS or _is_inverse(site, node):
+        inputs = None if node is None or normalizing.is_inverse(site, node) else normalizing.operands(site, node)
+        if node is None or inputs is None:
             # What has its elements in other dimensions may be viewed as a vector.
             vector = value
-            while not _is_vector(site, vector, root):
+            while not is_vector(vector):
                 if vector not in views:
                     raise Mismatch(f"{value.name} is part of it, which is no vector of the channels")
                 vector = views[vector]
             found[vector] = None
             continue
-        operands = node.inputs if node.op_type in _ARITHMETIC - _VIEWS else node.inputs[:1]
-        for other in operands:
+        for other in inputs:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
-                if node.op_type in _VIEWS:
+                if node.op_type in normalizing.VIEWS:
                     views[other] = value
     return list(found)
 
 
-def _is_size(site: Site, value: ir.Value) -> bool:
-    """Whether a value is computed from dimensions alone."""
-    form = site.forms.get(value)
-    return form is not None and bool(form.poly) and not site.algebra.tensors(form.poly) and not form.sizes
-
-
-def _is_inverse(site: Site, node: ir.Node) -> bool:
-    return node.op_type == "Div" and node.inputs[0] is not None and site.forms.constant(node.inputs[0]) is not None
-
-
-def _bound(
-    site: Site,
-    builder: Builder,
-    root: ir.Value,
-    region: _Region,
-    gradient: ir.Value,
-    x: ir.Value,
-    mean: ir.Value,
-) -> Rewrite:
+def _bound(site: Site, builder: Builder, region: _Region, gradient: ir.Value, x: ir.Value, mean: ir.Value) -> Rewrite:
     # Any vector serves as the mean; what reads the mean of x in several forms asks to look into them.
     try:
-        return _bound_beside(site, builder, root, region, gradient, x, mean, [mean])
+        return _bound_beside(site, builder, region, _Whole(gradient, x, mean, (mean,)))
     except Mismatch:
-        if not _is_made_of(site, mean, x):
+        if not normalizing.is_made_of(site, mean, x):
             raise
-    return _bound_beside(site, builder, root, region, gradient, x, mean, [])
+    return _bound_beside(site, builder, region, _Whole(gradient, x, mean, ()))
 
 
-def _bound_beside(
-    site: Site,
-    builder: Builder,
-    root: ir.Value,
-    region: _Region,
-    gradient: ir.Value,
-    x: ir.Value,
-    mean: ir.Value,
-    own_mean: Sequence[ir.Value],
-) -> Rewrite:
-    stops = [gradient, x]
-    vectors = _vectors(site, root, [*stops, *own_mean])
+@dataclass(frozen=True)
+class _Whole:
+    """The gradient of the result, the input and its mean; `own` is the mean, unless it is to be looked into."""
+
+    gradient: ir.Value
+    x: ir.Value
+    mean: ir.Value
+    own: tuple[ir.Value, ...]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """All that a value may be made of.
+
+    Attributes:
+        whole: the whole tensors, and the mean.
+        sources: these, as far as they are not to be looked into, and the vectors.
+        deviation: the vector that r is, or 1 over that.
+        is_inverse: whether it is r.
+        weight: the other vector.
+    """
+
+    whole: _Whole
+    sources: tuple[ir.Value, ...]
+    deviation: ir.Value
+    is_inverse: bool
+    weight: ir.Value | None
+
+
+def _bound_beside(site: Site, builder: Builder, region: _Region, whole: _Whole) -> Rewrite:
+    stops = [whole.gradient, whole.x, *whole.own]
+    vectors = _vectors(site, region, stops)
     if not 1 <= len(vectors) <= _VECTORS:
         raise Mismatch(f"it has {len(vectors)} vectors of the channels beside the mean, not 1 to {_VECTORS}")
-    if root.dtype not in TOLERANCE or any(v.dtype != root.dtype for v in (*stops, *own_mean, *vectors, mean)):
+    dtype = region.root.dtype
+    if dtype not in TOLERANCE or any(v.dtype != dtype for v in (*stops, *vectors, whole.mean)):
         raise Mismatch("it is computed of tensors of several types")
-
-    for invstd, weight in [(v, w) for v in vectors for w in (*vectors, None) if w is not v]:
-        if len(vectors) == 2 and weight is None:
-            continue
-        # Differentiating node by node leaves the deviation in several forms, of which one is its inverse.
+    for deviation, weight in _pairs(site, whole.x, vectors):
         of_weight = [] if weight is None else [weight]
-        sources = [*stops, *own_mean, *(vectors if len(vectors) <= 2 else of_weight)]
-        definition = _definition(site, root, sources, gradient, x, mean, invstd, weight)
-        try:
-            require_same(site, root, definition.grad_input, definition.root)
-        except Mismatch:
-            continue
-        return _rewrite(site, builder, root, region, sources, gradient, x, mean, invstd, weight, definition)
+        # Differentiating node by node leaves the deviation in several forms.
+        sources = (*stops, *(vectors if len(vectors) <= 2 else of_weight))
+        for is_inverse in (True, False) if normalizing.is_root(deviation) else (True,):
+            parts = _Parts(whole, sources, deviation, is_inverse, weight)
+            definition = _definition(site, region, parts)
+            try:
+                require_same(site, region.root, definition.grad_input, definition.root)
+            except Mismatch:
+                continue
+            return _rewrite(site, builder, region, parts, definition)
     raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
+
+
+def _pairs(site: Site, x: ir.Value, vectors: Sequence[ir.Value]) -> list[tuple[ir.Value, ir.Value | None]]:
+    """The vectors that may be deviation and weight."""
+    if len(vectors) <= 2:
+        return [(v, w) for v in vectors for w in (*vectors, None) if w is not v and (w is None) == (len(vectors) == 1)]
+    deviations = [v for v in vectors if normalizing.is_made_of(site, v, x)]
+    weights = [v for v in vectors if v not in deviations]
+    return [(v, next(iter(weights), None)) for v in deviations] if len(weights) <= 1 else []
 
 
 @dataclass(frozen=True)
@@ -300,27 +296,20 @@ class _Definition:
     channel: tuple[int, ...]
 
 
-def _definition(
-    site: Site,
-    root: ir.Value,
-    sources: Sequence[ir.Value],
-    gradient: ir.Value,
-    x: ir.Value,
-    mean: ir.Value,
-    invstd: ir.Value,
-    weight: ir.Value | None,
-) -> _Definition:
-    algebra, forms = site.algebra, site.forms
+def _definition(site: Site, region: _Region, parts: _Parts) -> _Definition:
+    algebra, forms, root, whole, sources = site.algebra, site.forms, region.root, parts.whole, parts.sources
     rank = len(site.extents(root))
-    values = [gradient, x, mean, invstd, *([] if weight is None else [weight])]
+    values = [whole.gradient, whole.x, whole.mean, parts.deviation, *([] if parts.weight is None else [parts.weight])]
     result, *given = forms.relative(root, *sources)
     opaque = dict(zip(sources, given, strict=True))
     known = [result, *(opaque.get(value) or forms.relative(value, *sources)[0] for value in values)]
-    whole, vectors = known[:3], [_column(form, rank) for form in known[3:]]
-    groups, (p, g, data, m, r, *w) = forms.broadcast([*whole, *vectors])
+    vectors = [_column(form, rank, region.channels) for form in known[3:]]
+    groups, (p, g, data, m, r, *w) = forms.broadcast([*known[:3], *vectors])
+    if not parts.is_inverse:
+        r = algebra.power(r, -1)
     sizes = dict(enumerate(size for group in groups for size in group))
     form = Form(groups, p)
-    channel = tuple(form.variables(_CHANNELS))
+    channel = tuple(form.variables(region.channels))
     others = {v: size for v, size in sizes.items() if v not in channel}
     count = algebra.product(others.values())
     d = data - m
@@ -331,113 +320,91 @@ def _definition(
     return _Definition(p, algebra.product([*w, r, inside]), grad_weight, grad_bias, channel)
 
 
-def _column(form: Form, rank: int) -> Form:
+def _column(form: Form, rank: int, channels: int) -> Form:
     """A vector of channels, in whatever dimensions, as dimensions of whole tensors."""
     own = next((group for group in form.groups if group), ())
-    return Form(tuple(own if axis == _CHANNELS else () for axis in range(rank)), form.poly)
+    return Form(tuple(own if axis == channels else () for axis in range(rank)), form.poly)
 
 
-def _is_made_of(site: Site, mean: ir.Value, x: ir.Value) -> bool:
-    """Whether a vector is computed from a whole tensor by reductions and arithmetic."""
-    todo, seen = [mean], {mean}
-    for value in todo:
-        if value is x:
-            return True
-        node = value.producer()
-        if node is None or node.domain or node.graph is not site.graph or len(todo) > _READERS:
-            continue
-        if node.op_type in _ARITHMETIC | _REDUCTIONS:
-            operands = node.inputs if node.op_type in _ARITHMETIC - _VIEWS else node.inputs[:1]
-            todo += [v for v in operands if v is not None and v not in seen]
-            seen.update(todo)
-    return False
-
-
-def _rewrite(
-    site: Site,
-    builder: Builder,
-    root: ir.Value,
-    region: _Region,
-    sources: Sequence[ir.Value],
-    gradient: ir.Value,
-    x: ir.Value,
-    mean: ir.Value,
-    invstd: ir.Value,
-    weight: ir.Value | None,
-    definition: _Definition,
-) -> Rewrite:
+def _rewrite(site: Site, builder: Builder, region: _Region, parts: _Parts, definition: _Definition) -> Rewrite:
+    root, gradient = region.root, parts.whole.gradient
     extents = site.extents(root)
-    channels = extents[_CHANNELS]
-    sums = _sums(site, root, region, sources, gradient, definition)
+    size = extents[region.channels]
+    sums = _sums(site, region, parts, definition)
     gate = _gate(site, gradient, root)
     source, relu_output = (gradient, None) if gate is None else gate
+    # Channels that are last are the second dimension of the same elements in two.
+    shape = extents
+    if region.channels != _CHANNELS:
+        shape = [site.algebra.product(extents[: region.channels]), size]
+    vectors = [parts.weight, parts.whole.mean, parts.deviation]
+    weight, mean, invstd = (None if v is None else builder.reshape(_flat(site, v, region), [size]) for v in vectors)
+    if not parts.is_inverse:
+        assert invstd is not None
+        invstd = builder.op("Reciprocal", [invstd], invstd.dtype, [size])
     inputs = [
-        source,
-        x,
-        None if weight is None else builder.reshape(_flat(site, weight, root), [channels]),
-        builder.reshape(_flat(site, mean, root), [channels]),
-        builder.reshape(_flat(site, invstd, root), [channels]),
-        *([] if relu_output is None else [relu_output]),
+        builder.reshape(source, shape),
+        builder.reshape(parts.whole.x, shape),
+        weight,
+        mean,
+        invstd,
+        *([] if relu_output is None else [builder.reshape(relu_output, shape)]),
     ]
-    sizes = [[channels] if value is not None else [ZERO] for value in sums]
+    sizes = [[size] if value is not None else [ZERO] for value in sums]
     mask = [1, *(int(value is not None) for value in sums)]
-    fused = builder.fused_whole(FuseBatchNormBackwardPass.operator, inputs, [extents, *sizes], output_mask=mask)
+    fused = builder.fused_whole(FuseBatchNormBackwardPass.operator, inputs, [shape, *sizes], output_mask=mask)
     others = [
         (value, builder.reshape(output, site.extents(value)))
         for value, output in zip(sums, fused[1:], strict=True)
         if value is not None
     ]
-    frontier = [v for v in sources if v is not gradient]
+    frontier = [v for v in parts.sources if v is not gradient]
     frontier += [source] if relu_output is None else [source, relu_output]
     rule = "batch-norm-backward" if relu_output is None else "batch-norm-relu-backward"
-    return replace(builder.rewrite(rule, [fused[0]], fused[0]), frontier=tuple(frontier), others=tuple(others))
+    rewrite = builder.rewrite(rule, [fused[0]], builder.reshape(fused[0], extents))
+    return replace(rewrite, frontier=tuple(frontier), others=tuple(others))
 
 
-def _flat(site: Site, vector: ir.Value, root: ir.Value) -> ir.Value:
+def _flat(site: Site, vector: ir.Value, region: _Region) -> ir.Value:
     """A vector with one dimension, where the graph has it ahead of the root; or else as it is."""
     todo, seen = [vector], {vector}
     for value in todo:
         if len(site.extents(value)) == 1:
             return value
-        views = [use.node.outputs[0] for use in itertools.islice(value.uses(), _READERS) if use.node.op_type in _VIEWS]
+        uses = itertools.islice(value.uses(), _READERS)
+        views = [use.node.outputs[0] for use in uses if use.node.op_type in normalizing.VIEWS]
         new = [v for v in views if v not in seen and v.dtype == vector.dtype and v in site.position]
-        new = [v for v in new if site.is_ahead(v, root) and _is_vector(site, v, root)]
+        new = [v for v in new if site.is_ahead(v, region.root) and _is_vector(site, v, region.root, region.channels)]
         seen.update(new)
         todo += new
     return vector
 
 
 def _sums(
-    site: Site,
-    root: ir.Value,
-    region: _Region,
-    sources: Sequence[ir.Value],
-    gradient: ir.Value,
-    definition: _Definition,
+    site: Site, region: _Region, parts: _Parts, definition: _Definition
 ) -> tuple[ir.Value | None, ir.Value | None]:
     """The gradients of weight and bias, where something else than the gradient of the input reads them."""
     if len(definition.channel) != 1:
         return None, None
-    products = [gradient, *site.read_by([gradient], {"Mul"})]
-    reduced = site.read_by(products, _REDUCTIONS)
-    scaled = site.read_by(reduced, {"Mul"} | _VIEWS)
-    values = [*reduced, *scaled, *site.read_by(scaled, _VIEWS)]
+    products = [parts.whole.gradient, *site.read_by([parts.whole.gradient], {"Mul"})]
+    reduced = site.read_by(products, normalizing.REDUCTIONS)
+    scaled = site.read_by(reduced, {"Mul"} | normalizing.VIEWS)
+    values = [*reduced, *scaled, *site.read_by(scaled, normalizing.VIEWS)]
     found: list[ir.Value | None] = []
     for expected in (definition.grad_weight, definition.grad_bias):
         wanted = site.algebra.substitute(expected, {definition.channel[0]: site.algebra.var(0)})
-        found.append(next((v for v in values if _is_sum(site, root, region, sources, v, wanted)), None))
+        found.append(next((v for v in values if _is_sum(site, region, parts, v, wanted)), None))
     return found[0], found[1]
 
 
-def _is_sum(
-    site: Site, root: ir.Value, region: _Region, sources: Sequence[ir.Value], value: ir.Value, wanted: Poly
-) -> bool:
-    if value.dtype != root.dtype or not _is_vector(site, value, root):
+def _is_sum(site: Site, region: _Region, parts: _Parts, value: ir.Value, wanted: Poly) -> bool:
+    root = region.root
+    if value.dtype != root.dtype or not _is_vector(site, value, root, region.channels):
         return False
     if not value.is_graph_output() and all(use.node in region.nodes for use in value.uses()):
         return False
     assert root.dtype is not None
-    return site.forms.relative(value, *sources)[0].poly.close_to(wanted, 8 * TOLERANCE[root.dtype])
+    return site.forms.relative(value, *parts.sources)[0].poly.close_to(wanted, 8 * TOLERANCE[root.dtype])
 
 
 def _gate(site: Site, gradient: ir.Value, root: ir.Value) -> tuple[ir.Value, ir.Value] | None:

@@ -19,19 +19,17 @@ from gradfuse.passes.matching import (
     Rewrite,
     Site,
     is_node_of_training,
+    normalizing,
     require_same,
     wanted_outputs,
 )
 from gradfuse.passes.matching.terms import parts_of_sum
 from gradfuse.passes.reading import is_float
 
-_VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
-_ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"} | _VIEWS
-_REDUCTIONS = {"ReduceSum", "ReduceMean"}
 _VALUES = 120  # that a gradient is made of
-_CANDIDATES = 8  # that are tried
+_CANDIDATES = 16  # that are tried
 _FACTORS = 16  # of a product
-_ROWS = 3  # forms of a deviation
+_ROWS = 4  # forms of a deviation
 _STEPS = 3  # from a gradient to what is summed
 _WITH_MEAN, _WITHOUT = "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
 
@@ -54,11 +52,11 @@ class FuseLayerNormBackwardPass(FusePass):
         node = root.producer()
         if is_node_of_training(node, _WITH_MEAN) or is_node_of_training(node, _WITHOUT):
             return _of_training(site, builder, root)
-        if node is None or node.domain or node.op_type not in _ARITHMETIC - _VIEWS:
+        if node is None or node.domain or node.op_type not in normalizing.CALCULATIONS:
             return None
         if not 1 <= len(site.extents(root)) <= MAX_RANK:
             return None
-        if root not in site.reached("reductions", _is_reduction, _ARITHMETIC | _REDUCTIONS):
+        if root not in site.reached("reductions", normalizing.is_reduction, normalizing.ALL):
             return None
         found = itertools.chain.from_iterable(_candidates(site, region) for region in _regions(site, root))
         possible = (parts for one in found for parts in _parts(site, one))
@@ -100,10 +98,6 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     return replace(rewrite, frontier=tuple(inputs), others=tuple(others), runs=frozenset([node]))
 
 
-def _is_reduction(node: ir.Node) -> bool:
-    return not node.domain and node.op_type in _REDUCTIONS
-
-
 @dataclass(frozen=True)
 class _Region:
     """The arithmetic behind a value, up to other layers.
@@ -134,16 +128,15 @@ def _regions(site: Site, root: ir.Value) -> Iterator[_Region]:
     todo, seen = [root], {root}
     for value in todo:
         node = value.producer()
-        if node is None or node.domain or node.graph is not site.graph or not is_float(value):
+        inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
+        if node is None or inputs is None:
             continue
-        if node.op_type in _REDUCTIONS and node.inputs[0] is not None and _is_whole(site, node.inputs[0], root):
+        if normalizing.is_reduction(node) and inputs[0] is not None and _is_whole(site, inputs[0], root):
             first = _first_summed(site, value, root)
             if first is not None:
-                reduced.setdefault(first, []).append(node.inputs[0])
-        elif node.op_type not in _ARITHMETIC:
-            continue
+                reduced.setdefault(first, []).append(inputs[0])
         nodes[node] = None
-        for other in node.inputs:
+        for other in inputs:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
@@ -194,16 +187,6 @@ def _is_inner(site: Site, value: ir.Value, root: ir.Value, first: int) -> bool:
     return 0 <= ahead <= first and extents[ahead:] == inner and all(size == UNIT for size in extents[:ahead])
 
 
-def _factors(site: Site, value: ir.Value, root: ir.Value) -> list[ir.Value]:
-    """The whole tensors that a product has as factors, the value itself first, the nearest first."""
-    found = [value]
-    for own in found:
-        node = own.producer()
-        if node is not None and node.op_type in ("Mul", "Identity") and not node.domain and len(found) < _FACTORS:
-            found += [v for v in node.inputs if v is not None and _is_whole(site, v, root)]
-    return found
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A gradient of the result, the input and perhaps the mean that a value may be made of."""
@@ -218,7 +201,7 @@ def _candidates(site: Site, region: _Region) -> Iterator[_Candidate]:
     """The furthest factors first, which a weight has not been multiplied with."""
     is_whole = partial(_is_whole, site, root=region.root)
     terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(value, is_whole, _FACTORS))
-    products = [_factors(site, term, region.root)[::-1] for term in terms]
+    products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
     for product in products:
         for data, gradient in itertools.permutations(dict.fromkeys(product), 2):
@@ -238,12 +221,15 @@ class _Parts:
     Attributes:
         candidate: the whole tensors, and perhaps the mean.
         sources: these, as far as they are not to be looked into, and the vectors.
-        rstd, weight: the vectors.
+        deviation: the number for each row that r is, or 1 over that.
+        is_inverse: whether it is r.
+        weight: the vector.
     """
 
     candidate: _Candidate
     sources: tuple[ir.Value, ...]
-    rstd: ir.Value
+    deviation: ir.Value
+    is_inverse: bool
     weight: ir.Value | None
 
 
@@ -256,11 +242,12 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
             continue
         rows, inner = vectors
         weight = next(iter(inner), None)
+        ways = [(value, True) for value in rows] + [(value, False) for value in rows if normalizing.is_root(value)]
         if len(rows) == 1:
-            yield _Parts(one, (*stops, *rows, *inner), rows[0], weight)
+            yield from (_Parts(one, (*stops, *rows, *inner), *way, weight) for way in ways)
         elif len(rows) <= _ROWS:
-            # Differentiating node by node leaves the deviation in several forms, of which one is its inverse.
-            yield from (_Parts(one, (*stops, *inner), rstd, weight) for rstd in rows)
+            # Differentiating node by node leaves the deviation in several forms.
+            yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways)
 
 
 def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]] | None:
@@ -277,11 +264,11 @@ def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> tuple[li
         if len(todo) > _VALUES:
             return None
         node = value.producer()
-        own = node is not None and not node.domain and node.graph is site.graph
         fits = _is_of_rows(site, value, root, first) or _is_inner(site, value, root, first)
-        if (site.forms.constant(value) is not None and not fits) or _is_size(site, value):
+        if (site.forms.constant(value) is not None and not fits) or normalizing.is_size(site, value):
             continue
-        if node is None or not own or node.op_type not in _ARITHMETIC | _REDUCTIONS or _is_inverse(site, node):
+        inputs = None if node is None or normalizing.is_inverse(site, node) else normalizing.operands(site, node)
+        if node is None or inputs is None:
             # What has its elements in other dimensions may be viewed as such a vector.
             vector = value
             while not (
@@ -292,23 +279,13 @@ def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> tuple[li
                 vector = views[vector]
             (rows if of_rows else inner)[vector] = None
             continue
-        for other in node.inputs if node.op_type in _ARITHMETIC - _VIEWS else node.inputs[:1]:
+        for other in inputs:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
-                if node.op_type in _VIEWS:
+                if node.op_type in normalizing.VIEWS:
                     views[other] = value
     return list(rows), list(inner)
-
-
-def _is_size(site: Site, value: ir.Value) -> bool:
-    """Whether a value is computed from dimensions alone."""
-    form = site.forms.get(value)
-    return form is not None and bool(form.poly) and not site.algebra.tensors(form.poly) and not form.sizes
-
-
-def _is_inverse(site: Site, node: ir.Node) -> bool:
-    return node.op_type == "Div" and node.inputs[0] is not None and site.forms.constant(node.inputs[0]) is not None
 
 
 def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
@@ -337,9 +314,11 @@ def _definition(site: Site, parts: _Parts) -> _Definition:
     algebra, forms, root = site.algebra, site.forms, one.region.root
     result, *given = forms.relative(root, *sources)
     opaque = dict(zip(sources, given, strict=True))
-    values = [one.gradient, one.x, parts.rstd, *(v for v in (one.mean, weight) if v is not None)]
+    values = [one.gradient, one.x, parts.deviation, *(v for v in (one.mean, weight) if v is not None)]
     known = [opaque.get(value) or forms.relative(value, *sources)[0] for value in values]
     groups, (p, g, data, r, *others) = forms.broadcast([result, *known])
+    if not parts.is_inverse:
+        r = algebra.power(r, -1)
     sizes = dict(enumerate(size for group in groups for size in group))
     before = sum(len(group) for group in groups[: one.region.first])
     inner = {v: size for v, size in sizes.items() if v >= before}
@@ -367,12 +346,15 @@ def _rewrite(site: Site, builder: Builder, parts: _Parts, definition: _Definitio
     extents = site.extents(root)
     inner = extents[first:]
     sums = _sums(site, one, sources, definition)
+    rstd = builder.cast(parts.deviation, ir.DataType.FLOAT)
+    if not parts.is_inverse:
+        rstd = builder.op("Reciprocal", [rstd], ir.DataType.FLOAT, site.extents(rstd))
     inputs = [
         one.gradient,
         one.x,
         None if weight is None else builder.reshape(weight, inner),
         None if one.mean is None else builder.cast(one.mean, ir.DataType.FLOAT),
-        builder.cast(parts.rstd, ir.DataType.FLOAT),
+        rstd,
     ]
     sizes = [inner if value is not None else [ZERO] for value in sums]
     mask = [1, *(int(value is not None) for value in sums)]
@@ -395,10 +377,10 @@ def _sums(
     """The gradients of weight and bias, where something else than the gradient of the input reads them."""
     products = new = [one.gradient]
     for _ in range(_STEPS):
-        new = site.read_by(new, {"Mul"} | _VIEWS)
+        new = site.read_by(new, {"Mul"} | normalizing.VIEWS)
         products = [*dict.fromkeys([*products, *new])]
-    reduced = site.read_by(products, _REDUCTIONS)
-    values = [*reduced, *site.read_by(reduced, _VIEWS)]
+    reduced = site.read_by(products, normalizing.REDUCTIONS)
+    values = [*reduced, *site.read_by(reduced, normalizing.VIEWS)]
     names = {v: site.algebra.var(k) for k, v in enumerate(definition.inner)}
     found: list[ir.Value | None] = []
     for expected in (definition.grad_weight, definition.grad_bias):

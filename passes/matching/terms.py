@@ -89,6 +89,15 @@ def constant(site: Site, value: ir.Value) -> float | None:
     return number if np.isfinite(number) else None
 
 
+def chosen(site: Site, node: ir.Node) -> ir.Value | None:
+    """What a Where takes whose condition is always the same, and everywhere; None for other nodes."""
+    if node.op_type != "Where" or node.domain or node.inputs[0] is None:
+        return None
+    form = site.forms.get(node.inputs[0])
+    condition = None if form is None else form.poly.constant
+    return None if condition is None else node.inputs[1 if condition else 2]
+
+
 def count_of(site: Site, value: ir.Value) -> Count | None:
     """A single number that constants were added to, in types that hold every count; None if there is none."""
     more = 0
@@ -168,10 +177,8 @@ class _Reading:
                 return self._to_the(inputs[0], 0.5)
             case "Pow", 2:
                 return self._power(*inputs) or own
-            case "Where", 3:
-                condition = self._site.forms.constant(inputs[0])
-                if condition is not None and condition.size and np.all(condition == condition.flat[0]):
-                    return self.terms(inputs[1 if condition.flat[0] else 2])
+            case "Where", 3 if (taken := chosen(self._site, node)) is not None:
+                return self.terms(taken)
         return own
 
     def _power(self, base: ir.Value, exponent: ir.Value) -> Terms | None:

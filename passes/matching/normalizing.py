@@ -1,0 +1,86 @@
+"""What the gradients of layer and batch normalization are written in: arithmetic, views and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from gradfuse.passes.matching.site import Site
+from gradfuse.passes.matching.terms import chosen
+
+VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
+CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
+REDUCTIONS = {"ReduceSum", "ReduceMean"}
+ALL = CALCULATIONS | VIEWS | REDUCTIONS | {"Where"}
+_STATISTICS = ALL | {"ReduceSumSquare", "Pow", "Sqrt", "Reciprocal"}
+_FACTORS = 16  # of a product
+_MOST = 48  # values that a statistic is made of
+
+
+def is_reduction(node: ir.Node) -> bool:
+    """Whether a node sums or averages."""
+    return not node.domain and node.op_type in REDUCTIONS
+
+
+def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
+    """What the arithmetic of a node reads; None for nodes of other kinds."""
+    if node.domain or node.graph is not site.graph:
+        return None
+    if node.op_type in CALCULATIONS:
+        return node.inputs
+    if node.op_type in VIEWS | REDUCTIONS:
+        return node.inputs[:1]
+    taken = chosen(site, node)
+    return None if taken is None else [taken]
+
+
+def factors(site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool]) -> list[ir.Value]:
+    """The whole tensors that a product has as factors, the value itself first, the nearest first."""
+    found = [value]
+    for own in found:
+        node = own.producer()
+        if node is None or node.domain or len(found) >= _FACTORS:
+            continue
+        # What a whole tensor is divided by is a vector, or makes another gradient of it.
+        inputs = {"Mul": node.inputs, "Identity": node.inputs, "Div": node.inputs[:1]}.get(node.op_type)
+        if inputs is None:
+            inputs = [chosen(site, node)]
+        found += [v for v in inputs if v is not None and is_whole(v)]
+    return found
+
+
+def is_size(site: Site, value: ir.Value) -> bool:
+    """Whether a value is one number everywhere, computed from dimensions and constants."""
+    form = site.forms.get(value)
+    if form is None or not form.poly or site.algebra.tensors(form.poly):
+        return False
+    node = value.producer()
+    return not form.sizes or (node is not None and node.op_type != "Constant" and not site.algebra.free(form.poly))
+
+
+def is_inverse(site: Site, node: ir.Node) -> bool:
+    """Whether a node divides a constant."""
+    return node.op_type == "Div" and node.inputs[0] is not None and site.forms.constant(node.inputs[0]) is not None
+
+
+def is_root(value: ir.Value) -> bool:
+    """Whether a value is a square root."""
+    node = value.producer()
+    return node is not None and node.op_type == "Sqrt" and not node.domain
+
+
+def is_made_of(site: Site, statistic: ir.Value, x: ir.Value) -> bool:
+    """Whether a value is computed from another one as its mean or deviation would be."""
+    todo, seen = [statistic], {statistic}
+    for value in todo:
+        if value is x:
+            return True
+        node = value.producer()
+        if node is None or node.domain or node.op_type not in _STATISTICS or node.graph is not site.graph:
+            continue
+        new = [v for v in node.inputs if v is not None and v not in seen]
+        if len(todo) + len(new) <= _MOST:
+            seen.update(new)
+            todo += new
+    return False
