@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -20,9 +20,12 @@ _ROWS = {
     (ort_training.DOMAIN, "GatherElementsGrad"): 0,
 }
 """Operators that add rows at indices, with the place of the rows."""
+_PRODUCTS = ("MatMul", "Gemm", "Einsum")
 _VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand"}
 _KEEPING = _VIEWS | {"Cast", "Clip"}
 """Operators behind which an index is the same, if it is one."""
+_PICKS = {"Gather", "Slice"}
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 _FEW = 3  # columns are enough for a proof: each is the same
 _MOST = 1 << 14  # elements of a result for which all columns are run
 _MOST_WITH_FEW = 1 << 20
@@ -37,6 +40,7 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
 
     operator = "EmbeddingDenseBackward"
     refuses_no_class = True
+    looks_at_views = True
     linear = False  # It would be; but the sums are read relative to a tensor that has the factor already.
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
@@ -45,14 +49,26 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
         for rows in _tensors_of_rows(site, root):
             if rows not in site.position or rows.dtype != root.dtype or site.forms.get(rows) is None:
                 continue
-            form, own = site.forms.relative(root, rows)
-            index = _index(site.algebra, form, own) if len(form.groups[0]) == 1 else None
-            if index is not None:
-                return self._bound(site, builder, root, rows, form, own, index)
+            # An index that is counted from the start is one value: the sum over it is several without.
+            for others in [[]] if (wrapped := _wrapped(site, root)) is None else [[], [wrapped]]:
+                form, own, *index_forms = site.forms.relative(root, rows, *others)
+                index = _index(site.algebra, form, own) if len(form.groups[0]) == 1 else None
+                if index is None:
+                    continue
+                if not index_forms or [form.poly for form in index_forms] == [index]:
+                    return self._bound(site, builder, root, rows, form, own, index, *others)
         return None
 
     def _bound(
-        self, site: Site, builder: Builder, root: ir.Value, rows: ir.Value, form: Form, own: Form, index: Poly
+        self,
+        site: Site,
+        builder: Builder,
+        root: ir.Value,
+        rows: ir.Value,
+        form: Form,
+        own: Form,
+        index: Poly,
+        whole: ir.Value | None = None,
     ) -> Rewrite:
         number = form.sizes[0]
         count = len(own.sizes) - len(form.sizes) + 1
@@ -60,10 +76,12 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
         if weights is None:
             raise Mismatch("the number of weights is not static")
         sizes = dict(enumerate(own.sizes))
-        found = site.find(index, own.sizes[:count], root, dtypes=[ir.DataType.INT64, ir.DataType.INT32])
-        if found is None or found[1] != 1.0:
+        found = (whole, 1.0)
+        if whole is None:
+            found = site.find(index, own.sizes[:count], root, dtypes=_INTEGERS) or (None, 0.0)
+        if found[0] is None or found[1] != 1.0:
             raise Mismatch("its index is no integer value of the graph")
-        if not _is_in_range(site, found[0]):
+        if not _is_in_range(site, found[0], weights):
             raise Mismatch("its index may count from the end, which the operator refuses")
         lead, columns = list(range(count)), list(range(count, len(own.sizes)))
         width = site.algebra.product(sizes[v] for v in columns)
@@ -83,20 +101,59 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
         return replace(rewrite, frontier=(rows, found[0]), linear=bool(table), table=table)
 
 
-def _is_in_range(site: Site, index: ir.Value) -> bool:
+def _is_in_range(site: Site, index: ir.Value, weights: int) -> bool:
     """Whether an index is not below 0: by what computes it, or as one that the graph is given."""
-    source = index
-    while (node := source.producer()) is not None and not node.domain and node.op_type in _KEEPING:
-        above = node.inputs[0]
-        if above is None:
+    if (ends := _counted(site, index, weights)) is not None:
+        return _is_given(ends) or Order(site.forms).least(ends) >= -weights
+    return _is_given(index) or Order(site.forms).least(index) >= 0
+
+
+def _is_given(index: ir.Value) -> bool:
+    return _behind(index).producer() is None
+
+
+def _behind(index: ir.Value, kinds: Collection[str] = _KEEPING) -> ir.Value:
+    while (node := index.producer()) is not None and not node.domain and node.op_type in kinds:
+        if node.inputs[0] is None:
             break
-        source = above
-    return node is None or Order(site.forms).least(index) >= 0
+        index = node.inputs[0]
+    return index
+
+
+def _counted(site: Site, index: ir.Value, weights: int) -> ir.Value | None:
+    """Of an index from the start, the one that may count from the end; None where it is no such."""
+    node = _behind(index, _KEEPING | _PICKS).producer()
+    if node is None or node.domain or node.op_type != "Where":
+        return None
+    whole = site.forms.get(node.outputs[0])
+    for value in node.inputs[1:]:
+        form = None if value is None else site.forms.get(value)
+        if form is None or whole is None or form.groups != whole.groups:
+            continue
+        from_end = site.algebra.less_than_zero(form.poly).scaled(weights)
+        if whole.poly == form.poly + from_end:
+            return value
+    return None
+
+
+def _wrapped(site: Site, root: ir.Value) -> ir.Value | None:
+    """What chooses between an index and the same, counted from the end, for a scatter."""
+    node = root.producer()
+    if node is None or node.domain or node.op_type not in ("ScatterND", "ScatterElements") or node.inputs[1] is None:
+        return None
+    index = _behind(node.inputs[1])
+    above = index.producer()
+    return index if above is not None and above.op_type == "Where" and not above.domain else None
 
 
 def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
     """The tensors whose rows a value may add up."""
     node = root.producer()
+    if node is not None and node.op_type == "Transpose" and not node.domain and node.inputs[0] is not None:
+        # A product that is the other way round.
+        node = node.inputs[0].producer()
+        if node is None or node.op_type not in _PRODUCTS:
+            return
     if node is None:
         return
     place = _ROWS.get((node.domain, node.op_type))
@@ -104,7 +161,7 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
         if not node.domain and attribute(node, "reduction", "none") != "add":
             return  # It puts rows where no other is.
         yield from _with_what_is_behind(node.inputs[place])
-    elif not node.domain and node.op_type in ("MatMul", "Gemm"):
+    elif not node.domain and node.op_type in _PRODUCTS:
         for value, other in itertools.permutations(node.inputs[:2]):
             if other is not None and _is_one_hot(site, other):
                 yield from _with_what_is_behind(value)

@@ -24,7 +24,8 @@ _FEW = 3  # windows, items and channels of a proof
 class FuseMaxPoolBackwardPass(FusePass):
     """Finds a gradient g that is added up, on zeros in the shape of x, at the indices that a MaxPool of x gives.
 
-    x, g and the indices may be viewed in one dimension for it. Indices that count columns first stay.
+    x, g and the indices may be viewed in one dimension for it. Indices that count columns first stay. MaxPoolGrad of
+    onnxruntime-training is the same in one node.
     """
 
     operator = "MaxPoolBackward"
@@ -48,7 +49,7 @@ class FuseMaxPoolBackwardPass(FusePass):
 
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
         """The indices cost the forward pass more than their gradient saves where they are computed all the same."""
-        node = next(node for node in rewrite.runs if node.op_type == "ScatterElements")
+        node = next(node for node in rewrite.runs if node.op_type in ("ScatterElements", "MaxPoolGrad"))
         positions = node.inputs[1]
         assert positions is not None
         views = _viewed(site, positions)
@@ -87,15 +88,17 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
     if not site.knows(root) or not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
         return None
     node = _viewed(site, root)[-1].producer()
-    if node is None or node.domain or node.op_type != "ScatterElements" or node.graph is not site.graph:
+    if node is None or node.domain or node.graph is not site.graph:
+        return None
+    if node.op_type == "MaxPoolGrad":
+        return _of_training(site, node)
+    if node.op_type != "ScatterElements":
         return None
     data, positions, updates = node.inputs[:3]
     if data is None or positions is None or updates is None or attribute(node, "reduction", "none") != "add":
         return None
-    pool = _viewed(site, positions)[-1].producer()
-    if pool is None or pool.domain or pool.op_type != "MaxPool" or pool.graph is not site.graph:
-        return None
-    if len(pool.outputs) < 2 or _viewed(site, positions)[-1] is not pool.outputs[_INDICES]:
+    pool = _pool(site, _viewed(site, positions)[-1])
+    if pool is None:
         return None
     maxima = pool.outputs[0]
     if not site.knows(maxima) or any(len(site.extents(value)) != 1 for value in (data, positions, updates)):
@@ -104,6 +107,28 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
         return None
     whole = (value for value in _viewed(site, updates) if site.extents(value) == site.extents(maxima))
     return _Scatter(pool, node, next(whole, updates))
+
+
+def _pool(site: Site, indices: ir.Value) -> ir.Node | None:
+    """The node that gives the indices of maxima."""
+    node = indices.producer()
+    if node is None or node.domain or node.op_type != "MaxPool" or node.graph is not site.graph:
+        return None
+    return node if len(node.outputs) > _INDICES and indices is node.outputs[_INDICES] else None
+
+
+def _of_training(site: Site, node: ir.Node) -> _Scatter | None:
+    """An operator of onnxruntime-training, which has the attributes of the pooling."""
+    gradient, indices = node.inputs[:2]
+    pool = None if indices is None else _pool(site, indices)
+    if gradient is None or pool is None:
+        return None
+    spatial = len(site.extents(pool.outputs[0])) - 2 if site.knows(pool.outputs[0]) else 0
+    if not spatial or not site.knows(gradient) or site.extents(gradient) != site.extents(pool.outputs[0]):
+        raise Mismatch("shapes of what it reads are unknown")
+    if _window(node, spatial) != _window(pool, spatial):
+        raise Mismatch("its window is another one than that of the pooling")
+    return _Scatter(pool, node, gradient)
 
 
 def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:

@@ -60,7 +60,7 @@ _REASONS = {
     "AdamWOptimizer": f"its epsilon stays out of the correction, and {_SEQUENCES}",
     "SGDOptimizerV2": _SEQUENCES,
     "ReluGrad": "it gives 0 where the result is NaN, and the operator the gradient",
-    "MaxPoolGrad": "it does not say what was pooled; gradfuse.to_stock writes a scatter, which is matched",
+    "MaxPoolGrad": "its indices are not those of a MaxPool of the graph, so that nothing says what was pooled",
     "QuickGeluGrad": "its curve is a sigmoid, and the operator has an erf or a tanh",
     **dict.fromkeys(("BiasGeluGrad_dX", "BiasFastGeluGrad_dX"), "it adds a bias to its input, which is no value"),
 }

@@ -237,6 +237,7 @@ class Region:
         for node in self.nodes:
             proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
             proto.input.extend("" if v is None else names[v] for v in node.inputs)
+            proto.input.extend(names[v] for v in ort_training.further_inputs(node))
             proto.output.extend(names[v] for v in node.outputs)
             if node.op_type == "OneHot" and not node.domain:
                 # onnx's evaluator wants the depth without dimensions.

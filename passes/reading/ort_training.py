@@ -228,14 +228,26 @@ def reference_ops() -> list[type]:
     """The operators as classes of onnx's reference evaluator, for the numerical proof of a match."""
     from onnx.reference.op_run import OpRun
 
-    def op(name: str, run: Callable[..., Array | tuple[Array, ...]]) -> type:
+    def op(name: str, run: Callable[..., Array | tuple[Array, ...]], domain: str = DOMAIN) -> type:
         def _run(self: Any, *inputs: Array, **attributes: Any) -> tuple[Array, ...]:
             result = run(*inputs, **attributes)
             return result if isinstance(result, tuple) else (result,)
 
-        return type(name, (OpRun,), {"op_domain": DOMAIN, "_run": _run, "__abstractmethods__": frozenset()})
+        return type(name, (OpRun,), {"op_domain": domain, "_run": _run, "__abstractmethods__": frozenset()})
 
-    return [op(name, run) for name, run in (ON_ARRAYS | WITHOUT_FORM).items()]
+    own = [op(name, run) for name, run in (ON_ARRAYS | WITHOUT_FORM).items()]
+    return [*own, op("MaxPoolGrad", _max_pool_grad_array, domain="")]
+
+
+def further_inputs(node: ir.Node) -> list[ir.Value]:
+    """What the array version of an operator reads beside a node's inputs.
+
+    onnxruntime knows the shape of what was pooled from the graph.
+    """
+    if node.op_type != "MaxPoolGrad" or node.domain or node.inputs[1] is None:
+        return []
+    pool = node.inputs[1].producer()
+    return [] if pool is None or pool.inputs[0] is None else [pool.inputs[0]]
 
 
 def _scale_array(x: Array, factor: Array, scale_down: int = 0) -> Array:
@@ -375,6 +387,12 @@ def _conv_grad_array(dy: Array, x: Array, w: Array, group: int = 1, **options: A
         dw[own] = np.concatenate(parts)
     inner: Any = (..., *(slice(p, n - q) for (p, q), n in zip(edges, wide.shape[2:], strict=True)))
     return dx[inner], dw, dy.sum(others)
+
+
+def _max_pool_grad_array(grad: Array, indices: Array, pooled: Array, **_: Any) -> Array:
+    out = np.zeros(pooled.size, grad.dtype)
+    np.add.at(out, indices.ravel(), grad.ravel())
+    return out.reshape(pooled.shape)
 
 
 def _batch_normalization_grad_array(
