@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import ZERO
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
-from gradfuse.passes.matching.terms import Factors, TooLong, constant, is_single, plain, product, terms_of
+from gradfuse.passes.matching.terms import Factors, Terms, TooLong, constant, is_single, plain, product, terms_of
 from gradfuse.passes.matching.updates import (
     Rate,
     behind,
@@ -33,6 +33,9 @@ class FuseApplySgdPass(FusePass):
     2. with the same B, g + mu B: Nesterov's;
     3. g, where P is a result of the graph.
 
+    Or, as Keras writes it, P = p + V with a velocity V = mu v - lr g, or p + mu V - lr g. The operator has these with a
+    learning rate of -1 and lr in the scale of the gradient.
+
     lr is a product of single numbers. p, b, g are of P's shape and type, and what is in between of float32. g may be
     another gradient plus a multiple of p, and that be multiplied by single numbers. P and B are replaced together.
     """
@@ -52,21 +55,25 @@ class FuseApplySgdPass(FusePass):
 
 @dataclass(frozen=True)
 class _Momentum:
-    """The new momentum: the factor times what it was, plus the gradient."""
+    """The new momentum: the factor times what it was, plus the gradient times the sign."""
 
     value: ir.Value
     before: ir.Value
     factor: float
     gradient: ir.Value
+    sign: int = 1
 
 
 @dataclass(frozen=True)
 class _Update:
+    """`is_velocity`: the momentum is what is added to the parameter."""
+
     parameter: ir.Value
     gradient: ir.Value
     rate: Rate
     momentum: _Momentum | None
     nesterov: bool
+    is_velocity: bool = False
 
 
 def _is_given(value: ir.Value) -> bool:
@@ -95,6 +102,10 @@ def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update |
             steps = dict(terms_of(site, uncast(root), [parameter, value, gradient]))
             if steps.pop(frozenset([(parameter, 1.0)]), 0.0) != 1.0:
                 continue
+            if (found := _along_velocity(parameter, momentum, steps)) is not None:
+                return found
+            if momentum.sign < 0:
+                continue
             rates = {
                 key: _rate(site, factors, number, key)
                 for factors, number in steps.items()
@@ -114,13 +125,27 @@ def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update |
     return None
 
 
+def _along_velocity(parameter: ir.Value, momentum: _Momentum, steps: Terms) -> _Update | None:
+    """The update whose steps are the momentum itself, or Nesterov's of it."""
+    own, gradient = frozenset([(momentum.value, 1.0)]), frozenset([(momentum.gradient, 1.0)])
+    rate = Rate(frozenset(), -1.0)
+    if steps == {own: 1.0}:
+        return _Update(parameter, momentum.gradient, rate, momentum, nesterov=False, is_velocity=True)
+    if steps.keys() != {own, gradient} or steps[gradient] != momentum.sign:
+        return None
+    if abs(steps[own] - momentum.factor) > _ROUNDING:
+        return None
+    return _Update(parameter, momentum.gradient, rate, momentum, nesterov=True, is_velocity=True)
+
+
 def _momenta(site: Site, value: ir.Value) -> list[_Momentum]:
     """A value as a momentum, in each way to read it as one."""
     node = value.producer()
-    if node is None or node.domain or node.op_type not in ("Add", "Sum") or len(node.inputs) != 2:
+    if node is None or node.domain or node.op_type not in ("Add", "Sum", "Sub") or len(node.inputs) != 2:
         return []
     found = []
-    for kept, other in (node.inputs, node.inputs[::-1]):
+    is_difference = node.op_type == "Sub"
+    for kept, other in [node.inputs] if is_difference else [node.inputs, node.inputs[::-1]]:
         if kept is None or other is None:
             continue
         terms = terms_of(site, kept, [])
@@ -130,7 +155,7 @@ def _momenta(site: Site, value: ir.Value) -> list[_Momentum]:
         if len(factors) == 1 and 0 < number < 1:
             ((before, exponent),) = factors
             if isinstance(before, ir.Value) and exponent == 1.0 and _is_given(before):
-                found.append(_Momentum(value, before, number, plain(site, other)))
+                found.append(_Momentum(value, before, number, plain(site, other), -1 if is_difference else 1))
     return found
 
 
@@ -177,8 +202,13 @@ def _rate(site: Site, factors: Factors, number: float, direction: ir.Value) -> R
 
 
 def _bound(site: Site, builder: Builder, root: ir.Value, found: _Update) -> Rewrite:
-    gradient, penalty = regularized(site, found.gradient, found.parameter)
-    gradient, scale = unscaled(site, gradient)
+    if found.is_velocity and found.momentum is not None:
+        # The learning rate is in it, and so would be in the decay.
+        gradient, scale = unscaled(site, found.gradient, constants=True)
+        penalty, scale = 0.0, replace(scale, number=scale.number * found.momentum.sign)
+    else:
+        gradient, penalty = regularized(site, found.gradient, found.parameter)
+        gradient, scale = unscaled(site, gradient)
     tensors = {"parameter": found.parameter, "gradient": gradient}
     computed = [uncast(root)]
     if found.momentum is not None:

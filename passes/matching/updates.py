@@ -115,10 +115,10 @@ class Scale:
     number: float
 
 
-def unscaled(site: Site, gradient: ir.Value) -> tuple[ir.Value, Scale]:
+def unscaled(site: Site, gradient: ir.Value, *, constants: bool = False) -> tuple[ir.Value, Scale]:
     """A gradient before it was multiplied or divided by single numbers, or negated.
 
-    Constants stay in it: they belong to what computes the gradient.
+    Constants stay in it, unless they are asked for: they belong to what computes the gradient.
     """
     values: list[tuple[ir.Value, int]] = []
     number, scaled = 1.0, gradient
@@ -128,13 +128,21 @@ def unscaled(site: Site, gradient: ir.Value) -> tuple[ir.Value, Scale]:
             continue
         if node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
             break
-        factors = [v for v in node.inputs if v is not None and is_single(site, v) and constant(site, v) is None]
+        singles = [v for v in node.inputs if v is not None and is_single(site, v)]
+        factors = [v for v in singles if constants or constant(site, v) is None]
         others = [v for v in node.inputs if v is not None and v not in factors]
         if len(factors) != 1 or len(others) != 1 or constant(site, others[0]) is not None:
             break
         if node.op_type == "Div" and factors[0] is node.inputs[0]:
             break
-        values.append((plain(site, factors[0]), -1 if node.op_type == "Div" else 1))
+        exponent = -1 if node.op_type == "Div" else 1
+        known = constant(site, factors[0])
+        if known is None:
+            values.append((plain(site, factors[0]), exponent))
+        elif known:
+            number *= known**exponent
+        else:
+            break
         scaled = plain(site, others[0])
     return scaled, Scale(tuple(values), number)
 
