@@ -22,6 +22,8 @@ _COUNTS = (*_WIDE, ir.DataType.INT32, ir.DataType.INT64)
 """The types that hold every number of steps; narrower ones wrap around, or stay where 1 more rounds to the same."""
 _VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten"}
 _SUMS = {"Add", "Sub", "Neg", "Sum", "Identity"}
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
+_LARGEST = 2**31 - 1  # number of steps that is told from others
 _NODES = 96  # that are read for one value
 _PRODUCTS = 16  # of terms
 
@@ -63,16 +65,58 @@ _ONE: Factors = frozenset()
 
 
 def plain(site: Site, value: ir.Value) -> ir.Value:
-    """The value behind nodes that keep all of its digits: wider types, and other shapes of a single number."""
+    """The value behind nodes that keep all of its digits: wider types, other shapes of a single number, 0 more."""
     while (node := value.producer()) is not None and node.domain == "" and node.graph is site.graph:
         source = node.inputs[0] if node.inputs else None
         if source is None or not is_float(source):
             break
+        if (picked := _picked(site, node, value)) is not None:
+            value = picked
+            continue
         keeps = node.op_type == "Identity" or (node.op_type in ("Cast", "CastLike") and value.dtype in _WIDE)
         if not keeps and not (node.op_type in _VIEWS_OF_NUMBERS and is_single(site, source)):
-            break
+            same = _unchanged(site, node)
+            if same is None:
+                break
+            source = same
         value = source
     return value
+
+
+def _picked(site: Site, node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """The single number that a node takes out of others in a row; None for other nodes."""
+    if node.op_type not in ("Gather", "Slice", "Split") or not is_single(site, value):
+        return None
+    row = plain(site, node.inputs[0]) if node.inputs[0] is not None else None
+    joined = None if row is None else row.producer()
+    if joined is None or joined.domain or joined.op_type != "Concat" or joined.graph is not site.graph:
+        return None
+    parts = [part for part in joined.inputs if part is not None and is_single(site, part)]
+    place: float | None = None
+    if node.op_type == "Split":
+        # Of parts that are single numbers too.
+        sizes = [is_single(site, output) for output in node.outputs]
+        place = node.outputs.index(value) if len(sizes) == len(parts) and all(sizes) else None
+    elif node.inputs[1] is not None:
+        place = constant(site, node.inputs[1])
+    if len(parts) < len(joined.inputs) or place is None or not place.is_integer():
+        return None
+    return parts[int(place)] if -len(parts) <= place < len(parts) else None
+
+
+def _unchanged(site: Site, node: ir.Node) -> ir.Value | None:
+    """What a node adds 0 to, or multiplies by 1 or raises to it; None for others."""
+    neutral = _NEUTRAL.get(node.op_type)
+    if neutral is None or len(node.inputs) != 2 or None in node.inputs:
+        return None
+    orders = [node.inputs, node.inputs[::-1]] if node.op_type in ("Add", "Mul") else [node.inputs]
+    for value, other in orders:
+        assert value is not None and other is not None
+        out = node.outputs[0]
+        same = value.dtype == out.dtype and site.knows(value) and site.knows(out)
+        if same and site.extents(value) == site.extents(out) and constant(site, other) == neutral:
+            return value
+    return None
 
 
 def is_single(site: Site, value: ir.Value) -> bool:
@@ -108,6 +152,9 @@ def count_of(site: Site, value: ir.Value) -> Count | None:
         if node.op_type in {"Cast", "Identity", *_VIEWS_OF_NUMBERS} and node.inputs[0] is not None:
             value = node.inputs[0]
             continue
+        if (counted := _below_largest(site, node)) is not None:
+            value = counted
+            continue
         if node.op_type != "Add":
             break
         operands = [v for v in node.inputs if v is not None]
@@ -117,6 +164,26 @@ def count_of(site: Site, value: ir.Value) -> Count | None:
             break
         value, more = known[0][0], more + int(known[0][1])
     return Count(value, more) if value.dtype in _COUNTS and is_single(site, value) else None
+
+
+def _below_largest(site: Site, node: ir.Node) -> ir.Value | None:
+    """The count that a node keeps from being larger than its type holds; None for other nodes.
+
+    Powers of what moving averages keep are 0 by then.
+    """
+    if node.op_type != "Where" or len(node.inputs) != 3 or None in node.inputs:
+        return None
+    condition, counted, most = node.inputs
+    assert condition is not None and counted is not None and most is not None
+    test = condition.producer()
+    if test is None or test.domain or test.op_type != "Less" or None in test.inputs or test.graph is not site.graph:
+        return None
+    before, limit = test.inputs
+    assert before is not None and limit is not None
+    above = counted.producer()
+    is_next = above is not None and not above.domain and above.op_type == "Add" and before in above.inputs
+    numbers = [constant(site, limit), constant(site, most)]
+    return counted if is_next and all(n is not None and n >= _LARGEST for n in numbers) else None
 
 
 def terms_of(site: Site, value: ir.Value, stops: Collection[ir.Value]) -> Terms:

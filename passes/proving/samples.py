@@ -153,7 +153,8 @@ class Samples:
     ) -> Array:
         assert value.dtype is not None
         if value in self.region.rewrite.counts:
-            return rng.integers(0, _MOST_COUNTED, shape).astype(np.float64 if value.dtype in FLOATS else np.int64)
+            dtype = np.dtype(np.float64 if value.dtype in FLOATS else value.dtype.numpy())
+            return rng.integers(0, _MOST_COUNTED, shape).astype(dtype)
         if value.dtype == ir.DataType.BOOL:
             if sample.style in ("all true", "all false"):
                 return np.full(shape, sample.style == "all true")
