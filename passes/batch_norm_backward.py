@@ -273,6 +273,8 @@ def _bound_beside(site: Site, builder: Builder, region: _Region, whole: _Whole) 
             except Mismatch:
                 continue
             return _rewrite(site, builder, region, parts, definition)
+    if any(normalizing.is_cut(site, vector) for vector in vectors):
+        raise Mismatch(normalizing.CUT)
     raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
 
 

@@ -223,6 +223,7 @@ class _Parts:
         sources: these, as far as they are not to be looked into, and the vectors.
         deviation: the number for each row that r is, or 1 over that.
         is_inverse: whether it is r.
+        is_cut: whether a condition is part of one of its forms.
         weight: the vector.
     """
 
@@ -230,6 +231,7 @@ class _Parts:
     sources: tuple[ir.Value, ...]
     deviation: ir.Value
     is_inverse: bool
+    is_cut: bool
     weight: ir.Value | None
 
 
@@ -242,7 +244,9 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
             continue
         rows, inner = vectors
         weight = next(iter(inner), None)
-        ways = [(value, True) for value in rows] + [(value, False) for value in rows if normalizing.is_root(value)]
+        cut = any(normalizing.is_cut(site, value) for value in rows)
+        ways = [(value, True, cut) for value in rows]
+        ways += [(value, False, cut) for value in rows if normalizing.is_root(value)]
         if len(rows) == 1:
             yield from (_Parts(one, (*stops, *rows, *inner), *way, weight) for way in ways)
         elif len(rows) <= _ROWS:
@@ -294,7 +298,12 @@ def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
     if root.dtype not in TOLERANCE or any(value.dtype != root.dtype for value in values):
         raise Mismatch("it is computed of tensors of several types")
     definition = _definition(site, parts)
-    require_same(site, root, definition.grad_input, definition.root)
+    try:
+        require_same(site, root, definition.grad_input, definition.root)
+    except Mismatch:
+        if parts.is_cut:
+            raise Mismatch(normalizing.CUT) from None
+        raise
     return _rewrite(site, builder, parts, definition)
 
 

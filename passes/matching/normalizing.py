@@ -14,6 +14,8 @@ CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
 REDUCTIONS = {"ReduceSum", "ReduceMean"}
 ALL = CALCULATIONS | VIEWS | REDUCTIONS | {"Where"}
 _STATISTICS = ALL | {"ReduceSumSquare", "Pow", "Sqrt", "Reciprocal"}
+_CUTS = {"Where", "Max", "Min", "Clip"}
+CUT = "a condition is part of its deviation, such as a variance that is cut at 0: its gradient is another one there"
 _FACTORS = 16  # of a product
 _MOST = 48  # values that a statistic is made of
 
@@ -68,6 +70,14 @@ def is_root(value: ir.Value) -> bool:
     """Whether a value is a square root."""
     node = value.producer()
     return node is not None and node.op_type == "Sqrt" and not node.domain
+
+
+def is_cut(site: Site, statistic: ir.Value) -> bool:
+    """Whether a condition chooses a value, or a bound cuts it."""
+    node = statistic.producer()
+    if node is None or node.domain:
+        return False
+    return node.op_type in _CUTS and chosen(site, node) is None
 
 
 def is_made_of(site: Site, statistic: ir.Value, x: ir.Value) -> bool:

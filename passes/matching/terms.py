@@ -96,7 +96,7 @@ def _picked(site: Site, node: ir.Node, value: ir.Value) -> ir.Value | None:
     if node.op_type == "Split":
         # Of parts that are single numbers too.
         sizes = [is_single(site, output) for output in node.outputs]
-        place = node.outputs.index(value) if len(sizes) == len(parts) and all(sizes) else None
+        place = float(node.outputs.index(value)) if len(sizes) == len(parts) and all(sizes) else None
     elif node.inputs[1] is not None:
         place = constant(site, node.inputs[1])
     if len(parts) < len(joined.inputs) or place is None or not place.is_integer():

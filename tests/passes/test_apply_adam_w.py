@@ -555,6 +555,38 @@ def test_a_count_that_is_narrowed_wraps_or_stays_as_in_the_graph(narrowed: str) 
             np.testing.assert_allclose(got[output], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(("most", "fuses"), [(2**31 - 1, True), (2**62, True), (200, False)])
+def test_a_count_that_stops_where_powers_are_0_is_read(most: int, fuses: bool) -> None:
+    """As optax keeps a count from being larger than an int32."""
+    kept = (
+        f"next = Add(step, one_more) most = Constant<value = int64 {{{most}}}>() below = Less(step, most) "
+        "counted = Where(below, next, most) count = Cast<to = 11>(counted)"
+    )
+    update = Update(changed=((COUNTED, kept),))
+    if fuses:
+        require_update(update)
+    else:
+        assert "ApplyAdamW" not in operators(fused(update.model())[1])
+
+
+PICKS = {
+    "Gather": "size = Gather(row, place)",
+    "Slice": "size = Slice(row, place, end)",
+    "Split": "before, size, after = Split<num_outputs = 3>(row)",
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_step_sizes_in_a_row(name: str) -> None:
+    """As torch's `foreach` has one for each parameter."""
+    row = (
+        "own_size = Div(rate, rest1_power) line = Constant<value_ints = [1]>() long_size = Reshape(own_size, line) "
+        "other = Constant<value_floats = [0.5]>() row = Concat<axis = 0>(other, long_size, other) "
+        f"place = Constant<value_ints = [1]>() end = Constant<value_ints = [2]>() {PICKS[name]}"
+    )
+    require_update(Update(changed=(("size = Div(rate, rest1_power)", row),)))
+
+
 @pytest.mark.parametrize("to", [1, 6, 7, 11])
 def test_a_count_in_a_type_that_holds_it_is_read(to: int) -> None:
     kept = f"counted = Add(step, one_more) kept = Cast<to = {to}>(counted) count = Cast<to = 11>(kept)"

@@ -146,6 +146,49 @@ def test_any_options(update: Update) -> None:
             assert_gradients_close(results[name], native[name], wanted, np.float32)
 
 
+VELOCITIES = {
+    "": "way = Mul(g, rate) velocity = Sub(kept, way)",
+    "rate first": "way = Mul(rate, g) velocity = Sub(kept, way)",
+    "negative rate": "back = Neg(rate) way = Mul(g, back) velocity = Add(way, kept)",
+    "negative gradient": "back = Neg(g) way = Mul(back, rate) velocity = Add(kept, way)",
+    "negative way": "step = Mul(g, rate) way = Neg(step) velocity = Sum(kept, way)",
+    "constant rate": "small = Constant<value_float = 0.01>() way = Mul(small, g) velocity = Sub(kept, way)",
+    "negative constant": "small = Constant<value_float = -0.01>() way = Mul(small, g) velocity = Add(kept, way)",
+    "two rates": "own = Mul(rate, second) way = Mul(own, g) velocity = Sub(kept, way)",
+    "divided gradient": "part = Div(g, factor) way = Mul(part, rate) velocity = Sub(kept, way)",
+}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("name", VELOCITIES)
+def test_a_velocity_that_has_the_rate_in_it(name: str, nesterov: bool) -> None:
+    """Keras's momentum: with velocity = -rate * buffer it is the update of torch.optim.SGD."""
+    step = "moved = Add(p, velocity)"
+    if nesterov:
+        joined = "Add" if "velocity = Add" in VELOCITIES[name] or "Sum" in VELOCITIES[name] else "Sub"
+        step = f"ahead = Mul(mu, velocity) along = {joined}(ahead, way) moved = Add(along, p)"
+    text = f"mu = Constant<value_float = 0.9>() g = Identity(gradient) kept = Mul(mu, b) {VELOCITIES[name]} {step}"
+    tensor = f"float[{','.join(map(str, SHAPE))}]"
+    inputs = ", ".join([*(f"{tensor} {n}" for n in ("p", "gradient", "b")), "float rate, float factor, float second"])
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> f ({inputs}) => ({tensor} moved, {tensor} velocity) {{ {text} }}'
+    )
+    result, report = fused(model)
+    assert operators(report) == ["ApplySgd"], report
+    given_values = feeds()
+    rate = float(given_values["rate"]) if "constant" not in name else float(np.float32(0.01))
+    rate *= float(given_values["second"]) if name == "two rates" else 1
+    update = Update(direction="nesterov" if nesterov else "momentum")
+    if name == "divided gradient":
+        update = dataclasses.replace(update, scale="divisor")
+    of_buffer = given_values | {"b": (given_values["b"] / -rate).astype(np.float64), "rate": np.asarray(rate)}
+    exact, native = (of_torch(update, of_buffer, dtype) for dtype in (torch.float64, torch.float32))
+    results = run(result, given_values)
+    assert_gradients_close(results["moved"], native["moved"], exact["moved"], np.float32)
+    velocity, exact_velocity = (reference["buffer"] * -rate for reference in (native, exact))
+    assert_gradients_close(results["velocity"], velocity, exact_velocity, np.float32)
+
+
 ALMOST = {
     "steps up": ("momentum", [("moved = Sub(p, way)", "moved = Add(p, way)")]),
     "a rate for each element": ("momentum", [("way = Mul(d, rate)", "way = Mul(d, gradient)")]),

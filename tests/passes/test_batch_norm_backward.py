@@ -25,6 +25,10 @@ from gradfuse.testing import assert_gradients_close
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
 Array = npt.NDArray[Any]
+COMPUTED_SHARE = (
+    "size = Size(x) channels = Size(invstd) each = Div(size, channels) real = Cast<to = 1>(each) "
+    "share = Reciprocal(real)"
+)
 SHAPES = {2: (6, 5), 3: (4, 3, 7), 4: (3, 4, 5, 2), 5: (2, 3, 2, 3, 2)}
 
 
@@ -117,14 +121,42 @@ def test_torchs_decomposition(rank: int, weighted: bool, gated: bool, of_mean: b
     count = shape[0] * int(np.prod(shape[2:]))
     axes = f"[{','.join(str(axis) for axis in (0, *range(2, rank)))}]"
     known = f"share = Constant<value = float {{{1 / count!r}}}>()"
-    computed = (
-        "size = Size(x) channels = Size(invstd) each = Div(size, channels) real = Cast<to = 1>(each) "
-        "share = Reciprocal(real)"
+    text = decomposition(
+        rank, axes, COMPUTED_SHARE if dynamic else known, weighted=weighted, gated=gated, of_mean=of_mean
     )
-    text = decomposition(rank, axes, computed if dynamic else known, weighted=weighted, gated=gated, of_mean=of_mean)
     given_shape = ("N", shape[1], *shape[2:]) if dynamic else shape
     model = onnx_model(text, given_shape)
     require_backward(model, shape, weighted=weighted, gated=gated)
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_channels_that_are_last(rank: int, gated: bool, dynamic: bool) -> None:
+    shape = SHAPES[rank]
+    share = f"share = Constant<value = float {{{1 / (shape[0] * int(np.prod(shape[2:])))!r}}}>()"
+    if dynamic:
+        share = COMPUTED_SHARE
+    ahead = f"[{','.join(map(str, range(rank - 1)))}]"
+    text = decomposition(rank, ahead, share, weighted=True, gated=gated, of_mean=True)
+    column = f"column = Constant<value_ints = [{','.join(str(axis) for axis in (0, *range(2, rank)))}]>"
+    assert column in text
+    text = text.replace(column, f"column = Constant<value_ints = {ahead}>")
+    last = (*shape[:1], *shape[2:], shape[1])
+    declared = ",".join(map(str, ("N", *last[1:]) if dynamic else last))
+    model = onnx_model(text, shape)
+    whole = onnx.parser.parse_graph(f"g (float[{declared}] x) => (float[{declared}] y) {{ y = Identity(x) }}")
+    for value in (*model.graph.input[:3], model.graph.output[0]):
+        value.type.CopyFrom(whole.input[0].type)
+    result, report = fused(model)
+    assert operators(report) == ["BatchNormBackward"], report
+    arrays = feeds(shape)
+    exact, native = (of_torch(arrays, d, weighted=True, gated=gated) for d in (torch.float64, torch.float32))
+    given_last = {name: np.moveaxis(array, 1, -1) if array.ndim > 1 else array for name, array in arrays.items()}
+    results = run(result, {v.name: given_last[v.name] for v in model.graph.input})
+    for name, value in exact.items():
+        got = np.moveaxis(results[name], -1, 1) if value.ndim > 1 else results[name]
+        assert_gradients_close(got, native[name], value, np.float32, terms=float(np.abs(arrays["dy"]).sum()))
 
 
 def test_sizes_that_are_too_large_to_be_run() -> None:

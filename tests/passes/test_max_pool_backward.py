@@ -153,6 +153,48 @@ def test_sums_that_are_almost_a_gradient(name: str) -> None:
         np.testing.assert_array_equal(run(result, feeds)["dx"], run(model, feeds)["dx"])
 
 
+def of_training(window: str, indices: str = "indices") -> onnx.ModelProto:
+    """A pooling, and MaxPoolGrad of onnxruntime-training with a window of its own."""
+    text = f"""
+        <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+        g (float[N, 2, 6, 6] x, float[N, 2, 3, 3] g, int64[N, 2, 3, 3] given) => (float[N, 2, 3, 3] y, float dx) {{
+            y, indices = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x)
+            dx = MaxPoolGrad<{window}>(g, {indices})
+        }}
+    """
+    model = onnx.parser.parse_model(text)
+    model.graph.output[1].type.CopyFrom(model.graph.input[0].type)
+    return model
+
+
+def test_the_operator_of_onnxruntime_training() -> None:
+    model = of_training('kernel_shape = [2, 2], strides = [2, 2], storage_order = 0, auto_pad = "NOTSET"')
+    result, report = fused(model, "all")
+    assert [f.op for f in report.fusions] == ["MaxPoolBackward"], report
+    del result.graph.input[2]
+    numbers = np.random.default_rng(0)
+    feeds = {
+        "x": numbers.integers(-2, 3, (3, 2, 6, 6)).astype(np.float32),
+        "g": numbers.integers(-9, 10, (3, 2, 3, 3)).astype(np.float32),
+    }
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    (expected,) = torch.autograd.grad(F.max_pool2d(x, 2), x, torch.from_numpy(feeds["g"]))
+    np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("window", "indices", "reason"),
+    [
+        ("kernel_shape = [3, 3], strides = [2, 2]", "indices", "its window is another one than that of the pooling"),
+        ("kernel_shape = [2, 2], strides = [2, 2]", "given", "its indices are not those of a MaxPool of the graph"),
+    ],
+)
+def test_the_operator_of_onnxruntime_training_for_another_pooling(window: str, indices: str, reason: str) -> None:
+    model = of_training(window, indices)
+    assert not fuse(model, policy="all").report.fusions
+    assert reason in " ".join(region.reason for region in gradfuse.explain(model).regions)
+
+
 def test_indices_that_something_else_reads_stay() -> None:
     model = PLAIN.model()
     model.graph.output.append(onnx.helper.make_tensor_value_info("indices", onnx.TensorProto.INT64, PLAIN.shapes[1]))

@@ -1,4 +1,4 @@
-"""Gradient graphs that tf2onnx_graphs.py and torch_layers.py of tests/corpus made: fused, and still right."""
+"""Gradient graphs that jax_layers, tf2onnx_graphs and torch_layers of tests/corpus made: fused, and still right."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ EXPECTED = {
     "embedding": ["EmbeddingDenseBackward"],
     "layer_norm": ["LayerNormBackward"],
     "squared_error": ["MseLossBackward"],
-    # Channels are last, and the operator has them second.
-    "batch_norm_images": [],
+    "batch_norm_images": ["BatchNormBackward"],
+    "momentum": ["ApplySgd"],
+    # Epsilon is added to the root before its correction.
+    "adam": [],
     # The gradient is whole where the result is 0, and the operator's is 0 there.
     "maximum": [],
     # How many elements a mask keeps, and that it is one a row, the graph does not say.
@@ -36,6 +38,19 @@ EXPECTED = {
     "boolean_mask_dyn": [],
     # One target might be added to the numbers of all rows: sizes of inputs have names of their own.
     "one_index_dyn": [],
+}
+OF_JAX = {
+    **dict.fromkeys(("layer_norm", "layer_norm_variance", "rms_norm"), "LayerNormBackward"),
+    **dict.fromkeys(("adam", "adamw"), "ApplyAdamW"),
+    **dict.fromkeys(("sgd", "sgd_nesterov", "momentum"), "ApplySgd"),
+    **{f"batch_norm{end}": "BatchNormBackward" for end in ("", "_variance", "_images", "_images_variance")},
+    **{f"embedding{end}": "EmbeddingDenseBackward" for end in ("", "_take", "_one_hot")},
+    "gelu": "GeluBackward",
+    "squared_error": "MseLossBackward",
+    # The gradient is 0 where the result is NaN.
+    "relu": "",
+    # Where rounding makes the variance negative, it has another gradient.
+    **{f"{name}_squares": "" for name in ("layer_norm", "batch_norm", "batch_norm_images")},
 }
 
 
@@ -54,6 +69,9 @@ def _fused(path: Path) -> list[str]:
     plain, got = run(model, feeds), run(result.model, feeds)
     largest = max(1.0, *(float(np.abs(array).max()) for array in exact.values()))
     for key, array in exact.items():
+        if array.dtype.kind == "i":
+            np.testing.assert_array_equal(got[key], array)
+            continue
         assert_gradients_close(got[key], plain[key], array, np.float32, terms=4 * largest)
     return [fusion.op for fusion in result.report.fusions]
 
@@ -62,11 +80,19 @@ def _fused(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", _paths("tf2onnx"))
 def test_graph_of_tensorflow_is_fused_and_has_its_gradients(path: Path) -> None:
     found = _fused(path)
-    if path.stem in ("adam", "momentum"):
-        # Keras's updates are not PyTorch's: epsilon, and the rate, are elsewhere.
-        assert not {"ApplyAdamW", "ApplySgd"} & {*found}
-    else:
-        assert found == EXPECTED.get(path.stem, ["CrossEntropyLossGrad"])
+    if path.stem == "adam":
+        # Parts of it are differences, weighted, as those of a squared error are.
+        found = [operator for operator in found if operator != "MseLossBackward"]
+    assert found == EXPECTED.get(path.stem, ["CrossEntropyLossGrad"])
+
+
+@pytest.mark.usefixtures("inference_in_process")
+@pytest.mark.parametrize("path", _paths("jax_layers"))
+def test_graph_of_jax_is_fused_and_has_its_gradients(path: Path) -> None:
+    found, wanted = _fused(path), OF_JAX[path.stem]
+    # What is weighted by the slope of a tanh is a squared error's gradient too, by its form.
+    assert {*found} - {"MseLossBackward", wanted} == set()
+    assert not wanted or found.count(wanted) == 1
 
 
 @pytest.mark.parametrize(
@@ -77,7 +103,9 @@ def test_graph_of_tensorflow_is_fused_and_has_its_gradients(path: Path) -> None:
         ("tf2onnx", "one_index_dyn", "CrossEntropyLossGrad", "sizes of inputs that may differ"),
         ("tf2onnx", "maximum", "ThresholdBackward", "at 0 or at NaN"),
         ("ort_module", "relu", "ThresholdBackward", "0 where the result is NaN"),
-        ("ort_module", "max_pool", "MaxPoolBackward", "does not say what was pooled"),
+        ("jax_layers", "relu", "ThresholdBackward", "at 0 or at NaN"),
+        ("jax_layers", "layer_norm_squares", "LayerNormBackward", "variance that is cut at 0"),
+        ("jax_layers", "batch_norm_squares", "BatchNormBackward", "variance that is cut at 0"),
     ],
 )
 def test_explain_says_why_a_graph_is_not_fused(folder: str, name: str, operator: str, reason: str) -> None:

@@ -47,9 +47,15 @@ def known() -> dict[str, Matched]:
 
 
 HOLDS = {
-    **dict.fromkeys(("embedding", "embedding_lookup"), "EmbeddingDenseBackward"),
-    **dict.fromkeys(("layer_norm", "layer_norm_plain"), "LayerNormBackward"),
-    **dict.fromkeys(("batch_norm", "batch_norm_rows", "batch_norm_images"), "BatchNormBackward"),
+    **dict.fromkeys(("embedding", "embedding_take", "embedding_one_hot"), "EmbeddingDenseBackward"),
+    **dict.fromkeys(("layer_norm", "layer_norm_plain", "layer_norm_variance", "rms_norm"), "LayerNormBackward"),
+    "layer_norm_squares": "LayerNormBackward",
+    "batch_norm_rows": "BatchNormBackward",
+    **{
+        f"batch_norm{images}{end}": "BatchNormBackward"
+        for images in ("", "_images")
+        for end in ("", "_variance", "_squares")
+    },
     **dict.fromkeys(("convolution", "convolution_depthwise"), "ConvolutionBackward"),
     **dict.fromkeys(("gelu", "gelu_tanh"), "GeluBackward"),
     **dict.fromkeys(("max_pool", "max_pool_overlapping"), "MaxPoolBackward"),
@@ -67,7 +73,7 @@ def shares(found: dict[str, Matched]) -> dict[str, tuple[int, int]]:
     result: dict[str, tuple[int, int]] = {}
     for name, policies in found.items():
         *_, folder, case = name.split("/")
-        if folder not in ("ort_module", "tf2onnx", "torch_layers"):
+        if folder not in ("jax_layers", "ort_module", "tf2onnx", "torch_layers"):
             continue
         case = case.split(".")[0]
         operator = HOLDS.get(case, "CrossEntropyLossGrad")
