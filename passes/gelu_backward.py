@@ -14,7 +14,7 @@ from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site,
 from gradfuse.passes.reading import Form, ort_training
 
 _CURVES = {"Erf": "none", "Tanh": "tanh"}
-_WHOLE = {"GeluGrad": "none", "FastGeluGrad": "tanh"}
+_WHOLE = {"GeluGrad": "none", "BiasGeluGrad_dX": "none", "FastGeluGrad": "tanh", "BiasFastGeluGrad_dX": "tanh"}
 _NEAR_ROOT, _NEAR_CURVE = 64, 8  # nodes ahead among which gradient and input are looked for
 _FEWEST_TERMS = 3  # of a slope, and so of its product with a gradient
 _CLOSE = 1e-6  # to the constants within a curve, which no form of the root has
@@ -31,7 +31,7 @@ class FuseGeluBackwardPass(FusePass):
        (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2;
     2. g and x are values of P's type and shape.
 
-    GeluGrad and FastGeluGrad of onnxruntime-training are the same in one node.
+    GeluGrad and FastGeluGrad of onnxruntime-training are the same in one node, of an x plus a bias too.
     """
 
     operator = "GeluBackward"
@@ -85,7 +85,7 @@ def _curves(site: Site) -> Set[object]:
 
 
 def _wholes(site: Site) -> Set[object]:
-    """The names, in forms, of what GeluGrad and FastGeluGrad give."""
+    """The names, in forms, of what GeluGrad and its like give."""
 
     def find() -> Set[object]:
         nodes = (n for n in site.graph if n.domain == ort_training.DOMAIN and n.op_type in _WHOLE)
@@ -164,17 +164,19 @@ def _slope(site: Site, x: Poly, height: Poly) -> Poly:
 
 def _of_one_node(site: Site, builder: Builder, root: ir.Value, node: ir.Node) -> Rewrite | None:
     grad, x = node.inputs[0], node.inputs[1]
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        raise Mismatch("it adds a bias to its input, which is no value of the graph")
-    if grad is None or x is None or not all(site.knows(v) and site.extents(v) == site.extents(root) for v in (grad, x)):
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    extents = site.extents(root)
+    if grad is None or x is None or not all(site.knows(v) and site.extents(v) == extents for v in (grad, x)):
         return None
-    if any(value.dtype != root.dtype for value in (grad, x)):
+    added = [] if bias is None else [bias]
+    if any(not site.knows(value) or site.extents(value) != extents[-1:] for value in added):
+        raise Mismatch("its bias is no vector of the last dimension")
+    if any(value.dtype != root.dtype for value in (grad, x, *added)):
         raise Mismatch("it is computed of tensors of several types")
-    fused = builder.fused(
-        FuseGeluBackwardPass.operator, [grad, x], site.extents(root), approximate=_WHOLE[node.op_type]
-    )
+    whole = x if bias is None else builder.op("Add", [x, bias], root.dtype, extents)
+    fused = builder.fused(FuseGeluBackwardPass.operator, [grad, whole], extents, approximate=_WHOLE[node.op_type])
     rewrite = builder.rewrite("gelu-backward", [fused], fused)
-    return replace(rewrite, frontier=tuple(dict.fromkeys((grad, x))), runs=frozenset([node]))
+    return replace(rewrite, frontier=tuple(dict.fromkeys((grad, x, *added))), runs=frozenset([node]))
 
 
 def _bound(site: Site, builder: Builder, root: ir.Value, grad: ir.Value, unit: _Unit) -> Rewrite:

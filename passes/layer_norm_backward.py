@@ -47,6 +47,7 @@ class FuseLayerNormBackwardPass(FusePass):
 
     operator = "LayerNormBackward"
     linear = False
+    training_operators = ("InvertibleLayerNormalizationGrad",)
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()

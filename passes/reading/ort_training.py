@@ -423,12 +423,14 @@ def _layer_normalization_grad_array(
     return left * inverse, *sums[: 1 + len(mean)]
 
 
-def _gelu_grad_array(grad: Array, x: Array) -> tuple[Array, ...]:
+def _gelu_grad_array(grad: Array, x: Array, bias: float | Array = 0.0) -> tuple[Array, ...]:
+    x = x + bias
     cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[x.dtype])(x * math.sqrt(0.5)))
     return (grad * (cdf + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)),)
 
 
-def _fast_gelu_grad_array(grad: Array, x: Array) -> tuple[Array, ...]:
+def _fast_gelu_grad_array(grad: Array, x: Array, bias: float | Array = 0.0) -> tuple[Array, ...]:
+    x = x + bias
     scale, cube = math.sqrt(2 / math.pi), 0.044715
     curve = np.tanh(scale * (x + cube * x**3))
     return (grad * 0.5 * (1 + curve + x * (1 - curve * curve) * scale * (1 + 3 * cube * x * x)),)
@@ -457,8 +459,8 @@ ON_ARRAYS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
 
 WITHOUT_FORM: dict[str, Callable[..., tuple[Array, ...]]] = {
     "ConvGrad": _conv_grad_array,
-    "GeluGrad": _gelu_grad_array,
-    "FastGeluGrad": _fast_gelu_grad_array,
+    **dict.fromkeys(("GeluGrad", "BiasGeluGrad_dX"), _gelu_grad_array),
+    **dict.fromkeys(("FastGeluGrad", "BiasFastGeluGrad_dX"), _fast_gelu_grad_array),
     "BatchNormalizationGrad": _batch_normalization_grad_array,
     **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"), _layer_normalization_grad_array),
 }

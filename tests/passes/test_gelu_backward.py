@@ -151,3 +151,18 @@ def test_units_that_modules_write_out_have_the_operator_in_exported_steps(how: s
     batch: Any = ((torch.randn(5, 6),), (torch.randint(3, (5,)),))
     step = gradfuse.export_training_step(module, nn.functional.cross_entropy, batch)
     assert operators(step.model) == ["CrossEntropyLossGrad", "GeluBackward"]
+
+
+@pytest.mark.parametrize(("op", "approximate"), [("BiasGeluGrad_dX", "none"), ("BiasFastGeluGrad_dX", "tanh")])
+def test_the_operators_of_onnxruntime_training_with_a_bias(op: str, approximate: str) -> None:
+    text = f"dx = com.microsoft.{op}(g, x, row)"
+    model = graph(text, "float[N, 6] g, float[N, 6] x, float[6] row")
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    result = fuse(model, policy="all")
+    assert operators(result.model) == ["GeluBackward"], result.report
+    numbers = np.random.default_rng(0)
+    sizes = {"g": (5, 6), "x": (5, 6), "row": (6,)}
+    feeds = {name: numbers.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    grad, x, bias = (torch.from_numpy(feeds[name]) for name in ("g", "x", "row"))
+    exact, native = (by_torch(grad.to(d), x.to(d) + bias.to(d), approximate) for d in (torch.float64, torch.float32))
+    assert_gradients_close(run(result.model, feeds)["dx"], native.numpy(), exact.numpy(), np.float32)

@@ -12,7 +12,7 @@ import torch
 from gradient_graphs import NAMES, arrays, in_standard_operators, load
 from producers import run
 
-from gradfuse import fuse
+from gradfuse import explain, fuse
 from gradfuse.testing import assert_gradients_close
 
 
@@ -95,3 +95,27 @@ def test_tokens_that_were_not_reshaped_to_rows_have_their_classes_last(batch: st
         (gradient,) = torch.autograd.grad(loss_of_scores, scores)
         gradients.append(gradient.numpy())
     assert_gradients_close(got, gradients[1], gradients[0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({}, "it updates sequences of tensors"),
+        ({"adam_mode": 1}, "its epsilon stays out of the correction, and its weights decay last"),
+        ({"correct_bias": 0}, "it does not correct the bias of its averages"),
+    ],
+)
+def test_explain_says_why_the_update_of_artifacts_stays(attributes: dict[str, int], reason: str) -> None:
+    sequence = onnx.helper.make_tensor_sequence_value_info
+    tensors = ("params", "gradients", "first", "second")
+    names = ["learning_rate", "step", *tensors]
+    node = onnx.helper.make_node(
+        "AdamWOptimizer", names, ["done", *(f"new_{n}" for n in tensors)][:4], domain="com.microsoft", **attributes
+    )
+    tensor = onnx.helper.make_tensor_value_info
+    inputs = [tensor("learning_rate", 1, [1]), tensor("step", 7, [1]), *(sequence(n, 1, None) for n in tensors)]
+    graph = onnx.helper.make_graph([node], "update", inputs, [tensor("done", 9, [1])])
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
+    (region,) = explain(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)).regions
+    assert region.op == "ApplyAdamW" and reason in region.reason
+    assert "loads no model without it" in region.reason
