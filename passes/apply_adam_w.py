@@ -26,6 +26,7 @@ from gradfuse.passes.matching.terms import (
 )
 from gradfuse.passes.matching.updates import (
     ARITHMETIC,
+    VIEWS,
     Rate,
     behind,
     regularized,
@@ -105,7 +106,7 @@ def _moments(site: Site, root: ir.Value) -> _Moments | None:
     node = uncast(root).producer()
     if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum"):
         return None
-    if root not in site.reached("roots", partial(_is_root, site), ARITHMETIC | {"CastLike"}):
+    if root not in site.reached("roots", partial(_is_root, site), ARITHMETIC | VIEWS | {"CastLike"}):
         return None
     near = list(behind(site, root, _NEAR_ROOT))
     for value in near:
@@ -297,7 +298,7 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
     others = [
         (value, output)
         for average, output in zip((mean, square), new[1:], strict=True)
-        for value in results_of(average.value, root.dtype)
+        for value in results_of(site, average.value, root.dtype)
     ]
     rates = [value for value, _ in update.rate.values]
     # Where the rate is 0, some ways to write the update divide 0 by 0.

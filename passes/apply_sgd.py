@@ -141,11 +141,17 @@ def _along_velocity(parameter: ir.Value, momentum: _Momentum, steps: Terms) -> _
 def _momenta(site: Site, value: ir.Value) -> list[_Momentum]:
     """A value as a momentum, in each way to read it as one."""
     node = value.producer()
-    if node is None or node.domain or node.op_type not in ("Add", "Sum", "Sub") or len(node.inputs) != 2:
+    is_turned = node is not None and node.op_type == "Neg" and not node.domain
+    if node is not None and is_turned and node.inputs[0] is not None:
+        # The negative of a difference is that the other way round.
+        node = plain(site, node.inputs[0]).producer()
+    kinds = ("Sub",) if is_turned else ("Add", "Sum", "Sub")
+    if node is None or node.domain or node.op_type not in kinds or len(node.inputs) != 2:
         return []
     found = []
     is_difference = node.op_type == "Sub"
-    for kept, other in [node.inputs] if is_difference else [node.inputs, node.inputs[::-1]]:
+    orders = [node.inputs[:: -1 if is_turned else 1]] if is_difference else [node.inputs, node.inputs[::-1]]
+    for kept, other in orders:
         if kept is None or other is None:
             continue
         terms = terms_of(site, kept, [])
@@ -235,7 +241,7 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Update) -> Rewr
         nesterov=int(found.nesterov),
     )
     singles = [value for value, _ in (*found.rate.values, *scale.values)]
-    others = () if found.momentum is None else results_of(found.momentum.value, root.dtype)
+    others = () if found.momentum is None else results_of(site, found.momentum.value, root.dtype)
     return replace(
         builder.rewrite("sgd-update", [new[0]], new[0]),
         frontier=(*tensors.values(), *singles),

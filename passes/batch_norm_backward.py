@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -91,7 +91,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
 
 
 def _is_subtraction(node: ir.Node) -> bool:
-    return not node.domain and node.op_type == "Sub"
+    return not node.domain and node.op_type in ("Add", "Sub")
 
 
 _SEARCHES = (("reductions", normalizing.is_reduction), ("subtractions", _is_subtraction))
@@ -106,20 +106,21 @@ class _Region:
         channels: the dimension of the channels.
         nodes: what computes the value.
         reduced: whole tensors that are summed.
-        centred: subtractions of a vector from a whole tensor.
+        centred: differences of a whole tensor and a vector, with the two.
     """
 
     root: ir.Value
     channels: int
     nodes: frozenset[ir.Node]
     reduced: tuple[ir.Value, ...]
-    centred: tuple[ir.Value, ...]
+    centred: Mapping[ir.Value, tuple[ir.Value, ir.Value]]
 
 
 def _region(site: Site, root: ir.Value, channels: int) -> _Region | None:
     """The arithmetic behind a value; None where there is none of the gradient's, or more than that."""
     reduced: dict[ir.Value, None] = {}
-    centred: dict[ir.Value, None] = {}
+    centred: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+    is_whole, is_mean = partial(_is_whole, site, root=root), partial(_is_vector, site, root=root, channels=channels)
     nodes: dict[ir.Node, None] = {}
     todo, seen = [root], {root}
     for value in todo:
@@ -127,13 +128,10 @@ def _region(site: Site, root: ir.Value, channels: int) -> _Region | None:
         inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
         if node is None or inputs is None:
             continue
-        if normalizing.is_reduction(node) and inputs[0] is not None and _is_whole(site, inputs[0], root):
+        if normalizing.is_reduction(node) and inputs[0] is not None and is_whole(inputs[0]):
             reduced[inputs[0]] = None
-        if node.op_type == "Sub" and _is_whole(site, value, root) and None not in node.inputs:
-            left, right = node.inputs
-            assert left is not None and right is not None
-            if _is_whole(site, left, root) and _is_vector(site, right, root, channels):
-                centred[value] = None
+        if (pair := normalizing.difference(site, value, is_whole, is_mean)) is not None:
+            centred[value] = pair
         nodes[node] = None
         for other in inputs:
             if other is not None and other not in seen:
@@ -143,7 +141,7 @@ def _region(site: Site, root: ir.Value, channels: int) -> _Region | None:
             break
     if not reduced or not centred:
         return None
-    return _Region(root, channels, frozenset(nodes), tuple(reduced), tuple(centred))
+    return _Region(root, channels, frozenset(nodes), tuple(reduced), centred)
 
 
 def _is_whole(site: Site, value: ir.Value, root: ir.Value) -> bool:
@@ -163,14 +161,10 @@ def _is_vector(site: Site, value: ir.Value, root: ir.Value, channels: int) -> bo
 def _candidates(site: Site, region: _Region) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
     """Gradients of the result, inputs and means that a value may be made of."""
     is_whole = partial(_is_whole, site, root=region.root)
-    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(value, is_whole, _FACTORS))
+    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(site, value, is_whole, _FACTORS))
     products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
-    for centred in region.centred:
-        node = centred.producer()
-        assert node is not None
-        x, mean = node.inputs
-        assert x is not None and mean is not None
+    for centred, (x, mean) in region.centred.items():
         beside = [one for product in products if centred in product for one in product]
         for gradient in beside:
             alone = any(gradient in product and centred not in product for product in products)

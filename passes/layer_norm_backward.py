@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,14 +108,14 @@ class _Region:
         first: the first of the axes that are summed over.
         nodes: what computes the value.
         reduced: whole tensors that are summed over these axes.
-        centred: subtractions of a number for each row from a whole tensor.
+        centred: differences of a whole tensor and a number for each row, with the two.
     """
 
     root: ir.Value
     first: int
     nodes: frozenset[ir.Node]
     reduced: tuple[ir.Value, ...]
-    centred: tuple[ir.Value, ...]
+    centred: Mapping[ir.Value, tuple[ir.Value, ir.Value]]
 
     @property
     def rule(self) -> str:
@@ -144,16 +144,10 @@ def _regions(site: Site, root: ir.Value) -> Iterator[_Region]:
         if len(todo) > _VALUES:
             break
     for first, sums in reduced.items():
-        centred = tuple(
-            node.outputs[0]
-            for node in nodes
-            if node.op_type == "Sub"
-            and (left := node.inputs[0]) is not None
-            and (right := node.inputs[1]) is not None
-            and _is_whole(site, node.outputs[0], root)
-            and _is_whole(site, left, root)
-            and _is_of_rows(site, right, root, first)
-        )
+        whole, mean = partial(_is_whole, site, root=root), partial(_is_of_rows, site, root=root, first=first)
+        values = dict.fromkeys(node.outputs[0] for node in nodes)
+        found = {value: normalizing.difference(site, value, whole, mean) for value in values}
+        centred = {value: pair for value, pair in found.items() if pair is not None}
         yield _Region(root, first, frozenset(nodes), tuple(dict.fromkeys(sums)), centred)
 
 
@@ -201,14 +195,14 @@ class _Candidate:
 def _candidates(site: Site, region: _Region) -> Iterator[_Candidate]:
     """The furthest factors first, which a weight has not been multiplied with."""
     is_whole = partial(_is_whole, site, root=region.root)
-    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(value, is_whole, _FACTORS))
+    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(site, value, is_whole, _FACTORS))
     products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
     for product in products:
         for data, gradient in itertools.permutations(dict.fromkeys(product), 2):
-            node = data.producer()
-            x, mean = node.inputs if node is not None and data in region.centred else (data, None)
-            if (gradient, data) in met or x is None or x is gradient or (mean is None) == bool(region.centred):
+            pair: tuple[ir.Value, ir.Value | None] = region.centred.get(data, (data, None))
+            x, mean = pair
+            if (gradient, data) in met or x is gradient or (mean is None) == bool(region.centred):
                 continue
             met.add((gradient, data))
             if mean is None or any(gradient in other and data not in other for other in products):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from gradfuse.passes.matching.site import Site
-from gradfuse.passes.matching.terms import chosen
+from gradfuse.passes.matching.terms import chosen, constant
 
 VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
@@ -30,11 +30,14 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
     if node.domain or node.graph is not site.graph:
         return None
     if node.op_type in CALCULATIONS:
-        return node.inputs
-    if node.op_type in VIEWS | REDUCTIONS:
-        return node.inputs[:1]
-    taken = chosen(site, node)
-    return None if taken is None else [taken]
+        read: Sequence[ir.Value | None] = node.inputs
+    elif node.op_type in VIEWS | REDUCTIONS:
+        read = node.inputs[:1]
+    elif (taken := chosen(site, node)) is not None:
+        read = [taken]
+    else:
+        return None
+    return [None if value is None else site.first(value) for value in read]
 
 
 def factors(site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool]) -> list[ir.Value]:
@@ -45,11 +48,53 @@ def factors(site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool]) -
         if node is None or node.domain or len(found) >= _FACTORS:
             continue
         # What a whole tensor is divided by is a vector, or makes another gradient of it.
-        inputs = {"Mul": node.inputs, "Identity": node.inputs, "Div": node.inputs[:1]}.get(node.op_type)
-        if inputs is None:
-            inputs = [chosen(site, node)]
-        found += [v for v in inputs if v is not None and is_whole(v)]
+        inputs: Sequence[ir.Value | None] = [chosen(site, node)]
+        if node.op_type in ("Mul", "Neg", "Identity", "Div"):
+            inputs = node.inputs[:1] if node.op_type == "Div" else node.inputs
+        found += [v for v in (site.first(v) for v in inputs if v is not None) if is_whole(v)]
     return found
+
+
+def difference(
+    site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool], is_mean: Callable[[ir.Value], bool]
+) -> tuple[ir.Value, ir.Value] | None:
+    """The whole tensor and the mean whose difference, either way round, a value is."""
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in ("Add", "Sub") or not is_whole(value):
+        return None
+    for own, other in (node.inputs, node.inputs[::-1]):
+        if own is None or other is None:
+            continue
+        x, mean = site.first(own), _narrow(site, other)
+        if node.op_type == "Add":
+            subtracted = _negated(site, mean)
+            if subtracted is None:
+                continue
+            mean = _narrow(site, subtracted)
+        if is_whole(x) and is_mean(mean):
+            return x, mean
+    return None
+
+
+def _narrow(site: Site, value: ir.Value) -> ir.Value:
+    """A value before it was repeated."""
+    value = site.first(value)
+    while (node := value.producer()) is not None and node.op_type in ("Expand", "Tile") and not node.domain:
+        if node.inputs[0] is None:
+            break
+        value = site.first(node.inputs[0])
+    return value
+
+
+def _negated(site: Site, value: ir.Value) -> ir.Value | None:
+    """What a value is the negative of."""
+    node = value.producer()
+    if node is None or node.domain:
+        return None
+    if node.op_type == "Neg":
+        return node.inputs[0]
+    factors = [v for v in node.inputs if v is not None and constant(site, v) != -1]
+    return factors[0] if node.op_type == "Mul" and len(factors) == 1 else None
 
 
 def is_size(site: Site, value: ir.Value) -> bool:

@@ -63,6 +63,7 @@ class Site:
         """What the proofs know of sizes that derive from others, by the sizes of the symbols."""
         self._extents: dict[ir.Value, list[Poly]] = {}
         self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
+        self._equal: dict[tuple[object, Poly, ir.DataType | None], list[ir.Value]] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         self._answers: dict[object, Any] = {}
         self._reached: dict[str, frozenset[ir.Value]] = {}
@@ -96,6 +97,8 @@ class Site:
         if form is not None:
             # Sorted by position; a new value mostly comes last.
             insort(self._index.setdefault(self._index_key(form.poly), []), (position, value), key=itemgetter(0))
+            if self.algebra.tensors(form.poly):
+                self._equal.setdefault((form.groups, form.poly, value.dtype), []).append(value)
             for axis, size in enumerate(self.extents(value)):
                 if size.integer is None:
                     self._donors.setdefault(size, []).append((value, axis))
@@ -103,6 +106,18 @@ class Site:
     def leave(self, value: ir.Value) -> None:
         """Takes a value out of the graph, so that no search finds it."""
         self.position.pop(value, None)
+
+    def first(self, value: ir.Value) -> ir.Value:
+        """The first value with the same elements in the same dimensions: what an Identity, or two views, are of."""
+        return min(self.equal(value), key=lambda v: self.position.get(v, -1))
+
+    def equal(self, value: ir.Value) -> list[ir.Value]:
+        """The values with the same elements in the same dimensions, with the value itself."""
+        form = self.forms.get(value)
+        if form is None or self.position.get(value, -1) < 0:
+            return [value]
+        found = self._equal.get((form.groups, form.poly, value.dtype), ())
+        return [v for v in found if v in self.position] or [value]
 
     def is_ahead(self, value: ir.Value, root: ir.Value) -> bool:
         """Whether a value is part of the graph, and computed before the root."""

@@ -23,6 +23,7 @@ _COUNTS = (*_WIDE, ir.DataType.INT32, ir.DataType.INT64)
 _VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten"}
 _SUMS = {"Add", "Sub", "Neg", "Sum", "Identity"}
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
+_COMPARISONS = ("Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 _LARGEST = 2**31 - 1  # number of steps that is told from others
 _NODES = 96  # that are read for one value
 _PRODUCTS = 16  # of terms
@@ -66,6 +67,7 @@ _ONE: Factors = frozenset()
 
 def plain(site: Site, value: ir.Value) -> ir.Value:
     """The value behind nodes that keep all of its digits: wider types, other shapes of a single number, 0 more."""
+    value = site.first(value)
     while (node := value.producer()) is not None and node.domain == "" and node.graph is site.graph:
         source = node.inputs[0] if node.inputs else None
         if source is None or not is_float(source):
@@ -79,7 +81,7 @@ def plain(site: Site, value: ir.Value) -> ir.Value:
             if same is None:
                 break
             source = same
-        value = source
+        value = site.first(source)
     return value
 
 
@@ -173,17 +175,24 @@ def _below_largest(site: Site, node: ir.Node) -> ir.Value | None:
     """
     if node.op_type != "Where" or len(node.inputs) != 3 or None in node.inputs:
         return None
-    condition, counted, most = node.inputs
-    assert condition is not None and counted is not None and most is not None
-    test = condition.producer()
-    if test is None or test.domain or test.op_type != "Less" or None in test.inputs or test.graph is not site.graph:
+    condition, *branches = node.inputs
+    test, taken = condition.producer() if condition is not None else None, True
+    while test is not None and not test.domain and test.op_type in ("Not", "Identity") and test.inputs[0] is not None:
+        taken ^= test.op_type == "Not"
+        test = test.inputs[0].producer()
+    if test is None or test.domain or test.op_type not in _COMPARISONS or None in test.inputs:
         return None
-    before, limit = test.inputs
-    assert before is not None and limit is not None
-    above = counted.producer()
-    is_next = above is not None and not above.domain and above.op_type == "Add" and before in above.inputs
-    numbers = [constant(site, limit), constant(site, most)]
-    return counted if is_next and all(n is not None and n >= _LARGEST for n in numbers) else None
+    for before, limit in (test.inputs, test.inputs[::-1]):
+        assert before is not None and limit is not None
+        is_small = (test.op_type in ("Less", "LessOrEqual")) == (before is test.inputs[0])
+        counted, most = branches if is_small == taken else branches[::-1]
+        assert counted is not None and most is not None
+        above = counted.producer()
+        is_next = above is not None and not above.domain and above.op_type == "Add" and before in above.inputs
+        numbers = [constant(site, limit), constant(site, most)]
+        if is_next and all(n is not None and n >= _LARGEST for n in numbers):
+            return counted
+    return None
 
 
 def terms_of(site: Site, value: ir.Value, stops: Collection[ir.Value]) -> Terms:
@@ -316,11 +325,19 @@ def _corrected(terms: Terms) -> Terms:
     return {_of(Correction(key)): number}
 
 
-def parts_of_sum(value: ir.Value, is_part: Callable[[ir.Value], bool], most: int) -> list[ir.Value]:
-    """What a value is the sum, difference or negative of, the value itself first; about so many at most."""
-    found = [value]
+def parts_of_sum(site: Site, value: ir.Value, is_part: Callable[[ir.Value], bool], most: int) -> list[ir.Value]:
+    """What a value is the sum or difference of, or a multiple of, the value itself first; about so many at most."""
+    found = [site.first(value)]
     for own in found:
         node = own.producer()
-        if node is not None and node.op_type in _SUMS and not node.domain and len(found) < most:
-            found += [v for v in node.inputs if v is not None and v not in found and is_part(v)]
+        if node is None or node.domain or len(found) >= most:
+            continue
+        inputs = [v for v in node.inputs if v is not None]
+        if node.op_type in ("Mul", "Div"):
+            varying = [v for v in inputs if constant(site, v) is None]
+            inputs = varying if len(varying) == 1 and (node.op_type == "Mul" or varying[0] is inputs[0]) else []
+        elif node.op_type not in _SUMS:
+            continue
+        new = dict.fromkeys(site.first(v) for v in inputs)
+        found += [v for v in new if v not in found and is_part(v)]
     return found

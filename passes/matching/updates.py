@@ -13,6 +13,7 @@ from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.matching.terms import Factors, constant, is_single, plain, terms_of
 
+VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand"}
 ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum", "Reciprocal", "Sqrt", "Pow", "Where", "Cast", "Identity"}
 
 
@@ -32,8 +33,8 @@ def behind(site: Site, root: ir.Value, limit: int) -> Iterator[ir.Value]:
         node = value.producer()
         if node is None or node.domain or node.graph is not site.graph or node.op_type not in ARITHMETIC:
             continue
-        for other in node.inputs:
-            if other is None or other in seen or len(todo) >= limit or not site.knows(other):
+        for other in (site.first(value) for value in node.inputs if value is not None):
+            if other in seen or len(todo) >= limit or not site.knows(other):
                 continue
             if site.extents(other) == site.extents(root) and constant(site, other) is None:
                 seen.add(other)
@@ -66,12 +67,15 @@ class Rate:
         return [(key, 1) for key, _ in self.factors if isinstance(key, ir.Value)]
 
 
-def results_of(average: ir.Value, dtype: ir.DataType | None) -> list[ir.Value]:
-    """What stands for a new moving average in the type of the parameter."""
+def results_of(site: Site, average: ir.Value, dtype: ir.DataType | None) -> list[ir.Value]:
+    """What stands for a new moving average in the type of the parameter: a result of the graph, if one does."""
     if average.dtype == dtype:
-        return [average]
-    casts = [use.node for use in average.uses() if use.node.op_type in ("Cast", "CastLike") and not use.node.domain]
-    return [node.outputs[0] for node in casts if node.graph is average.graph and node.outputs[0].dtype == dtype]
+        found = site.equal(average)
+    else:
+        readers = [use.node for value in site.equal(average) for use in value.uses() if use.node.graph is site.graph]
+        casts = [node for node in readers if node.op_type in ("Cast", "CastLike") and not node.domain]
+        found = [node.outputs[0] for node in casts if node.outputs[0].dtype == dtype]
+    return [value for value in found if value.is_graph_output()][:1] or found[:1]
 
 
 def require_types(site: Site, root: ir.Value, tensors: Mapping[str, ir.Value], computed: Sequence[ir.Value]) -> None:

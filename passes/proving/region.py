@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 ELEMENTS = 12
 """The elements of tensors where all is elementwise."""
+_SHAPING = {
+    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile"),
+    *("Slice", "Split", "Concat", "Shape", "Size"),
+}
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 
 
@@ -69,10 +73,20 @@ class Region:
         if self.site.forms.get(value) is None:
             raise Unproved(f"the shape of {value.name} is unknown")
         extents = self.site.extents(value)
-        if self.rewrite.elementwise and extents == self._whole and any(size != UNIT for size in extents):
+        if self._is_of_any_shape and self._is_whole(value):
             # Any shape stands for all, so that equal updates of many parameters are run once.
             return [number(ELEMENTS)]
         return extents
+
+    def _is_whole(self, value: ir.Value) -> bool:
+        extents = self.site.extents(value)
+        return extents == self._whole and any(size != UNIT for size in extents)
+
+    @cached_property
+    def _is_of_any_shape(self) -> bool:
+        """Whether no node changes the dimensions of a tensor of the root's shape."""
+        read = (v for node in self.nodes if node.op_type in _SHAPING for v in node.inputs[:1] if v is not None)
+        return self.rewrite.elementwise and not any(self.site.knows(v) and self._is_whole(v) for v in read)
 
     def size(self, size: Poly, env: Mapping[str, int], table: Mapping[int, int] | None = None) -> int:
         """Return the number that a size is, for these sizes of symbols and these replacements of static sizes."""
