@@ -151,7 +151,7 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
     node = root.producer()
     if node is not None and node.op_type == "Transpose" and not node.domain and node.inputs[0] is not None:
         # A product that is the other way round.
-        node = node.inputs[0].producer()
+        node = site.first(node.inputs[0]).producer()
         if node is None or node.op_type not in _PRODUCTS:
             return
     if node is None:
@@ -160,20 +160,20 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
     if place is not None and len(node.inputs) > place:
         if not node.domain and attribute(node, "reduction", "none") != "add":
             return  # It puts rows where no other is.
-        yield from _with_what_is_behind(node.inputs[place])
-    elif not node.domain and node.op_type in _PRODUCTS:
+        yield from _with_what_is_behind(site, node.inputs[place])
+    elif not node.domain and node.op_type in _PRODUCTS and len(node.inputs) > 1:
         for value, other in itertools.permutations(node.inputs[:2]):
             if other is not None and _is_one_hot(site, other):
-                yield from _with_what_is_behind(value)
+                yield from _with_what_is_behind(site, value)
     elif not node.domain and node.op_type == "ReduceSum":
         # By a table of the numbers of rows, to which a row of zeros is joined.
         value = node.inputs[0]
         for op in ("Gather", "Concat"):
-            above = None if value is None else value.producer()
+            above = None if value is None else site.first(value).producer()
             if above is None or above.domain or above.op_type != op:
                 return
             value = above.inputs[0]
-        yield from _with_what_is_behind(value)
+        yield from _with_what_is_behind(site, value)
 
 
 def _is_one_hot(site: Site, value: ir.Value) -> bool:
@@ -181,8 +181,9 @@ def _is_one_hot(site: Site, value: ir.Value) -> bool:
     return form is not None and len(form.poly) == 1 and any(True for _ in _conditions(site.algebra, form.poly))
 
 
-def _with_what_is_behind(value: ir.Value | None) -> Iterator[ir.Value]:
+def _with_what_is_behind(site: Site, value: ir.Value | None) -> Iterator[ir.Value]:
     while value is not None:
+        value = site.first(value)
         yield value
         node = value.producer()
         value = node.inputs[0] if node is not None and not node.domain and node.op_type in _VIEWS else None

@@ -103,7 +103,8 @@ def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Va
         if node is None or node.graph is not site.graph or most == 0:
             continue
         most -= 1
-        for source in node.inputs:
+        for read in node.inputs:
+            source = None if read is None else site.first(read)
             own = None if source is None or source in seen else site.forms.get(source)
             if source is not None and own is not None and own.groups == form.groups:
                 seen.add(source)

@@ -140,9 +140,9 @@ def _differences(
             continue
         _, (difference, poly) = site.forms.broadcast([own, form])
         ratio = site.algebra.ratio(poly, difference)
-        minuend, subtrahend = node.inputs
-        if ratio is not None and poly == form.poly and minuend is not None and subtrahend is not None:
-            yield minuend, subtrahend, partial(_weighted, site, value), difference, ratio
+        operands = site.operands_of_difference(node)
+        if ratio is not None and poly == form.poly and operands is not None:
+            yield *operands, partial(_weighted, site, value), difference, ratio
 
 
 def _unwritten_differences(site: Site, root: ir.Value, form: Form) -> Iterator[tuple[ir.Value, ir.Value, Poly, Poly]]:

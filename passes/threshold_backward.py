@@ -44,20 +44,24 @@ class FuseThresholdBackwardPass(FusePass):
         node = root.producer()
         if node is None or node.domain or node.op_type != "Where" or node.graph is not site.graph:
             return None
-        condition, zero, grad = node.inputs
-        compared = None if condition is None else _compared(condition)
-        if condition is None or compared is None or grad is None or not _is_zero(site, zero):
+        condition, *branches = node.inputs
+        cut = None if condition is None else condition.producer()
+        while cut is not None and cut.op_type in ("Not", "Identity") and not cut.domain and cut.inputs[0] is not None:
+            branches = branches[:: -1 if cut.op_type == "Not" else 1]
+            cut = cut.inputs[0].producer()
+        zero, grad = branches
+        compared = None if cut is None else _compared(cut)
+        if cut is None or compared is None or grad is None or not _is_zero(site, zero):
             return None
         value, bound = compared
-        if value is None or not _is_of_relu(value) or not _is_zero(site, bound):
+        value = None if value is None else _of_relu(site, value)
+        if value is None or not _is_zero(site, bound):
             return None
         if not all(site.knows(one) and site.extents(one) == site.extents(root) for one in (value, grad)):
             return None
         if any(one.dtype != root.dtype for one in (value, grad)):
             raise Mismatch("it is computed of tensors of several types")
         fused = builder.fused(self.operator, [grad, value], site.extents(root))
-        cut = condition.producer()
-        assert cut is not None
         return replace(
             builder.rewrite("threshold-backward", [fused], fused),
             frontier=tuple(dict.fromkeys((grad, value))),
@@ -94,13 +98,15 @@ def _is_read_by_cut(site: Site, value: ir.Value) -> bool:
     return any(_is_cut(site, use.node) for use in itertools.islice(value.uses(), _READERS))
 
 
-def _compared(condition: ir.Value) -> tuple[ir.Value | None, ir.Value | None] | None:
+def _compared(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None] | None:
     """What is compared with what, where a condition says that a value is at most another one; None: it does not."""
-    node = condition.producer()
-    places = None if node is None or node.domain else _CUTS.get(node.op_type)
-    if node is None or places is None:
-        return None
-    return node.inputs[places[0]], node.inputs[places[1]]
+    places = None if node.domain else _CUTS.get(node.op_type)
+    return None if places is None else (node.inputs[places[0]], node.inputs[places[1]])
+
+
+def _of_relu(site: Site, value: ir.Value) -> ir.Value | None:
+    """The result of a ReLU that a value is."""
+    return next((one for one in (value, site.first(value)) if _is_of_relu(one)), None)
 
 
 def _is_of_relu(value: ir.Value) -> bool:
@@ -113,5 +119,5 @@ def _is_of_relu(value: ir.Value) -> bool:
 
 
 def _is_zero(site: Site, value: ir.Value | None) -> bool:
-    array = None if value is None else site.forms.constant(value)
-    return array is not None and array.size == 1 and float(array.item()) == 0
+    form = None if value is None else site.forms.get(value)
+    return form is not None and not form.poly

@@ -48,8 +48,8 @@ def factors(site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool]) -
         if node is None or node.domain or len(found) >= _FACTORS:
             continue
         # What a whole tensor is divided by is a vector, or makes another gradient of it.
-        inputs: Sequence[ir.Value | None] = [chosen(site, node)]
-        if node.op_type in ("Mul", "Neg", "Identity", "Div"):
+        inputs: Sequence[ir.Value | None] = [chosen(site, node) or _negated(site, own)]
+        if node.op_type in ("Mul", "Identity", "Div"):
             inputs = node.inputs[:1] if node.op_type == "Div" else node.inputs
         found += [v for v in (site.first(v) for v in inputs if v is not None) if is_whole(v)]
     return found
@@ -93,8 +93,10 @@ def _negated(site: Site, value: ir.Value) -> ir.Value | None:
         return None
     if node.op_type == "Neg":
         return node.inputs[0]
-    factors = [v for v in node.inputs if v is not None and constant(site, v) != -1]
-    return factors[0] if node.op_type == "Mul" and len(factors) == 1 else None
+    if node.op_type == "Sub":
+        return node.inputs[1] if node.inputs[0] is not None and constant(site, node.inputs[0]) == 0 else None
+    others = [v for v in node.inputs if v is not None and constant(site, v) != -1]
+    return others[0] if node.op_type == "Mul" and len(others) == 1 else None
 
 
 def is_size(site: Site, value: ir.Value) -> bool:

@@ -15,12 +15,13 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import Algebra, Poly, TooComplex
 from gradfuse.passes.matching.graphs import TOLERANCE, Names
 from gradfuse.passes.progress import Progress
-from gradfuse.passes.reading import Forms, Opaque
+from gradfuse.passes.reading import Form, Forms, Opaque
 
 _Answer = TypeVar("_Answer")
 
 _READERS = 24  # of a value that are looked at
 
+_NEGATING = ("Neg", "Mul", "Sub")
 _LINEAR = {
     *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
     *("Unsqueeze", "Expand", "Where", "Transpose", "Flatten", "Mean"),
@@ -255,6 +256,25 @@ class Site:
         found = [entry for key in keys for entry in self._differences.get(key, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
 
+    def operands_of_difference(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+        """What a node subtracts from what, the latter first: as a difference, or a sum with a negative."""
+        if node.domain or node.op_type not in ("Sub", "Add") or len(node.inputs) != 2:
+            return None
+        first, second = node.inputs
+        if first is None or second is None:
+            return None
+        if node.op_type == "Sub":
+            return first, second
+        for own, other in ((first, second), (second, first)):
+            above, form = other.producer(), self.forms.get(other)
+            if above is None or above.domain or above.op_type not in _NEGATING or form is None or not form.poly:
+                continue
+            for value in above.inputs:
+                opposite = None if value is None else self.forms.get(value)
+                if value is not None and opposite == Form(form.groups, -form.poly):
+                    return own, value
+        return None
+
     def _subtractions(self) -> dict[tuple[int, object, int | None], list[tuple[int, ir.Node]]]:
         """The subtractions of floats, in order, by what their multiples share.
 
@@ -262,7 +282,7 @@ class Site:
         """
         found = []
         for k, node in enumerate(self.graph):
-            if node.op_type == "Sub" and node.domain == "" and node.outputs[0].dtype in TOLERANCE:
+            if node.outputs[0].dtype in TOLERANCE and self.operands_of_difference(node) is not None:
                 form = self.forms.get(node.outputs[0])
                 if form is not None:
                     found.append((k, node, form.poly, self.algebra.tensors(form.poly)))

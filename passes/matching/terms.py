@@ -20,7 +20,7 @@ from gradfuse.passes.reading import is_float
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _COUNTS = (*_WIDE, ir.DataType.INT32, ir.DataType.INT64)
 """The types that hold every number of steps; narrower ones wrap around, or stay where 1 more rounds to the same."""
-_VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten"}
+_VIEWS_OF_NUMBERS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand"}
 _SUMS = {"Add", "Sub", "Neg", "Sum", "Identity"}
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
 _COMPARISONS = ("Less", "LessOrEqual", "Greater", "GreaterOrEqual")
@@ -76,7 +76,8 @@ def plain(site: Site, value: ir.Value) -> ir.Value:
             value = picked
             continue
         keeps = node.op_type == "Identity" or (node.op_type in ("Cast", "CastLike") and value.dtype in _WIDE)
-        if not keeps and not (node.op_type in _VIEWS_OF_NUMBERS and is_single(site, source)):
+        views = node.op_type in _VIEWS_OF_NUMBERS and is_single(site, source) and is_single(site, value)
+        if not keeps and not views:
             same = _unchanged(site, node)
             if same is None:
                 break
@@ -151,7 +152,8 @@ def count_of(site: Site, value: ir.Value) -> Count | None:
         node = value.producer()
         if node is None or node.domain or node.graph is not site.graph:
             break
-        if node.op_type in {"Cast", "Identity", *_VIEWS_OF_NUMBERS} and node.inputs[0] is not None:
+        views = node.op_type in _VIEWS_OF_NUMBERS and is_single(site, value)
+        if (views or node.op_type in ("Cast", "Identity")) and node.inputs[0] is not None:
             value = node.inputs[0]
             continue
         if (counted := _below_largest(site, node)) is not None:

@@ -47,6 +47,12 @@ def _spread(g: GraphBuilder) -> str:
     return g.op("Expand", _column(g, _rows(g)[1]), g.ints(8, WIDTH))
 
 
+def _from_start(g: GraphBuilder) -> str:
+    """The index, or where it counts from the end, what it counts to."""
+    from_end = g.op("Less", "index", g.constant(0, np.int64))
+    return g.op("Where", from_end, g.op("Add", "index", g.constant(WEIGHTS, np.int64)), "index")
+
+
 WRITTEN: dict[str, Callable[[GraphBuilder], str]] = {
     "ScatterND": lambda g: g.op("ScatterND", _blank(g), _column(g, "index"), "dy", reduction="add"),
     "ScatterND of rows": lambda g: g.op(
@@ -56,6 +62,13 @@ WRITTEN: dict[str, Callable[[GraphBuilder], str]] = {
         "ScatterElements", _blank(g), _spread(g), _rows(g)[0], axis=0, reduction="add"
     ),
     "one-hot, transposed": lambda g: g.op("MatMul", g.op("Transpose", _one_hot(g), perm=[1, 0]), _rows(g)[0]),
+    "one-hot, Einsum": lambda g: g.op("Einsum", _one_hot(g), _rows(g)[0], equation="rv,rc->vc"),
+    "one-hot, Einsum, turned": lambda g: g.op(
+        "Transpose", g.op("Einsum", _rows(g)[0], _one_hot(g), equation="rc,rv->cv"), perm=[1, 0]
+    ),
+    "an index from the start": lambda g: g.op(
+        "ScatterND", _blank(g), _column(g, _from_start(g)), "dy", reduction="add"
+    ),
     "one-hot, Gemm": lambda g: g.op("Gemm", _one_hot(g), _rows(g)[0], transA=1),
     "rows that are masked": lambda g: g.op(
         "ScatterND",
@@ -177,3 +190,27 @@ def test_embedding_of_a_large_vocabulary_is_fused_and_an_index_below_0_is_an_err
     assert got[[0, 50256]].sum() == got.sum() == 2 * 768
     with pytest.raises(Exception, match=r"indices|out of|ScatterElements"):
         run(result.model, {"dy": dy, "index": np.asarray([-1, 0])})
+
+
+def test_an_index_that_counts_from_the_end_where_the_graph_takes_it() -> None:
+    """The operator gets what the graph makes of it."""
+    result = fuse(_model(WRITTEN["an index from the start"]), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["EmbeddingDenseBackward"], result.report
+    feeds = FEEDS | {"index": FEEDS["index"] - WEIGHTS * (FEEDS["index"] % 2)}
+    (got,) = run(result.model, feeds).values()
+    assert_gradients_close(got, _by_pytorch(FEEDS, torch.float32), _by_pytorch(FEEDS, torch.float64), np.float32)
+
+
+def test_an_index_moved_by_another_number_is_not_one_from_the_start() -> None:
+    def moved(g: GraphBuilder) -> str:
+        from_end = g.op("Less", "index", g.constant(0, np.int64))
+        index = g.op("Where", from_end, g.op("Add", "index", g.constant(WEIGHTS - 1, np.int64)), "index")
+        return g.op("ScatterND", _blank(g), _column(g, index), "dy", reduction="add")
+
+    assert not fuse(_model(moved), policy="all").report.fusions
+
+
+def test_an_einsum_of_one_operand() -> None:
+    """It is a view or a sum, and no product."""
+    result = fuse(_model(lambda g: g.op("Einsum", "dy", equation="abc->bc")), policy="all")
+    assert "EmbeddingDenseBackward" not in {fusion.op for fusion in result.report.fusions}

@@ -109,9 +109,9 @@ def test_explain_says_why_the_update_of_artifacts_stays(attributes: dict[str, in
     sequence = onnx.helper.make_tensor_sequence_value_info
     tensors = ("params", "gradients", "first", "second")
     names = ["learning_rate", "step", *tensors]
-    node = onnx.helper.make_node(
-        "AdamWOptimizer", names, ["done", *(f"new_{n}" for n in tensors)][:4], domain="com.microsoft", **attributes
-    )
+    results = ["done", "new_params", "new_first", "new_second"]
+    node = onnx.helper.make_node("AdamWOptimizer", names, results, domain="com.microsoft")
+    node.attribute.extend(onnx.helper.make_attribute(key, value) for key, value in attributes.items())
     tensor = onnx.helper.make_tensor_value_info
     inputs = [tensor("learning_rate", 1, [1]), tensor("step", 7, [1]), *(sequence(n, 1, None) for n in tensors)]
     graph = onnx.helper.make_graph([node], "update", inputs, [tensor("done", 9, [1])])
