@@ -223,3 +223,21 @@ def test_a_cycle_is_no_model(function: object) -> None:
         function(ir.from_proto(model))
     with pytest.raises(ModelError):
         function(model)
+
+
+@pytest.mark.parametrize(("gates", "operator"), [(3, "GruRecurrenceBackward"), (4, "LstmRecurrenceBackward")])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_recurrences_that_are_written_out_are_named(gates: int, operator: str, steps: int) -> None:
+    width = 4 * gates
+    parts = ", ".join(f"part{{0}}_{k}" for k in range(gates))
+    lines = ["h0 = Identity(x)"]
+    for k in range(steps):
+        lines += [
+            f"gates{k} = MatMul(h{k}, w)  {parts.format(k)} = Split<axis = 1, num_outputs = {gates}>(gates{k})",
+            f"open{k} = Sigmoid(part{k}_0)  new{k} = Tanh(part{k}_1)  h{k + 1} = Mul(open{k}, new{k})",
+        ]
+    lines.append(f"turned = Transpose<perm = [1, 0]>(h{steps})  dw = MatMul(turned, gates{steps - 1})")
+    model = parsed(f"g (float[2,4] x, float[4,{width}] w) => (float[4,{width}] dw) {{ {' '.join(lines)} }}")
+    regions = [region for region in explain(model).regions if region.op == operator]
+    assert [region.status for region in regions] == ["unmatched"] * (steps > 2)
+    assert all(f"{steps} products by one weight" in region.reason for region in regions)

@@ -165,11 +165,13 @@ def _gradient_graphs(rng: random.Random) -> Subject:
 
 
 def _layer_graphs(rng: random.Random) -> Subject:
-    """Graphs of layers and losses by PyTorch and by tf2onnx; none of optimizers.
+    """Graphs of layers and losses by JAX, PyTorch and TensorFlow; none of optimizers.
 
     Where the gradient of an update is its own weight decay, the proof draws the two apart, and refuses what is right.
     """
-    paths = [path for folder in ("tf2onnx", "torch_layers") for path in (COMMITTED / folder).glob("*.onnx")]
+    paths = [
+        path for folder in ("jax_layers", "tf2onnx", "torch_layers") for path in (COMMITTED / folder).glob("*.onnx")
+    ]
     path = rng.choice(sorted(path for path in paths if not path.stem.startswith(("adam", "sgd", "momentum"))))
     with np.load(path.with_suffix(".npz")) as file:
         feeds = {key.removeprefix("in."): file[key] for key in file.files if key.startswith("in.")}
