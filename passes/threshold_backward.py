@@ -15,6 +15,7 @@ from gradfuse.passes.report import NearMiss
 _CUTS = {"LessOrEqual": (0, 1), "GreaterOrEqual": (1, 0)}
 """Comparisons, with the places of the value and the number in them."""
 _COMPARISONS = {"Less", "Greater", *_CUTS}
+_BETWEEN = {"Cast", "Not", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand"}
 _READERS = 24  # of a value that are looked at
 _OTHERWISE = (
     "a gradient that is cut by a comparison with 0, but not by a Where that takes zeros where the result of a ReLU is "
@@ -75,7 +76,7 @@ def _cut_otherwise(site: Site, node: ir.Node) -> bool:
         return False
     for value in node.inputs[:1] if node.op_type == "Where" else node.inputs:
         made = None if value is None else value.producer()
-        while made is not None and not made.domain and made.op_type in ("Cast", "Not"):
+        while made is not None and not made.domain and made.op_type in _BETWEEN:
             value = made.inputs[0]
             made = None if value is None else value.producer()
         if made is None or made.domain or made.op_type not in _COMPARISONS or len(made.inputs) != 2:
