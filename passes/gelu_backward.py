@@ -29,7 +29,7 @@ class FuseGeluBackwardPass(FusePass):
 
     1. s is the slope of the unit at x: (1 + E) / 2 + x D / sqrt(2 pi), with an Exp D of -x^2 / 2 that the graph has, or
        (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2;
-    2. g and x are values of P's type and shape.
+    2. g and x are values of P's type and shape, or x is repeated along the last dimension.
 
     GeluGrad and FastGeluGrad of onnxruntime-training are the same in one node, of an x plus a bias too.
     """
@@ -50,7 +50,8 @@ class FuseGeluBackwardPass(FusePass):
             partial(_bound, site, builder, root, grad, unit)
             for unit in _units(site, near, form)
             for grad in near
-            if form.poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
+            if site.forms.form(grad).groups == form.groups
+            and form.poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
         )
         return self.first_bound(builder, candidates)
 
@@ -96,7 +97,11 @@ def _wholes(site: Site) -> Set[object]:
 
 
 def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Value]:
-    """Values of a form's shape that so many nodes at most, those nearest to a value, read."""
+    """Values of a form's shape that so many nodes at most, those nearest to a value, read.
+
+    Or of its shape but for the last dimension, along which onnx-ad has several gradients.
+    """
+    layouts = (form.groups, form.groups[:-1], (*form.groups[:-1], ()))
     todo, seen = [value], {value}
     for known in todo:
         node = known.producer()
@@ -106,7 +111,7 @@ def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Va
         for read in node.inputs:
             source = None if read is None else site.first(read)
             own = None if source is None or source in seen else site.forms.get(source)
-            if source is not None and own is not None and own.groups == form.groups:
+            if source is not None and own is not None and own.groups in layouts:
                 seen.add(source)
                 todo.append(source)
                 yield source
@@ -185,7 +190,11 @@ def _bound(site: Site, builder: Builder, root: ir.Value, grad: ir.Value, unit: _
         raise Mismatch("it is computed of tensors of several types")
     require_same(site, root, site.algebra.mul(site.forms.form(grad).poly, unit.slope))
     approximate = _CURVES[unit.curve.op_type]
-    fused = builder.fused(FuseGeluBackwardPass.operator, [grad, unit.x], site.extents(root), approximate=approximate)
+    x, form = unit.x, site.forms.form(root)
+    if site.extents(x) != site.extents(root):
+        layout = [list(form.variables(axis)) for axis in range(len(form.groups))]
+        x = builder.arrange(x, range(len(site.forms.form(x).sizes)), layout, dict(enumerate(form.sizes)))
+    fused = builder.fused(FuseGeluBackwardPass.operator, [grad, x], site.extents(root), approximate=approximate)
     return replace(
         builder.rewrite("gelu-backward", [fused], fused),
         frontier=tuple(dict.fromkeys((grad, unit.x))),

@@ -166,3 +166,30 @@ def test_the_operators_of_onnxruntime_training_with_a_bias(op: str, approximate:
     grad, x, bias = (torch.from_numpy(feeds[name]) for name in ("g", "x", "row"))
     exact, native = (by_torch(grad.to(d), x.to(d) + bias.to(d), approximate) for d in (torch.float64, torch.float32))
     assert_gradients_close(run(result.model, feeds)["dx"], native.numpy(), exact.numpy(), np.float32)
+
+
+@pytest.mark.parametrize(("text", "approximate"), [(ERF, "none"), (TANH, "tanh")])
+def test_several_gradients_along_the_last_dimension(text: str, approximate: str) -> None:
+    """onnx-ad has one for each of its seeds."""
+    several = changed(
+        text,
+        (
+            "dx = Mul(g, slope)",
+            "last = Constant<value_ints = [-1]>() column = Unsqueeze(slope, last) dx = Mul(g, column)",
+        ),
+    )
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> unit (float[N, 6, K] g, float[N, 6] x) => (float[N, 6, K] dx) '
+        f"{{ {several} }}"
+    )
+    result = fuse(model, policy="all")
+    assert operators(result.model) == ["GeluBackward"], result.report
+    numbers = np.random.default_rng(0)
+    for count in (1, 3):
+        feeds = {
+            name: numbers.standard_normal(size).astype(np.float32)
+            for name, size in {"g": (5, 6, count), "x": (5, 6)}.items()
+        }
+        grad, x = torch.from_numpy(feeds["g"]), torch.from_numpy(feeds["x"]).unsqueeze(-1).expand(-1, -1, count)
+        exact, native = (by_torch(grad.to(d), x.to(d), approximate) for d in (torch.float64, torch.float32))
+        assert_gradients_close(run(result.model, feeds)["dx"], native.numpy(), exact.numpy(), np.float32)
