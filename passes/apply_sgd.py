@@ -22,6 +22,8 @@ from gradfuse.passes.matching.updates import (
     without_numbers,
 )
 
+_SUMS = ("Add", "Sub", "Sum")
+_TERMS = 6  # of an update, among which the parameter is looked for
 _NEAR_BUFFER = 12  # nodes behind a root among which the momentum is looked for
 _ROUNDING = 2.0**-22
 
@@ -83,13 +85,17 @@ def _is_given(value: ir.Value) -> bool:
 def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
     """What a sum may be the update of: its terms that are given to the graph."""
     node = uncast(root).producer()
-    if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum"):
+    if node is None or node.domain or node.op_type not in _SUMS:
         return []
     # What is given to the body of a loop changes from turn to turn.
     if not site.is_main or not site.knows(root):
         return []
     terms = [plain(site, value) for value in node.inputs if value is not None]
-    return [v for v in terms if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
+    for term in terms:
+        above = term.producer()
+        if above is not None and not above.domain and above.op_type in _SUMS and len(terms) < _TERMS:
+            terms += [plain(site, value) for value in above.inputs if value is not None]
+    return [v for v in dict.fromkeys(terms) if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
 
 
 def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:

@@ -161,19 +161,29 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
         if not node.domain and attribute(node, "reduction", "none") != "add":
             return  # It puts rows where no other is.
         yield from _with_what_is_behind(site, node.inputs[place])
-    elif not node.domain and node.op_type in _PRODUCTS and len(node.inputs) > 1:
-        for value, other in itertools.permutations(node.inputs[:2]):
-            if other is not None and _is_one_hot(site, other):
-                yield from _with_what_is_behind(site, value)
-    elif not node.domain and node.op_type == "ReduceSum":
+    elif not node.domain and node.op_type in _PRODUCTS:
+        yield from _rows_of_product(site, node)
+    elif not node.domain and node.op_type == "ReduceSum" and node.inputs[0] is not None:
+        product = site.first(node.inputs[0]).producer()
+        if product is not None and not product.domain and product.op_type in _PRODUCTS:
+            # One for each item of a batch.
+            yield from _rows_of_product(site, product)
+            return
         # By a table of the numbers of rows, to which a row of zeros is joined.
-        value = node.inputs[0]
+        value: ir.Value | None = node.inputs[0]
         for op in ("Gather", "Concat"):
             above = None if value is None else site.first(value).producer()
             if above is None or above.domain or above.op_type != op:
                 return
             value = above.inputs[0]
         yield from _with_what_is_behind(site, value)
+
+
+def _rows_of_product(site: Site, node: ir.Node) -> Iterator[ir.Value]:
+    """What a node multiplies by a one-hot."""
+    for value, other in itertools.permutations(node.inputs[:2]) if len(node.inputs) > 1 else ():
+        if other is not None and _is_one_hot(site, other):
+            yield from _with_what_is_behind(site, value)
 
 
 def _is_one_hot(site: Site, value: ir.Value) -> bool:

@@ -19,7 +19,7 @@ from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
-from gradfuse.passes.reading import FLOATS, axes_of_size_one, has_reader, is_broadcast_axes, ort_training
+from gradfuse.passes.reading import FLOATS, axes_of_size_one, has_reader, is_broadcast_axes, is_float, ort_training
 
 if TYPE_CHECKING:
     from gradfuse.passes.matching import Rewrite, Site
@@ -30,6 +30,7 @@ _SHAPING = {
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile"),
     *("Slice", "Split", "Concat", "Shape", "Size"),
 }
+_STEPS_BACK = 3  # from a value to what it is computed from
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 
 
@@ -55,6 +56,7 @@ class Region:
         self.site = site
         self.rewrite = rewrite
         self._whole = site.extents(rewrite.root)
+        self.frontier = _free(site, rewrite)
         (operator,) = {node.op_type for node in rewrite.fused}
         self.operator = custom_ops.OPS[operator]
         self.nodes: list[ir.Node] = []
@@ -193,7 +195,7 @@ class Region:
                 self.constants[value] = self._widened(value, array)
             elif self._is_leaf(value, node, own):
                 self._name(value)
-                vector = forms.vector(value) if value not in rewrite.frontier else None
+                vector = forms.vector(value) if value not in self.frontier else None
                 if vector is None:
                     self.leaves.append(value)
                 else:
@@ -217,7 +219,7 @@ class Region:
         self.names.setdefault(value, f"v{len(self.names)}")
 
     def _is_leaf(self, value: ir.Value, node: ir.Node | None, own: set[ir.Node]) -> bool:
-        forms, frontier = self.site.forms, self.rewrite.frontier
+        forms, frontier = self.site.forms, self.frontier
         if node is None or value in frontier:
             return True
         if node.domain == "" and node.op_type in ("Shape", "Size"):
@@ -333,6 +335,41 @@ class Region:
             return self.size(size, env)
         except Unproved:
             return None
+
+
+def _free(site: Site, rewrite: Rewrite) -> frozenset[ir.Value]:
+    """The values that a match takes as given, as far as they may be any numbers.
+
+    Where the root also reads what one of them is computed from, that is given in its place.
+    """
+    found = set(rewrite.frontier)
+    filled = {*rewrite.ends, *rewrite.counts, *rewrite.positive}
+    for _ in range(_STEPS_BACK):
+        reached, todo = {rewrite.root}, [rewrite.root]
+        while todo and len(reached) <= NODE_LIMIT:
+            node = todo.pop().producer()
+            if node is None or node.graph is not site.graph:
+                continue
+            new = {v for v in node.inputs if v is not None and v not in reached and v not in found}
+            reached |= new
+            todo += new
+        bound = {v: _varying_inputs(site, v) for v in found - filled}
+        tied = [v for v, inputs in bound.items() if not reached.isdisjoint(inputs)]
+        if not tied:
+            break
+        for value in tied:
+            found.remove(value)
+            found.update(bound[value])
+    return frozenset(found)
+
+
+def _varying_inputs(site: Site, value: ir.Value) -> list[ir.Value]:
+    """What a value is computed from by an operator of ONNX, without constants."""
+    node = value.producer()
+    if node is None or node.domain or node.graph is not site.graph or value not in site.position:
+        return []
+    inputs = [v for v in node.inputs if v is not None and site.forms.constant(v) is None]
+    return inputs if all(is_float(v) and site.knows(v) for v in inputs) else []
 
 
 def _kinds(rewrite: Rewrite) -> list[Container[ir.Value]]:

@@ -159,14 +159,16 @@ VELOCITIES = {
 }
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", ["", "ahead first", "parameter first"])
 @pytest.mark.parametrize("name", VELOCITIES)
-def test_a_velocity_that_has_the_rate_in_it(name: str, nesterov: bool) -> None:
+def test_a_velocity_that_has_the_rate_in_it(name: str, nesterov: str) -> None:
     """Keras's momentum: with velocity = -rate * buffer it is the update of torch.optim.SGD."""
     step = "moved = Add(p, velocity)"
     if nesterov:
         joined = "Add" if "velocity = Add" in VELOCITIES[name] or "Sum" in VELOCITIES[name] else "Sub"
         step = f"ahead = Mul(mu, velocity) along = {joined}(ahead, way) moved = Add(along, p)"
+        if nesterov == "parameter first":
+            step = f"ahead = Mul(mu, velocity) along = Add(p, ahead) moved = {joined}(along, way)"
     text = f"mu = Constant<value_float = 0.9>() g = Identity(gradient) kept = Mul(mu, b) {VELOCITIES[name]} {step}"
     tensor = f"float[{','.join(map(str, SHAPE))}]"
     inputs = ", ".join([*(f"{tensor} {n}" for n in ("p", "gradient", "b")), "float rate, float factor, float second"])

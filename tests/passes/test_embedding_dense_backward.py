@@ -39,8 +39,12 @@ def _column(g: GraphBuilder, index: str) -> str:
     return g.op("Unsqueeze", index, g.ints(-1))
 
 
+def _one_hot_of(g: GraphBuilder, index: str) -> str:
+    return g.op("OneHot", index, g.constant(WEIGHTS, np.int64), g.constant([0.0, 1.0]))
+
+
 def _one_hot(g: GraphBuilder) -> str:
-    return g.op("OneHot", _rows(g)[1], g.constant(WEIGHTS, np.int64), g.constant([0.0, 1.0]))
+    return _one_hot_of(g, _rows(g)[1])
 
 
 def _spread(g: GraphBuilder) -> str:
@@ -65,6 +69,12 @@ WRITTEN: dict[str, Callable[[GraphBuilder], str]] = {
     "one-hot, Einsum": lambda g: g.op("Einsum", _one_hot(g), _rows(g)[0], equation="rv,rc->vc"),
     "one-hot, Einsum, turned": lambda g: g.op(
         "Transpose", g.op("Einsum", _rows(g)[0], _one_hot(g), equation="rc,rv->cv"), perm=[1, 0]
+    ),
+    "one-hot of each item": lambda g: g.op(
+        "ReduceSum",
+        g.op("MatMul", g.op("Transpose", _one_hot_of(g, "index"), perm=[0, 2, 1]), "dy"),
+        *(g.ints(0),),
+        keepdims=0,
     ),
     "an index from the start": lambda g: g.op(
         "ScatterND", _blank(g), _column(g, _from_start(g)), "dy", reduction="add"

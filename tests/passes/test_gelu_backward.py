@@ -193,3 +193,21 @@ def test_several_gradients_along_the_last_dimension(text: str, approximate: str)
         grad, x = torch.from_numpy(feeds["g"]), torch.from_numpy(feeds["x"]).unsqueeze(-1).expand(-1, -1, count)
         exact, native = (by_torch(grad.to(d), x.to(d), approximate) for d in (torch.float64, torch.float32))
         assert_gradients_close(run(result.model, feeds)["dx"], native.numpy(), exact.numpy(), np.float32)
+
+
+@pytest.mark.parametrize(("text", "approximate"), [(ERF, "none"), (TANH, "tanh")])
+def test_what_the_input_is_made_of_may_be_read_beside_it(text: str, approximate: str) -> None:
+    of_x = "half_x = Mul(x, half)" if approximate == "tanh" else "moved = Mul(x, density)"
+    parts = "half_z = Mul(z, half) half_row = Mul(row, half) half_x = Add(half_z, half_row)"
+    if approximate == "none":
+        parts = "moved_z = Mul(z, density) moved_row = Mul(row, density) moved = Add(moved_z, moved_row)"
+    made = "x = Add(z, row)" + changed(text, (of_x, parts))
+    model = graph(made, "float[N, 6] g, float[N, 6] z, float[6] row")
+    result = fuse(model, policy="all")
+    assert operators(result.model) == ["GeluBackward"], result.report
+    numbers = np.random.default_rng(0)
+    sizes = {"g": (5, 6), "z": (5, 6), "row": (6,)}
+    feeds = {name: numbers.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    grad, z, row = (torch.from_numpy(feeds[name]) for name in sizes)
+    exact, native = (by_torch(grad.to(d), z.to(d) + row.to(d), approximate) for d in (torch.float64, torch.float32))
+    assert_gradients_close(run(result.model, feeds)["dx"], native.numpy(), exact.numpy(), np.float32)
