@@ -323,7 +323,8 @@ def _step(site: Site, builder: Builder, count: Count) -> ir.Value:
     if is_float(value):
         # As in torch: a state that each step makes 1 larger.
         counted = [use.node.outputs[0] for use in value.uses() if use.node.op_type == "Add" and not use.node.domain]
-        counted = [new for new in counted if new.is_graph_output() and count_of(site, new) == count]
+        counted = [new for one in counted for new in site.equal(one) if new.is_graph_output()]
+        counted = [new for new in counted if count_of(site, new) == count]
         if value.producer() is not None or not counted:
             raise Mismatch("what it counts steps by is not known to be a whole number")
     elif value.dtype not in (ir.DataType.INT32, ir.DataType.INT64):

@@ -21,6 +21,7 @@ _Answer = TypeVar("_Answer")
 
 _READERS = 24  # of a value that are looked at
 
+_WIDE = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL}
 _NEGATING = ("Neg", "Mul", "Sub")
 _LINEAR = {
     *("ReduceSum", "ReduceMean", "Mul", "Div", "Add", "Sub", "Sum", "Neg", "Cast", "Identity", "Reshape", "Squeeze"),
@@ -64,6 +65,7 @@ class Site:
         """What the proofs know of sizes that derive from others, by the sizes of the symbols."""
         self._extents: dict[ir.Value, list[Poly]] = {}
         self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
+        self._rounded: set[ir.Value] = set()
         self._equal: dict[tuple[object, Poly, ir.DataType | None], list[ir.Value]] = {}
         self._donors: dict[Poly, list[tuple[ir.Value, int]]] = {}
         self._answers: dict[object, Any] = {}
@@ -94,11 +96,12 @@ class Site:
     def enter(self, value: ir.Value, position: int) -> None:
         """Makes a value part of the graph, and its form known to the searches."""
         self.position[value] = position
+        is_rounded = self._is_rounded(value)
         form = self.forms.get(value)
         if form is not None:
             # Sorted by position; a new value mostly comes last.
             insort(self._index.setdefault(self._index_key(form.poly), []), (position, value), key=itemgetter(0))
-            if self.algebra.tensors(form.poly):
+            if self.algebra.tensors(form.poly) and not is_rounded:
                 self._equal.setdefault((form.groups, form.poly, value.dtype), []).append(value)
             for axis, size in enumerate(self.extents(value)):
                 if size.integer is None:
@@ -115,10 +118,18 @@ class Site:
     def equal(self, value: ir.Value) -> list[ir.Value]:
         """The values with the same elements in the same dimensions, with the value itself."""
         form = self.forms.get(value)
-        if form is None or self.position.get(value, -1) < 0:
+        if form is None or self.position.get(value, -1) < 0 or value in self._rounded:
             return [value]
         found = self._equal.get((form.groups, form.poly, value.dtype), ())
         return [v for v in found if v in self.position] or [value]
+
+    def _is_rounded(self, value: ir.Value) -> bool:
+        """Whether a value is of a narrow type or computed from one: its form says nothing of what was lost there."""
+        node = value.producer()
+        read = () if node is None else [v for v in node.inputs if v is not None]
+        if value.dtype not in _WIDE or any(v.dtype not in _WIDE or v in self._rounded for v in read):
+            self._rounded.add(value)
+        return value in self._rounded
 
     def is_ahead(self, value: ir.Value, root: ir.Value) -> bool:
         """Whether a value is part of the graph, and computed before the root."""

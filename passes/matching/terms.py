@@ -149,6 +149,7 @@ def count_of(site: Site, value: ir.Value) -> Count | None:
     """A single number that constants were added to, in types that hold every count; None if there is none."""
     more = 0
     while value.dtype in _COUNTS:
+        value = site.first(value)
         node = value.producer()
         if node is None or node.domain or node.graph is not site.graph:
             break

@@ -593,6 +593,18 @@ def test_a_count_in_a_type_that_holds_it_is_read(to: int) -> None:
     require_update(Update(changed=((COUNTED, kept),)))
 
 
+def test_a_gradient_that_was_rounded_to_float16_stays_so() -> None:
+    """There it is 0, and of a small gradient Adam makes a whole step."""
+    rounded = "narrow = Cast<to = 10>(gradient) given = Cast<to = 1>(narrow) scaled = Identity(given)"
+    model = Update(changed=((SCALES[""], rounded),)).model()
+    result, _ = fused(model)
+    given = feeds(step=0) | {"gradient": np.full(SHAPE, 1e-9, np.float32)}
+    given |= {"m": np.zeros(SHAPE, np.float32), "v": np.zeros(SHAPE, np.float32)}
+    wanted, got = run(model, given), run(result, given)
+    for output, value in wanted.items():
+        np.testing.assert_allclose(got[output], value, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("scale", ["factor", "divisor", "maximize"])
 def test_a_gradient_scaled_in_float16_is_scaled_there(scale: str) -> None:
     """In float16 a scale takes small gradients to 0 and large ones to infinity: not so the operator's."""
