@@ -7,7 +7,7 @@ from respelling import GRAPHS, lost
 
 CASES, LONG_CASES = 12, 300
 MOST_LOST = 0.05
-"""The share of many graphs that several changes at once may hide: of updates, where sums are written in other orders."""
+"""The share of graphs that several changes at once may hide: updates whose sums are written in other orders."""
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
