@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ _SHAPING = {
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile"),
     *("Slice", "Split", "Concat", "Shape", "Size"),
 }
+_NEAR = 64  # values ahead of one
 _STEPS_BACK = 3  # from a value to what it is computed from
 NODE_LIMIT = 2_000  # of a subgraph that is run; the matched ones have tens
 
@@ -342,7 +343,8 @@ def _free(site: Site, rewrite: Rewrite) -> frozenset[ir.Value]:
 
     Where the root also reads what one of them is computed from, that is given in its place.
     """
-    found = set(rewrite.frontier)
+    # A graph may compute one of them twice. What is equal is filled with the same numbers.
+    found = {equal for value in rewrite.frontier for equal in (value, *site.equal(value)) if equal is not rewrite.root}
     filled = {*rewrite.ends, *rewrite.counts, *rewrite.positive}
     for _ in range(_STEPS_BACK):
         reached, todo = {rewrite.root}, [rewrite.root]
@@ -357,10 +359,24 @@ def _free(site: Site, rewrite: Rewrite) -> frozenset[ir.Value]:
         tied = [v for v, inputs in bound.items() if not reached.isdisjoint(inputs)]
         if not tied:
             break
-        for value in tied:
-            found.remove(value)
-            found.update(bound[value])
+        found.difference_update(tied)
+        inputs = {v for value in tied for v in bound[value]}
+        found.update(v for v in inputs if not _is_made_of(v, found))
     return frozenset(found)
+
+
+def _is_made_of(value: ir.Value, others: Collection[ir.Value]) -> bool:
+    """Whether some of the others are near ahead of a value."""
+    todo, seen = [value], {value}
+    for one in todo:
+        node = one.producer()
+        new = [] if node is None else [v for v in node.inputs if v is not None and v not in seen]
+        if any(v in others for v in new):
+            return True
+        if len(todo) + len(new) <= _NEAR:
+            seen.update(new)
+            todo += new
+    return False
 
 
 def _varying_inputs(site: Site, value: ir.Value) -> list[ir.Value]:

@@ -285,3 +285,16 @@ def test_a_step_that_torch_exported(options: dict[str, Any]) -> None:
     )
     _, report = fused(step.model)
     assert operators(report).count("ApplySgd") == 4, report
+
+
+def test_a_gradient_that_is_computed_twice() -> None:
+    """The momentum and Nesterov's step read a node each that computes it of the parameter."""
+    twice = (("d = Add(g, ahead)", "again = Mul(p, decay) once_more = Add(scaled, again) d = Add(once_more, ahead)"),)
+    update = Update(direction="nesterov", weight_decay=0.1, changed=twice)
+    model, report = fused(update.model())
+    assert operators(report) == ["ApplySgd"], report
+    given_values = feeds()
+    exact, native = (of_torch(update, given_values, dtype) for dtype in (torch.float64, torch.float32))
+    results = run(model, given_values)
+    for name, wanted in exact.items():
+        assert_gradients_close(results[name], native[name], wanted, np.float32)
