@@ -319,6 +319,72 @@ def test_what_is_kept_of_the_first_call_is_refused(made: Callable[[Tensor, Tenso
         _export(Kept(made))
 
 
+class Reading(nn.Module):
+    """A layer times what a function makes of its weight."""
+
+    def __init__(self, factor: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor(self.layer.weight)  # type: ignore[no-any-return]
+
+
+def _count_at(weight: Any) -> int:
+    weight.n = getattr(weight, "n", 0) + 1
+    return weight.n  # type: ignore[no-any-return]
+
+
+AT_PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a version": (lambda w: 1 + w._version, r"after an update.* as it reads _version in <lambda>"),
+    "a first call": (lambda w: 2.0 if w._version == 0 else 1.0, r"after an update.* as it reads _version in <lambda>"),
+    "a gradient": (lambda w: 1.0 if w.grad is None else 2.0, r"after an update.* as it reads grad in <lambda>"),
+    "an attribute": (_count_at, r"as it changes Reading\.layer\.weight\.n in Python"),
+    "an address": (lambda w: 1 + id(w) // 16 % 7919, r"each time that it runs"),
+}
+
+
+@pytest.mark.parametrize("case", AT_PARAMETERS)
+def test_what_changes_at_parameters_but_their_numbers_is_refused_with_its_line(case: str) -> None:
+    factor, match = AT_PARAMETERS[case]
+    module = Reading(factor)
+    with pytest.raises(ExportError, match=match) as caught:
+        _export(module)
+    assert "test_steadiness.py:" in str(caught.value)
+    assert not hasattr(module.layer.weight, "n")
+
+
+class Caching(nn.Module):
+    """Keeps the sum of a weight until the weight is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.layer.weight.factor = 3.0  # type: ignore[attr-defined]
+        self.kept: Any = (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.layer.weight
+        if self.kept[0] != weight._version:
+            self.kept = weight._version, weight.detach().sum()
+        factor: float = weight.factor if isinstance(self.layer.weight, nn.Parameter) else 1.0
+        return self.layer(x) * factor + self.kept[1]  # type: ignore[no-any-return]
+
+
+def test_what_is_kept_until_an_update_exports_and_parameters_are_what_they_are_in_python() -> None:
+    module = Caching()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    session = TrainingSession(_export(module, optimizer=optimizer))
+    x, y = _batch()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert session.step(x.numpy(), y.numpy()) == pytest.approx(loss.item(), rel=1e-5)
+
+
 class Remembering(nn.Module):
     """Adds what it gave in the call before, as a recurrent layer does that keeps its state."""
 

@@ -86,6 +86,23 @@ def to_onnx(module: nn.Module, table: dict[Any, Any] | None = None) -> ir.Model:
     return exported.model
 
 
+def test_like_in_python() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.note = "kept"  # type: ignore[attr-defined]
+    copied = parameter.detach().clone()
+    private.like_in_python(copied, parameter)
+    copied.more = 1  # type: ignore[attr-defined]
+    assert isinstance(copied, nn.Parameter) and parameter.more == 1  # type: ignore[attr-defined]
+
+    class Traced(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            private.like_in_python(x, parameter)
+            assert isinstance(x, nn.Parameter) and x.note == "kept"  # type: ignore[attr-defined]
+            return x * 2
+
+    torch.export.export(Traced(), (torch.ones(2),))
+
+
 def test_parameter_entries() -> None:
     with needed("nn.Module._parameters", "run a module on other tensors than its parameters"):
         layer, other = nn.Linear(2, 3), torch.ones(3, 2)

@@ -215,7 +215,7 @@ def _exported(
             native = branches.run_both_sides(step, taken).without_values()
         with verifying.traced_as_run(step):
             program, returned = tracing.forward_program(
-                step, native, shapes, taken, sizes, fuse=fuse, evaluation=wants_evaluation
+                step, native, shapes, taken, sizes, python, fuse=fuse, evaluation=wants_evaluation
             )
         tracing.connect_dropout(program, step, native)
         if returned:

@@ -72,6 +72,24 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def like_in_python(tensor: Tensor, original: Tensor) -> None:
+    """Let a tensor be in Python what another one is: of its class, with its attributes, which both then share.
+
+    A tensor of a trace is a parameter if the other one is, and has copies of the attributes.
+    """
+    if type(tensor) in (Tensor, type(original)):
+        tensor.__dict__ = original.__dict__
+        if type(tensor) is not type(original):
+            tensor.__class__ = type(original)
+        return
+    held = vars(tensor)
+    for name, value in vars(original).items():
+        held.setdefault(name, value)
+    if isinstance(original, torch.nn.Parameter):
+        # What `isinstance` asks for.
+        tensor._is_param = True
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Tell whether a hook of the user changes or observes the gradient of a parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -88,7 +88,7 @@ def evaluation_model(
                     "the module draws random numbers in eval mode, but none in training, so that the step has no seed "
                     "for them; expected none in eval mode, or in both"
                 )
-            program = _traced(step, shapes, changed, sizes) if shared is None else None
+            program = _traced(step, shapes, changed, sizes, state) if shared is None else None
     except ExportError:
         raise
     except Exception as error:
@@ -113,13 +113,18 @@ def evaluation_model(
     return proto
 
 
-def _traced(step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], sizes: explaining.Sizes) -> ExportedProgram:
+def _traced(
+    step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], sizes: explaining.Sizes, state: PythonState
+) -> ExportedProgram:
     """Trace the program (tensors of the step, inputs) -> the tensors that the module returns."""
     arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
     dims = ((None,) * len(step.state), shapes.inputs)
     taken = branches.branches_of(step)
-    with sizes.noted():
-        return private.exported(_Traced(step, taken, changed), arguments, dims)
+    with sizes.noted(), state.fresh():
+        step.module.eval()
+        program = private.exported(_Traced(step, taken, changed), arguments, dims)
+    step.module.eval()
+    return program
 
 
 def _translated(step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram) -> ir.Model:

@@ -78,6 +78,16 @@ class PythonState:
         finally:
             self.restore()
 
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Put back what was there, and once more at the end: a trace neither reads what runs have kept nor keeps any.
+
+        What runs have kept would be a constant, and tensors of a trace have no numbers.
+        """
+        self.restore()
+        with self.kept():
+            yield
+
     def changed(self) -> list[str]:
         """Return the names of what is not as it was."""
         return list(dict.fromkeys(name for holder in self._holders for name in holder.changed()))
@@ -158,10 +168,20 @@ class PythonState:
                     yield from ((f"{name}.{part}", module) for part, module in one.items())
                 elif not (key in _TENSORS and isinstance(value, nn.Module)):
                     yield _attribute(name, key), one
+                else:
+                    yield from self._visit_tensors(name, one)
         slots = [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
         if slots:
             self._holders.append(_Attributes(name, value, slots))
             yield from ((_attribute(name, slot), getattr(value, slot)) for slot in slots)
+
+    def _visit_tensors(self, name: str, tensors: dict[str, Tensor | None]) -> Iterator[tuple[str, Any]]:
+        """Note what parameters and buffers of a module have in attributes."""
+        for key, tensor in tensors.items():
+            if tensor is not None and self._is_new(tensor):
+                shown = _attribute(name, key)
+                self._holders.append(_Entries(shown, vars(tensor), _attribute))
+                yield from ((_attribute(shown, one), value) for one, value in list(vars(tensor).items()))
 
     def _visit_function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         code = function.__code__

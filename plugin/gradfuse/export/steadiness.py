@@ -18,12 +18,13 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
@@ -49,6 +50,7 @@ _ROUNDINGS, _ROUNDINGS_OF_LARGEST = 64, 8
 _ROUNDINGS_OF_OPERATOR, _MOST_OF_OPERATOR = 2048, 0.25
 """By how much of its largest number the result of one operator may, if its operands are the same."""
 _NAMED = 3
+_HELD, _FEW = 37, 16
 
 _EXPECTED = (
     "expected numbers that follow from batch, parameters and buffers: draws by torch.rand and its kin without a "
@@ -69,7 +71,7 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
     try:
         times: list[str | None] = []
         watched = clocks.later(datetime.timedelta(0), state.clocks, lambda: times.append(explaining.current_place()))
-        with _same_process(), _Seeding() as seeding, watched, Aliases(step) as aliases:
+        with _same_process(), _Seeding() as seeding, watched, Aliases(step) as aliases, _TracesOfUpdates() as traces:
             # Elsewhere than where an earlier call, which seeds them, has left them.
             random.random()
             np.random.random()
@@ -85,8 +87,10 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 f"step would repeat in every call; expected torch's random numbers or none{branches.settings(step)}"
             )
         changed = state.changed()
-        with _Seeding() as seeding_again:
+        with _Seeding() as seeding_again, _elsewhere_in_memory():
             _compare(step, state, first, _again(step, changed), changed)
+        if traces.places:
+            _compare_updated(step, state, first, traces.places)
         # What numpy and Python draw by a seed of theirs is the same; torch's draws are the step's own.
         of_draws = seeding.seeds if not draws else [seed for seed in seeding.seeds if seed.startswith("torch")]
         if of_draws and seeding.seeds == seeding_again.seeds and first.dropouts:
@@ -137,9 +141,14 @@ def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: Pyth
             raise _refused(step, state, what, found, [one for one in state.changed() if one not in before])
 
 
-def _run(step: TorchStep) -> Outcome:
+def _run(step: TorchStep, updated: Mapping[str, Tensor | None] = types.MappingProxyType({})) -> Outcome:
     with _same_process():
-        return step.run()
+        return step.run(updated=updated)
+
+
+def _updated(step: TorchStep, first: Outcome) -> dict[str, Tensor | None]:
+    """Return the names of the tensors that change from step to step, and their gradients."""
+    return {**dict.fromkeys((*step.trainable, *first.changed)), **first.gradients}
 
 
 def _again(step: TorchStep, changed: list[str]) -> Outcome:
@@ -163,6 +172,23 @@ def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcom
         if found is not None:
             raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
     # Else threads add up in another order, and the rest follows from that.
+
+
+def _compare_updated(step: TorchStep, state: PythonState, first: Outcome, places: list[str]) -> None:
+    """Compare with a step whose tensors have been updated in place, to the values that they have."""
+
+    def run() -> Outcome:
+        state.restore()
+        return _run(step, _updated(step, first))
+
+    if _differ(step, _outputs(first), _outputs(run())):
+        state.restore()
+        found = _first_difference(step, _recorded(lambda: _run(step)), _recorded(run))
+        if found is not None:
+            raise refusal(
+                f"the step computes something else after an update{_in(found.place)}, as it reads {_listed(places)}; "
+                f"{_EXPECTED}"
+            )
 
 
 def _compare_at_other_times(step: TorchStep, state: PythonState, first: Outcome, changed: list[str]) -> None:
@@ -226,7 +252,8 @@ def _compare_on_others(step: TorchStep, state: PythonState, changed: list[str]) 
         state.restore()
         first = _run(others)
         use()
-        second = _run(others)
+        # PyTorch counts updates: who keeps something until a parameter is written into asks for that.
+        second = _run(others, _updated(step, first))
     except ExportError:
         # Tensors that the module refuses.
         return
@@ -234,7 +261,7 @@ def _compare_on_others(step: TorchStep, state: PythonState, changed: list[str]) 
         state.restore()
         fresh = _recorded(lambda: _run(others))
         use()
-        found = _first_difference(step, fresh, _recorded(lambda: _run(others)))
+        found = _first_difference(step, fresh, _recorded(lambda: _run(others, _updated(step, first))))
         if found is not None:
             raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
 
@@ -256,6 +283,37 @@ def _with_others(step: TorchStep) -> TorchStep:
 
 def _is_whole(*numbers: Any) -> bool:
     return all(isinstance(one, int) for one in numbers)
+
+
+_OF_UPDATES: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("_version", "grad")}
+"""What an update leaves at a tensor beside its numbers."""
+
+
+class _TracesOfUpdates(TorchFunctionMode):
+    """Notes where the user's code reads what an update leaves at a tensor beside its numbers.
+
+    Attributes:
+        places: what it reads, and where.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _OF_UPDATES.get(func)
+        place = explaining.current_place() if name is not None else None
+        if place is not None and f"{name} in {place}" not in self.places:
+            self.places.append(f"{name} in {place}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _elsewhere_in_memory() -> Iterator[None]:
+    """Let tensors and other objects lie elsewhere than before: code may ask for their `id`."""
+    held = [[object(), torch.empty(_FEW)] for _ in range(_HELD)]
+    yield
+    held.clear()
 
 
 @contextlib.contextmanager

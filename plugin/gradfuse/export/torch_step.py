@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_
 
 TRIED_SEED = 1_234_567_891
 """The seed that models are compared at; not that of a fresh step, which is 0."""
+
+_WRITES_OF_UPDATE = 3
+"""How often an update in place counts as a write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,7 @@ class TorchStep:
         optimizer: the optimizer; None without one.
         autocast: the type that module and loss run in under `torch.autocast`; None: in their own types.
         aside: the names of tensors that the step may need itself -> what they are called meanwhile.
+        originals: the tensors of module and loss as they are, by name.
     """
 
     module: nn.Module
@@ -111,6 +116,7 @@ class TorchStep:
     optimizer: Optimizer | None
     autocast: torch.dtype | None
     aside: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    originals: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -182,6 +188,7 @@ class TorchStep:
             optimizer=optimizer,
             autocast=autocast,
             aside=aside,
+            originals=dict(state),
         )
 
     def with_dropout_seed(self) -> TorchStep:
@@ -257,6 +264,8 @@ class TorchStep:
     def place(self, state: Mapping[str, Tensor]) -> None:
         """Put `state` in the place of the tensors of module and loss."""
         for name, tensor in state.items():
+            if name in self.originals and tensor is not self.originals[name]:
+                private.like_in_python(tensor, self.originals[name])
             for place in self.places[name]:
                 place.entries[place.key] = tensor
 
@@ -288,7 +297,10 @@ class TorchStep:
         return value, after
 
     def run(
-        self, cast: Callable[[Tensor], Tensor] | None = None, take: Callable[[Tensor], Tensor] | None = None
+        self,
+        cast: Callable[[Tensor], Tensor] | None = None,
+        take: Callable[[Tensor], Tensor] | None = None,
+        updated: Mapping[str, Tensor | None] = MappingProxyType({}),
     ) -> Outcome:
         """Run forward and backward eagerly on copies of all tensors.
 
@@ -296,24 +308,30 @@ class TorchStep:
             cast: is applied to the copies first.
             take: what to keep of a gradient: it is asked as soon as that is there, so that no two large ones are in
                 memory at once. It must be linear.
+            updated: the names of tensors that have been updated in place before -> the gradients that they have.
 
         Raises:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
         try:
             try:
-                return self._run(cast, take)
+                return self._run(cast, take, updated)
             except ExportError:
                 if take is None or spilling.current() is None:
                     raise
             # Transforms of torch.func refuse to run where tensors that autograd saves go elsewhere.
             with spilling.everything_in_memory():
-                return self._run(cast, take)
+                return self._run(cast, take, updated)
         finally:
             # Else the module would hold the copies until its next run. A backward pass may call it once more.
             self.place(self.state)
 
-    def _run(self, cast: Callable[[Tensor], Tensor] | None, take: Callable[[Tensor], Tensor] | None) -> Outcome:
+    def _run(
+        self,
+        cast: Callable[[Tensor], Tensor] | None,
+        take: Callable[[Tensor], Tensor] | None,
+        updated: Mapping[str, Tensor | None],
+    ) -> Outcome:
         def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
             return cast(copied) if cast is not None else copied
@@ -321,6 +339,10 @@ class TorchStep:
         state = {name: fresh(tensor) for name, tensor in self.state.items()}
         leaves = {name: state[name].requires_grad_() for name in self.trainable}
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
+        for name, gradient in updated.items():
+            for _ in range(_WRITES_OF_UPDATE):
+                torch.autograd.graph.increment_version(state[name])
+            state[name].grad = gradient
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
         made, written, read = MadeTensors(), WrittenData(), Reads(self.left_out)

@@ -33,6 +33,7 @@ from gradfuse.export import (
 from gradfuse.export.decompositions import complex_numbers, forward, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
+from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.selections import CannotSelectError
 from gradfuse.export.torch_step import Outcome, TorchStep
@@ -51,6 +52,7 @@ def forward_program(
     shapes: DynamicShapes,
     taken: branches.Branches,
     sizes: explaining.Sizes,
+    state: PythonState,
     *,
     fuse: bool,
     evaluation: bool,
@@ -69,6 +71,7 @@ def forward_program(
         shapes: its dynamic dimensions.
         taken: the branches on values that it takes.
         sizes: tells the user what is taken to be so of sizes.
+        state: Python's state; the step is traced as if it had not run before.
         fuse: whether operators of gradfuse may stand in it.
         evaluation: whether the outputs of the module are wanted.
 
@@ -96,7 +99,7 @@ def forward_program(
     def trace(inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> _Trace:
         given = (*arguments[:2], inputs, targets, *arguments[4:])
         watch = Watch(step.module) if shared else None
-        with quiet(), sizes.noted():
+        with quiet(), sizes.noted(), state.fresh():
             program = private.exported(_Traced(step, native, taken, watch), given, dims)
         for node in reversed(program.graph.nodes):
             # What raised an error has no value; see `selections`.
