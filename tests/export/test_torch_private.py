@@ -571,6 +571,15 @@ def test_has_gradient_hooks(register: str) -> None:
         assert private.has_gradient_hooks(parameter)
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_has_backward_hooks(register: str) -> None:
+    with needed("Module._backward_hooks or _backward_pre_hooks", "refuse hooks that it would ignore"):
+        module = nn.Linear(2, 2)
+        assert not private.has_backward_hooks(module)
+        getattr(module, register)(lambda *_: None)
+        assert private.has_backward_hooks(module)
+
+
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_has_step_hooks(register: str) -> None:
     with needed("Optimizer._optimizer_step_pre_hooks or _post_hooks", "refuse hooks that it would ignore"):

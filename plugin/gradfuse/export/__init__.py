@@ -189,7 +189,7 @@ def _exported(
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
-    from gradfuse.export.torch_step import TRIED_SEED, undisturbed
+    from gradfuse.export.torch_step import TRIED_SEED, FrozenChangedError, undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.training import index_checks
     from gradfuse.training.names import finished
@@ -202,7 +202,11 @@ def _exported(
     with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
         with verifying.memory_watched(step, shelf) if in_float64 else contextlib.nullcontext():
-            native = steadiness.first_run(step, python)
+            try:
+                native = steadiness.first_run(step, python)
+            except FrozenChangedError as error:
+                step = step.with_changing(error.names)
+                native = steadiness.first_run(step, python)
         if native.dropouts:
             step = step.with_dropout_seed()
             native = step.with_seed(TRIED_SEED).run()

@@ -95,6 +95,11 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Tell whether a hook of the user changes or observes the gradients of a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 @contextlib.contextmanager
 def idle_conversions() -> Iterator[None]:
     """Let `module.to(dtype)` and its kin do nothing where all tensors have that type and device already.

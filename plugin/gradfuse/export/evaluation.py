@@ -103,7 +103,15 @@ def evaluation_model(
     left = [name for name in names if name in free or name not in step.state]
     onnx_model.arrange_evaluation(model, step, left, native, shapes)
     replace_scatter_nd(model)
-    truth = Truth.of(dataclasses.replace(step, autocast=None), native, _run, tuple(free), in_float64=in_float64)
+
+    def run_anew(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
+        with state.fresh():
+            step.module.eval()
+            outputs = _run(step, cast)
+        step.module.eval()
+        return outputs
+
+    truth = Truth.of(dataclasses.replace(step, autocast=None), native, run_anew, tuple(free), in_float64=in_float64)
     opened = Opened(model, "evaluation")
     truth.compare(model, "evaluation", opened)
     truth.compare_in_float64(model, "evaluation")

@@ -165,6 +165,7 @@ class PythonState:
             self._holders.append(_Entries(name, attributes, _attribute))
             for key, one in list(attributes.items()):
                 if key == "_modules" and isinstance(value, nn.Module):
+                    self._holders.append(_Entries(name, one, _attribute))
                     yield from ((f"{name}.{part}", module) for part, module in one.items())
                 elif not (key in _TENSORS and isinstance(value, nn.Module)):
                     yield _attribute(name, key), one

@@ -22,7 +22,15 @@ from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
-from gradfuse.export.leaves import MadeTensors, Reads, WrittenData, form, holds_numbers, refuse_foreign_leaves
+from gradfuse.export.leaves import (
+    HooksOnGradients,
+    MadeTensors,
+    Reads,
+    WrittenData,
+    form,
+    holds_numbers,
+    refuse_foreign_leaves,
+)
 from gradfuse.export.own_gradients import recomputed_never
 from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import WHO, kind, refusal, tell_share
@@ -78,6 +86,18 @@ class Outcome:
         return dataclasses.replace(self, gradients={name: one.to("meta") for name, one in self.gradients.items()})
 
 
+class FrozenChangedError(Exception):
+    """A step changes frozen parameters, as those of a teacher that follows a student.
+
+    Attributes:
+        names: their names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(*names)
+        self.names = tuple(names)
+
+
 @dataclasses.dataclass(frozen=True)
 class TorchStep:
     """A module and a loss as a function of all their tensors and a batch.
@@ -93,7 +113,7 @@ class TorchStep:
         places: where each of them is kept; tied ones in several places.
         left_out: buffers and frozen parameters that no graph can hold, by name; the step does not read them.
         trainable: the names of the parameters that require gradients.
-        buffers: the names of the buffers.
+        buffers: the names of the buffers, and of frozen parameters that the step changes.
         state_dict_names: each name of the `state_dict()` of module and loss -> the name in `state`.
         optimizer: the optimizer; None without one.
         autocast: the type that module and loss run in under `torch.autocast`; None: in their own types.
@@ -148,6 +168,7 @@ class TorchStep:
 
         for owner in (module, loss):
             _refuse_lazy(owner)
+            _refuse_backward_hooks(owner)
         owners = _Owners.of(module, loss)
         aside = set_aside(owners.state)
         owners = owners.renamed(aside)
@@ -161,6 +182,11 @@ class TorchStep:
             raise refusal("module has no parameter that requires a gradient; expected at least one")
         for name in trainable:
             # The step runs on copies of the parameters, which have no hooks.
+            if state[name].is_complex():
+                raise refusal(
+                    f"parameter {name!r} is {state[name].dtype}; expected real numbers: keep two parameters and "
+                    "join them by torch.complex in forward"
+                )
             if private.has_gradient_hooks(state[name]):
                 raise refusal(f"parameter {name!r} has a hook on its gradient; expected none")
 
@@ -200,6 +226,10 @@ class TorchStep:
             places=self.places | {DROPOUT_SEED: [Place({DROPOUT_SEED: seed}, DROPOUT_SEED)]},
             buffers=(*self.buffers, DROPOUT_SEED),
         )
+
+    def with_changing(self, names: Sequence[str]) -> TorchStep:
+        """Return the step with frozen parameters among its buffers."""
+        return dataclasses.replace(self, buffers=(*self.buffers, *names))
 
     def with_seed(self, seed: int) -> TorchStep:
         """Return the step with another seed of its dropouts, if it has any."""
@@ -345,10 +375,11 @@ class TorchStep:
             state[name].grad = gradient
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
-        made, written, read = MadeTensors(), WrittenData(), Reads(self.left_out)
+        made, written, read, hooks = MadeTensors(), WrittenData(), Reads(self.left_out), HooksOnGradients()
         kept = saved_tensors.limited(state.values()) if take is not None else contextlib.nullcontext()
+        drawing = SeededDropout(state.get(DROPOUT_SEED))
         try:
-            with lengths_as_tensors(), SeededDropout(state.get(DROPOUT_SEED)) as drawn, made, written, read, kept:
+            with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept:
                 value, after = self.apply(state, inputs, targets)
         except ExportError:
             raise
@@ -361,12 +392,24 @@ class TorchStep:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
         functions = tuple(private.own_functions(value))
         refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
-        for name, tensor in state.items():
-            if name not in self.buffers and (private.version(tensor) != versions[name] or tensor in written):
+        written_into = [
+            name
+            for name, tensor in state.items()
+            if name not in self.buffers
+            and (
+                private.version(tensor) != versions[name]
+                or tensor in written
+                or self.places[name][0].tensor() is not tensor
+            )
+        ]
+        for name in written_into:
+            if name in self.trainable:
                 raise refusal(
                     f"the step changes parameter {name!r} in place{self._where_changed(name)}; expected changes of "
-                    "buffers only: compute with a changed copy, or change it between steps"
+                    "buffers and frozen parameters only: compute with a changed copy, or change it between steps"
                 )
+        if written_into:
+            raise FrozenChangedError(written_into)
         # Kernels that write running statistics do not count versions.
         changed = (
             name
@@ -375,9 +418,11 @@ class TorchStep:
             or private.version(tensor) != versions[name]
             or not torch.equal(tensor, before[name])
         )
+        gradients = _gradients(value, leaves) if take is None else _gradients_taken(value, leaves, take)
+        hooks.refuse()
         return Outcome(
             loss=value.detach(),
-            gradients=_gradients(value, leaves) if take is None else _gradients_taken(value, leaves, take),
+            gradients=gradients,
             buffers={name: tensor.detach() for name, tensor in after.items()},
             changed=tuple(changed),
             dropouts=drawn.count,
@@ -460,6 +505,17 @@ def _refuse_lazy(owner: Any) -> None:
             )
 
 
+def _refuse_backward_hooks(owner: Any) -> None:
+    """Refuse modules with hooks on their gradients, which cannot be traced."""
+    for name, part in owner.named_modules() if isinstance(owner, nn.Module) else ():
+        if private.has_backward_hooks(part):
+            where = f"the part {name!r}" if name else "the module"
+            raise refusal(
+                f"{where} ({type(part).__name__}) has a hook on its backward pass; expected none: take it away by "
+                "remove() of its handle, and scale a gradient by x * s + (x * (1 - s)).detach()"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Owners:
     """A module and a loss, and their tensors.
@@ -537,6 +593,8 @@ def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer:
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the leaves that a value depends on."""
+    # A module may freeze some of them.
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     for leaf in leaves.values():
         # Python sees a Ctrl-C when it runs something.
         leaf.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
@@ -562,6 +620,7 @@ def _gradients_taken(
         found[name] = found[name] + taken if name in found else taken
         tell_share(len(found) / len(leaves))
 
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     for name, leaf in leaves.items():
         leaf.register_post_accumulate_grad_hook(functools.partial(keep, name))  # type: ignore[no-untyped-call]
     with _own_backward_named():

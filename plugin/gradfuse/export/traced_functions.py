@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfuse.export import _torch_private as private
+from gradfuse.export.reporting import refusal
 
 _NEAREST, _BICUBIC = 1, 2
 _ZEROS, _REFLECTION = 0, 2
@@ -235,7 +236,18 @@ def fake_quantize_per_channel_affine(
 
 def data(tensor: Tensor, *of_class: Any) -> Tensor:
     """Read `.data`, which torch.export takes for a constant."""
-    return tensor.detach()
+    # What is written into the alias of a tensor is lost in a part of the program that is under `no_grad`.
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Set `.data`, which torch.export does not see."""
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        raise refusal(
+            f"the step sets .data of a tensor to {value.dtype} of shape {tuple(value.shape)}; expected {tensor.dtype} "
+            f"of shape {tuple(tensor.shape)}, as it has"
+        )
+    data(tensor).copy_(value.detach())
 
 
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
@@ -333,7 +345,7 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: s
     return kinds.linalg_lstsq((found, residuals, none.to(torch.int64), none))
 
 
-INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
+INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.grid_sample: grid_sample,
     torch.grid_sampler: grid_sampler,
     F.affine_grid: affine_grid,
@@ -357,6 +369,7 @@ INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
     torch.linalg.lu_factor: lu_factor,
     torch.linalg.lstsq: least_squares,
     Tensor.data.__get__: data,  # type: ignore[attr-defined]
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor_affine,
     torch.fake_quantize_per_channel_affine: fake_quantize_per_channel_affine,
 }

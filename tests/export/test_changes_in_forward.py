@@ -1,0 +1,173 @@
+"""What a module changes of itself while it runs: frozen parameters, what is frozen, what it keeps, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradfuse
+from gradfuse import ExportError, export_training_step
+
+
+def _batch(items: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(items)
+    return torch.randn(items, 5), torch.randn(items, 4)
+
+
+def _trains_as_pytorch(module: nn.Module) -> gradfuse.TrainingSession:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    shapes = ({0: "batch"}, {0: "batch"})
+    step = export_training_step(module, F.mse_loss, _batch(), optimizer, fuse=False, dynamic_shapes=shapes)
+    session = gradfuse.TrainingSession(step)
+    for items in (6, 3, 6):
+        x, y = _batch(items)
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert session.step(x.numpy(), y.numpy()) == pytest.approx(loss.item(), rel=1e-5)
+    state = session.state_dict()
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(torch.as_tensor(state[name]), tensor, rtol=1e-4, atol=1e-5)
+    return session
+
+
+def _by_copies(teacher: Tensor, student: Tensor) -> None:
+    teacher.copy_(teacher * 0.9 + student * 0.1)
+
+
+def _by_data(teacher: Tensor, student: Tensor) -> None:
+    teacher.data = teacher.data * 0.9 + student.data * 0.1
+
+
+def _in_data(teacher: Tensor, student: Tensor) -> None:
+    teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+class Following(nn.Module):
+    """Two layers, the second of which is frozen and follows the first, as in momentum contrast."""
+
+    def __init__(self, follow: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(5, 4), nn.Linear(5, 4).requires_grad_(False)
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.follow(teacher, student)
+        return self.student(x) + self.teacher(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("follow", [_by_copies, _by_data, _in_data])
+def test_frozen_parameters_that_the_step_changes_are_buffers(follow: Callable[[Tensor, Tensor], None]) -> None:
+    _trains_as_pytorch(Following(follow))
+
+
+class Written(nn.Module):
+    """Two layers, and what a function does first and what another one does between them."""
+
+    def __init__(self, first: Callable[[Any], Any] = id, between: Callable[[Any, Any], Any] = max) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 4)
+        self.kept: Any = None
+        self.more = nn.ModuleList()
+        self._functions = first, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._functions[0](self)
+        hidden = self.first(x)
+        self._functions[1](self, hidden)
+        for one in self.more:
+            hidden = one(hidden)
+        return self.second(hidden)  # type: ignore[no-any-return]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def test_a_part_that_is_frozen_in_forward_stays_as_it_is() -> None:
+    module = Written(lambda module: module.first.requires_grad_(False), _nothing)
+    before = module.first.weight.detach().clone()
+    session = _trains_as_pytorch(module)
+    assert torch.equal(torch.as_tensor(session.state_dict()["first.weight"]), before)
+
+
+def test_a_hook_that_changes_a_gradient_is_refused_with_its_line_even_where_it_changes_nothing_yet() -> None:
+    module = Written(_nothing, lambda _, hidden: hidden.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3)))
+    match = r"changes a gradient by register_hook, in .*<lambda> \(test_changes_in_forward\.py:\d+\); expected none"
+    with pytest.raises(ExportError, match=match):
+        export_training_step(module, F.mse_loss, _batch())
+
+
+def test_a_hook_that_looks_at_a_gradient_does_not_matter() -> None:
+    seen: list[float] = []
+
+    def look(gradient: Tensor) -> None:
+        seen.append(float(gradient.sum()))
+
+    _trains_as_pytorch(Written(_nothing, lambda _, hidden: hidden.register_hook(look) if hidden.requires_grad else 0))
+    assert seen
+
+
+def test_the_advice_to_scale_a_gradient_works() -> None:
+    class Scaling(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self[0](x)
+            return self[1](hidden * 0.3 + (hidden * 0.7).detach())  # type: ignore[no-any-return]
+
+    _trains_as_pytorch(Scaling(nn.Linear(5, 5), nn.Linear(5, 4)))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_hook_on_the_backward_pass_of_a_part_is_refused_by_name(register: str) -> None:
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4))
+    getattr(module[1], register)(_nothing)
+    with pytest.raises(ExportError, match=r"the part '1' \(Linear\) has a hook on its backward pass; expected none"):
+        export_training_step(module, F.mse_loss, _batch())
+
+
+def test_a_list_of_modules_that_grows_is_refused_with_its_line_and_put_back() -> None:
+    module = Written(lambda module: module.more.append(module.first), _nothing)
+    with pytest.raises(
+        ExportError, match=r"test_changes_in_forward\.py:\d+\), as it changes Written\.more\.0 in Python"
+    ):
+        export_training_step(module, F.mse_loss, _batch())
+    assert not module.more
+
+
+class Merging(nn.Module):
+    """Keeps the product of two layers' weights while it is in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5, bias=False), nn.Linear(5, 4, bias=False)
+        self.merged: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.merged = None
+            return self.second(self.first(x))  # type: ignore[no-any-return]
+        if self.merged is None:
+            self.merged = (self.second.weight @ self.first.weight).detach()
+        return F.linear(x, self.merged)
+
+
+def test_what_is_kept_in_evaluation_mode_follows_the_trained_parameters() -> None:
+    module = Merging()
+    session = _trains_as_pytorch(module)
+    x, _ = _batch(4)
+    torch.testing.assert_close(torch.as_tensor(session.evaluate(x.numpy())), module.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    module = nn.Linear(5, 4)
+    module.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ExportError, match=r"parameter 'phase' is torch\.complex64; expected real numbers"):
+        export_training_step(module, F.mse_loss, _batch())
