@@ -169,6 +169,34 @@ def test_a_loss_refuses_labels_out_of_range(name: str, fuse: bool) -> None:
         assert str(raised.value) == f"TrainingSession.step: '{target}'[1] is {value}; expected 0 to 2{rest}"
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("classes", ["C", "M"], ids=["named", "unknown"])
+def test_a_loss_refuses_labels_out_of_range_where_a_batch_decides_the_number_of_classes(
+    classes: str, fuse: bool
+) -> None:
+    forward = f"""<ir_version: 9, opset_import: ["": 18]> forward (float[N,2] x, float[N,C] z) => (float[N,{classes}] y)
+        <float[1,2] w = {{1, 2}}> {{ s = Mul(x, w) r = ReduceSum(s) y = Mul(r, z) }}"""
+    step = gradfuse.build_training_step(onnx.parser.parse_model(forward), "cross_entropy", fuse=fuse)
+    for value in (0, 2, -1, -3, 3, -100):
+        batch = {"x": X, "z": np.ones((2, CLASSES), np.float32), step.target_names[0]: np.array([1, value])}
+        assert runs_in_onnxruntime(step, batch) == (value in (0, 2, -100)), value
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("case", ["autocast", "classes are items"])
+def test_labels_are_checked_under_autocast_and_where_the_batch_is_the_classes(case: str, fuse: bool) -> None:
+    module = nn.Linear(4, 3)
+    loss = nn.CrossEntropyLoss() if case == "autocast" else lambda y, label: F.cross_entropy(y @ y.t(), label)
+    options: dict[str, Any] = {"autocast": torch.float16}
+    if case != "autocast":
+        options = {"dynamic_shapes": ({0: "items"}, {0: "items"})}
+    x = torch.randn(3, 4)
+    step = gradfuse.export_training_step(module, loss, (x, torch.arange(3)), fuse=fuse, **options)
+    for value in (0, 2, -1, -3, 3, -100):
+        batch = {step.input_names[0]: x.numpy(), step.target_names[0]: np.array([1, value, 0])}
+        assert runs_in_onnxruntime(step, batch) == (value in (0, 2, -100)), value
+
+
 def test_indices_of_an_onnx_model_may_be_negative() -> None:
     """They count from the end there, by ONNX's definition."""
     model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 18]> forward (int64[N] x) => (float[N,2] y)

@@ -360,7 +360,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
 
 
 def _labels(graph: ir.Graph, criterion: Any, targets: Sequence[str]) -> list[index_checks.Index]:
-    """Return the labels that losses in a graph take, where the number of classes is known."""
+    """Return the labels that losses in a graph take."""
     found = []
     for node in graph:
         if node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss") and not node.domain:
@@ -372,12 +372,12 @@ def _labels(graph: ir.Graph, criterion: Any, targets: Sequence[str]) -> list[ind
         (label,) = (value for value in graph.inputs if value.name == targets[0])
         output = next(value for value in graph.outputs if value.dtype in FLOATS)
         found.append((output, label, criterion.ignore_index))
-    sizes = [None if scores.shape is None else scores.shape[1] for scores, _, _ in found]
-    return [
-        index_checks.Index(labels, size, ignored)
-        for (_, labels, ignored), size in zip(found, sizes, strict=True)
-        if isinstance(size, int)
-    ]
+    return [index_checks.Index(labels, _classes(scores), ignored) for scores, labels, ignored in found]
+
+
+def _classes(scores: ir.Value) -> int | index_checks.SizeOf:
+    size = None if scores.shape is None else scores.shape[1]
+    return size if isinstance(size, int) else index_checks.SizeOf(str(scores.name), 1)
 
 
 _GIVES = {

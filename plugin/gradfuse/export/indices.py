@@ -54,7 +54,14 @@ def mark(program: ExportedProgram) -> None:
 
     A class that is ignored and follows from a size, as of answers beyond the end, becomes a number that is no class.
     """
-    graph: Any = program.graph
+    for module in program.graph_module.modules():
+        # Parts under autocast or `no_grad` are modules of their own.
+        if isinstance(module, torch.fx.GraphModule):
+            _mark(module.graph)
+            module.recompile()
+
+
+def _mark(graph: Any) -> None:
     for node in list(graph.nodes):
         found = _index_of(node)
         if found is None or not _is_integer(node.args[found.place]):

@@ -31,11 +31,19 @@ _CHECKED = {"CrossEntropyLossGrad": 2}
 
 
 @dataclasses.dataclass(frozen=True)
+class SizeOf:
+    """How long an axis of a value of the step is, by the value's name; it is read when the step runs."""
+
+    name: str
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Index:
     """A value of a graph whose elements must lie from 0 to below `size`, or be `ignored`."""
 
     value: ir.Value
-    size: int | ir.Value
+    size: int | ir.Value | SizeOf
     ignored: int | None
 
 
@@ -63,7 +71,14 @@ def checks_of(indices: Iterable[Index], batch: Mapping[ir.Value, str]) -> list[C
         indices: values of a graph.
         batch: the inputs of the graph that are the batch's, with their names.
     """
-    found = [_copied(index, batch) for index in indices]
+    found = []
+    for index in indices:
+        check = _copied(index, batch)
+        axis = _axis_of(index.size) if check is None and isinstance(index.size, ir.Value) else None
+        if axis is not None:
+            # It needs parameters to be computed, but is there when the step runs.
+            check = _copied(dataclasses.replace(index, size=axis), batch)
+        found.append(check)
     return [check for check in found if check is not None]
 
 
@@ -110,9 +125,6 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     loss = next(value for value in graph.outputs if value.name == LOSS)
-    if loss.dtype is None or loss.dtype == ir.DataType.BFLOAT16:
-        # onnxruntime has no arithmetic in it on the CPU.
-        return
     nodes = Nodes(prefix)
     result = nodes.of(loss)
     for number, check in enumerate(check for check in checks if not _is_checked(graph, check)):
@@ -125,7 +137,20 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
                     node.replace_input_with(place, given[value])
             graph.append(node)
         index = given.get(check.index.value, check.index.value)
-        result = result + _nothing(graph, nodes, index, check, loss.dtype)
+        size = check.index.size
+        if isinstance(size, SizeOf):
+            known = _size(graph, nodes, size)
+            if known is None:
+                # Only an operator that checks for itself takes all that reads it.
+                continue
+            size = known
+        count = _out_of_range(graph, nodes, index, size, check.index.ignored)
+        # Of several, as an arithmetic operation would need kernels for the type of the loss.
+        row = nodes.op(
+            "Unsqueeze", [result.value, _constant(graph, nodes, 0, (1,), ir.DataType.INT64)], result.dtype, (1,)
+        )
+        result = nodes.op("Gather", [row.value, count.value], result.dtype, ())
+        _name(result, nodes, check)
     if result.value is loss:
         return
     graph.extend(nodes.tape.nodes)
@@ -135,38 +160,57 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
     graph.outputs[place] = result.value
 
 
-def _nothing(graph: ir.Graph, nodes: Nodes, index: ir.Value, check: Check, dtype: ir.DataType) -> GraphTensor:
-    """Return 0, of shape (), unless an index is out of range."""
-    ignored, size = check.index.ignored, check.index.size
+def _constant(graph: ir.Graph, nodes: Nodes, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+    # As initializers, they are no nodes.
+    name = f"{nodes.prefix}/{dtype.name.lower()}_{number}{'_'.join(map(str, ('', *shape)))}"
+    if name not in graph.initializers:
+        tensor = ir.tensor(np.full(shape, number, dtype.numpy()), dtype=dtype, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
+        graph.register_initializer(value)
+    return graph.initializers[name]
+
+
+def _size(graph: ir.Graph, nodes: Nodes, size: SizeOf) -> ir.Value | None:
+    """Return a size that the step knows when it runs; None: the value is not there."""
+    values = itertools.chain(graph.inputs, (output for node in graph for output in node.outputs))
+    of = next((value for value in values if value.name == size.name), None)
+    if of is None:
+        return None
+    shape = nodes.op("Shape", [of], ir.DataType.INT64, (1,), {"start": size.axis, "end": size.axis + 1})
+    return nodes.op("Squeeze", [shape.value], ir.DataType.INT64, ()).value
+
+
+def _out_of_range(
+    graph: ir.Graph, nodes: Nodes, index: ir.Value, size: int | ir.Value, ignored: int | None
+) -> GraphTensor:
+    """Return how many elements of an index are out of range."""
     elements, type_ = nodes.of(index), index.dtype
     assert type_ is not None
-
-    def constant(number: int, shape: tuple[int, ...] = (), dtype: ir.DataType = type_) -> ir.Value:
-        # As initializers, they are no nodes.
-        name = f"{nodes.prefix}/{dtype.name.lower()}_{number}{'_'.join(map(str, ('', *shape)))}"
-        if name not in graph.initializers:
-            tensor = ir.tensor(np.full(shape, number, dtype.numpy()), dtype=dtype, name=name)
-            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
-            graph.register_initializer(value)
-        return graph.initializers[name]
-
+    zero = _constant(graph, nodes, 0, (), type_)
     if ignored is not None:
-        hit = nodes.op("Equal", [elements.value, constant(ignored)], ir.DataType.BOOL, elements.shape)
-        elements = nodes.op("Where", [hit.value, constant(0), elements.value], type_, elements.shape)
-    last = (nodes.of(size).cast(type_) - 1).value if isinstance(size, ir.Value) else constant(size - 1)
-    nearest = nodes.op("Clip", [elements.value, constant(0), last], type_, elements.shape)
+        hit = nodes.op(
+            "Equal", [elements.value, _constant(graph, nodes, ignored, (), type_)], ir.DataType.BOOL, elements.shape
+        )
+        elements = nodes.op("Where", [hit.value, zero, elements.value], type_, elements.shape)
+    if isinstance(size, ir.Value):
+        last = (nodes.of(size).cast(type_) - 1).value
+    else:
+        last = _constant(graph, nodes, size - 1, (), type_)
+    nearest = nodes.op("Clip", [elements.value, zero, last], type_, elements.shape)
     wrong = elements.op("Equal", nearest, dtype=ir.DataType.BOOL).op("Not").cast(ir.DataType.INT64)
-    count = nodes.op("ReduceSum", [wrong.value], ir.DataType.INT64, (), {"keepdims": 0})
-    nothing = nodes.op("Gather", [constant(0, (1,), dtype), count.value], dtype, ())
-    node = nothing.value.producer()
+    return nodes.op("ReduceSum", [wrong.value], ir.DataType.INT64, (), {"keepdims": 0})
+
+
+def _name(result: GraphTensor, nodes: Nodes, check: Check) -> None:
+    """Give the node that fails where an index is out of range a name that says so."""
+    node = result.value.producer()
     assert node is not None
-    names = " and ".join(sorted(check.inputs))
-    text = f"{names} out of range" + ("" if isinstance(size, ir.Value) else f", expected 0 to {size - 1}")
+    names, size = " and ".join(sorted(check.inputs)), check.index.size
+    text = f"{names} out of range" + (f", expected 0 to {size - 1}" if isinstance(size, int) else "")
     # onnxruntime refuses two nodes of one name.
     taken = {one.name for one in nodes.tape.nodes}
     numbered = itertools.chain([text], (f"{text} ({number})" for number in itertools.count(2)))
     node.name = next(one for one in numbered if one not in taken)
-    return nothing
 
 
 def _is_checked(graph: ir.Graph, check: Check) -> bool:
@@ -223,6 +267,21 @@ def _copied(index: Index, batch: Mapping[ir.Value, str]) -> Check | None:
     of = None if source is None else batch.get(source)
     copied = Index(value, index.size if size is None else copies[size], index.ignored)
     return Check(copied, inputs, tuple(nodes), of)
+
+
+def _axis_of(size: ir.Value) -> SizeOf | None:
+    """Return whose size along which axis a value is; None: it is computed otherwise."""
+    node = size.producer()
+    if node is not None and node.op_type == "Squeeze" and not node.domain:
+        shape = node.inputs[0]
+        node = shape.producer() if shape is not None else None
+    if node is None or node.op_type != "Shape" or node.domain:
+        return None
+    (of,) = node.inputs
+    start, end = (node.attributes.get_int(name, None) for name in ("start", "end"))
+    if of is None or start is None or end != start + 1:
+        return None
+    return SizeOf(str(of.name), start)
 
 
 def _like(value: ir.Value, other: ir.Value) -> ir.Value:
