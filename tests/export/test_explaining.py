@@ -176,9 +176,7 @@ def test_a_choice_between_equal_numbers_is_named(given: dict[str, Any]) -> None:
 
     torch.manual_seed(0)
     batch = torch.randn(80, 6), torch.arange(80) % 5
-    with pytest.raises(
-        ExportError, match=r"differs from PyTorch by .*; topk chooses between equal numbers, in .*keeps_"
-    ):
+    with pytest.raises(ExportError, match=r"topk chooses between equal numbers, in .*keeps_"):
         export_training_step(Head(keeps_some), F.cross_entropy, batch)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from gradfuse.errors import ExportError
-from gradfuse.export import explaining
+from gradfuse.export import explaining, steadiness
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import Axis, OtherSizes
 from gradfuse.export.recording import Call, Recorded
@@ -71,7 +71,7 @@ def compare(
             _judge(truth, step, own, model, opened, which)
         except ExportError as error:
             with undisturbed(step):
-                tied = explaining.tied(step)
+                tied = steadiness.tied(step)
             if tied is not None:
                 # What repeats a batch may have equal numbers where no other batch has.
                 places, numbers = _named(sizes)

@@ -368,45 +368,6 @@ class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Ties(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Note where `topk` first chooses some of several equal numbers.
-
-    Attributes:
-        place: where; None if it does not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.place: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.place is None and func is torch.ops.aten.topk.default:
-            tensor, count = args[:2]
-            axis = args[2] if len(args) > 2 else -1
-            largest = args[3] if len(args) > 3 else True
-            ordered = tensor.sort(axis, descending=largest)[0]
-            if tensor.dim() and 0 < count < tensor.shape[axis]:
-                last, next_one = (ordered.select(axis, place) for place in (count - 1, count))
-                if bool(((last == next_one) & last.isfinite()).any()):
-                    self.place = current_place() or "the loss"
-        return result
-
-
-def tied(step: TorchStep) -> str | None:
-    """Return what to say of a step that differs where `topk` chooses between equal numbers; None if it does not."""
-    ties = _Ties()
-    # The run itself has been judged before.
-    with contextlib.suppress(ExportError), ties:
-        step.run()
-    if ties.place is None:
-        return None
-    return (
-        f"topk chooses between equal numbers, in {ties.place}, for which PyTorch defines no order; expected numbers "
-        "that differ, if only on this batch"
-    )
-
-
 class Since(TorchFunctionMode):
     """Notes after which call something is so first.
 

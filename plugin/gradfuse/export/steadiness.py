@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import branches, clocks, dropout, explaining, host_draws
+from gradfuse.export import branches, clocks, dropout, explaining, host_draws, ties
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
@@ -87,8 +87,9 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 f"step would repeat in every call; expected torch's random numbers or none{branches.settings(step)}"
             )
         changed = state.changed()
-        with _Seeding() as seeding_again, _elsewhere_in_memory():
-            _compare(step, state, first, _again(step, changed), changed)
+        with _Seeding() as seeding_again, _elsewhere_in_memory(), ties.Ties() as found:
+            second = _again(step, changed)
+        _compare(step, state, first, second, changed)
         if traces.places:
             _compare_updated(step, state, first, traces.places)
         # What numpy and Python draw by a seed of theirs is the same; torch's draws are the step's own.
@@ -105,9 +106,39 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
         if changed:
             _compare_later(step, state, first)
             _compare_on_others(step, state, changed)
+        text = _of_ties(step, first, found)
+        if text is not None:
+            raise refusal(text)
         return first
     finally:
         state.restore()
+
+
+def tied(step: TorchStep) -> str | None:
+    """Return what to say of a step whose results follow from a choice among equal numbers; None if they do not."""
+    try:
+        with ties.Ties() as found:
+            first = _run(step)
+        return _of_ties(step, first, found)
+    except ExportError:
+        return None
+
+
+def _of_ties(step: TorchStep, first: Outcome, found: ties.Ties) -> str | None:
+    """Return what to say where the results of a run follow from a choice among equal numbers that was found in it."""
+    if found.place is None:
+        return None
+    try:
+        with ties.OtherChoices():
+            other = _run(step)
+    except ExportError:
+        return None
+    if not _differ(step, _outputs(first), _outputs(other)):
+        return None
+    return (
+        f"{found.operator} chooses between equal numbers, in {found.place}, for which PyTorch defines no order, and "
+        "the step's results follow from that; expected numbers that differ, if only on this batch"
+    )
 
 
 def _seeds_itself(step: TorchStep) -> bool:

@@ -26,7 +26,7 @@ from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import _torch_private as private
-from gradfuse.export import explaining, onnx_model
+from gradfuse.export import onnx_model, steadiness
 from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
@@ -145,7 +145,7 @@ def traced_as_run(step: TorchStep) -> Iterator[None]:
                 "x + (f(x) - x).detach()"
             ) from error
         with undisturbed(step):
-            tied = explaining.tied(step) if "differs from PyTorch" in str(error) else None
+            tied = steadiness.tied(step) if "differs from PyTorch" in str(error) else None
         if tied is not None:
             raise refusal(f"{str(error).removeprefix(f'{WHO}: ')}; {tied}") from error
         raise
