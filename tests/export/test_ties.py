@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import gradfuse
 from gradfuse import ExportError, export_training_step
+from gradfuse.testing import assert_gradients_close
 
 ITEMS, WIDTH = 5, 6
 
@@ -74,3 +76,46 @@ def test_a_step_whose_choice_is_defined_or_does_not_matter_exports(case: str) ->
     session = gradfuse.TrainingSession(export_training_step(module, F.mse_loss, (x, y), fuse=False))
     loss = F.mse_loss(module(x), y)
     assert session.step(x.numpy(), y.numpy()) == pytest.approx(loss.item(), rel=1e-5)
+
+
+AT_KINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: x.max(1)[0],
+    "min, in 16 bits": lambda x: x.half().min(1, keepdim=True)[0].float(),
+    "amax": lambda x: x.amax(1),
+    "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x, 4),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x.view(-1, 1, 3, 5), (2, 3)),
+    "relu6": lambda x: F.relu6(x * 3),
+    "hardtanh": lambda x: F.hardtanh(x, -1.0, 2.0),
+    "clamp": lambda x: x.clamp(-1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("case", AT_KINKS)
+def test_gradients_at_equal_numbers_bounds_and_infinities_are_those_of_torch(case: str, fuse: bool) -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moves = nn.Parameter(torch.zeros(15))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return AT_KINKS[case](x + self.moves)
+
+    torch.manual_seed(0)
+    module, x = Moved(), torch.randn(6, 15)
+    factors = torch.rand(module(x).shape[1:])
+    step = export_training_step(
+        module, lambda y: (y * factors).exp().sum(), (x, ()), dynamic_shapes=({0: "items"}, ()), fuse=fuse
+    )
+    session = gradfuse.TrainingSession(step)
+    for batch in (x.round(), torch.zeros(2, 15), torch.where(x > 0, -torch.inf, x.round())):
+        module.zero_grad()
+        (module(batch) * factors).exp().sum().backward()
+        session.step(batch.numpy(), ())
+        native = module.moves.grad
+        assert native is not None
+        moves = torch.zeros(15, dtype=torch.float64, requires_grad=True)
+        (AT_KINKS[case](batch.double() + moves) * factors).exp().sum().backward()  # type: ignore[no-untyped-call]
+        exact = moves.grad
+        assert exact is not None
+        assert_gradients_close(session.gradients["moves"], native.numpy(), exact.numpy(), np.float32)

@@ -1,9 +1,9 @@
 """Operators that stand in a translated forward program until its gradients are written.
 
 Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, what `torch.no_grad`
-writes into a tensor leaves it its gradient, `padding_idx` of an embedding has none, a masked softmax gives 0 instead of
-NaN, and ONNX has no logarithm of 1 + x with the digits of a small x. Each has a gradient rule, and a function that
-takes its place afterwards. This module imports torch.
+writes into a tensor leaves it its gradient, ReLU6 has none at its bounds, nor has `padding_idx` of an embedding, a
+masked softmax gives 0 instead of NaN, and ONNX has no logarithm of 1 + x with the digits of a small x. Each has a
+gradient rule, and a function that takes its place afterwards. This module imports torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ BODIES = {
             rows = Gather<axis=0>(weight, indices)
         }
     """,
+    "HardTanh": "HardTanh (x, low, high) => (y) { y = Clip(x, low, high) }",
     "SafeSoftmax": """
         SafeSoftmax <axis: int> (scores) => (y) {
             number = Constant<value_float=-inf>()
@@ -207,7 +208,13 @@ BODIES = {
 }
 """The function that takes the place of each."""
 
-KEPT = (aten._safe_softmax.default, aten.log1p.default, aten.expm1.default)
+KEPT = (
+    aten._safe_softmax.default,
+    aten.log1p.default,
+    aten.expm1.default,
+    aten.hardtanh.default,
+    aten.relu6.default,
+)
 """What decompositions must leave."""
 
 _SUMMED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -352,6 +359,16 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def expm1(self: Any) -> Any:
         return _node("Expm1", self)
 
+    def hardtanh(self: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+        low, high = (
+            op.CastLike(op.Constant(value=ir.tensor(float(one), ir.DataType.DOUBLE)), self)
+            for one in (min_val, max_val)
+        )
+        return _node("HardTanh", self, low, high)
+
+    def relu6(self: Any) -> Any:
+        return hardtanh(self, 0.0, 6.0)
+
     def rotated(matrix: Any) -> Any:
         node = ir.node("Rotated", [matrix], domain=LOCAL_DOMAIN, num_outputs=3)
         private.record_node(node)
@@ -362,6 +379,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
         ROTATED: rotated,
         aten.log1p.default: log1p,
         aten.expm1.default: expm1,
+        aten.hardtanh.default: hardtanh,
+        aten.relu6.default: relu6,
         _PASS_GRADIENT: pass_gradient,
         aten.embedding.default: embedding,
         aten._safe_softmax.default: safe_softmax,
@@ -410,6 +429,14 @@ def safe_softmax(call: Call) -> Iterator[Gradient]:
     dy, y = call.dy[0], call.y[0]
     assert dy is not None
     yield y * (dy - (dy * y).sum([call.attribute("axis", -1) % call.rank(y)]))
+
+
+@gradient("HardTanh", domain=LOCAL_DOMAIN)
+def hardtanh(call: Call) -> Iterator[Gradient]:
+    """None at the bounds, unlike that of Clip."""
+    dy, y, low, high = call.dy[0], call.y[0], call.x[1], call.x[2]
+    assert dy is not None and low is not None and high is not None
+    yield dy.masked((y > low).op("And", y < high))
 
 
 @gradient("Log1p", domain=LOCAL_DOMAIN)

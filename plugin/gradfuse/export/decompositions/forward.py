@@ -34,6 +34,10 @@ _ALONG_AXES = (
 )  # fmt: skip
 
 
+_NARROW = (torch.float16, torch.bfloat16)
+"""Types in which onnxruntime compares no numbers along an axis."""
+
+
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     # torch.onnx translates batch normalisation in training mode as if it were in evaluation mode.
@@ -53,6 +57,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         **spectral.table(),
         **dropout.table(),
         aten.linear.default: linear,
+        aten.max.dim: functools.partial(of_first, aten.argmax.default),
+        aten.min.dim: functools.partial(of_first, aten.argmin.default),
         aten.amax.default: functools.partial(of_all_axes, aten.amax.default),
         aten.amin.default: functools.partial(of_all_axes, aten.amin.default),
         aten.empty_permuted.default: backward.empty_permuted,
@@ -88,6 +94,15 @@ def of_all_axes(overload: Any, self: Tensor, dim: Sequence[int] = (), keepdim: b
     if dim:
         return NotImplemented
     return overload(self, range(self.dim()), keepdim) if self.dim() else self.clone()
+
+
+def of_first(find: Any, self: Tensor, dim: int, keepdim: bool = False) -> Any:
+    """aten::max.dim or aten::min.dim: the gradient is that of the first of equal numbers, as PyTorch's is."""
+    if not self.is_floating_point() or not self.dim():
+        return NotImplemented
+    index = find(self.float() if self.dtype in _NARROW else self, dim, True)
+    values = self.gather(dim, index)
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
 def split_with_sizes(self: Tensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
