@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import array as arrays
 import collections
+import contextvars
+import ctypes
 import datetime
 import functools
 import itertools
 import random
+import threading
 import time
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -247,6 +254,76 @@ def test_what_follows_late_from_something_else_that_counts_is_refused(case: str)
     assert module.count == module.steps.item() == 0
 
 
+context = contextvars.ContextVar("context", default=0)
+places = {"of the thread": threading.local(), "a namespace": types.SimpleNamespace(), "weak": WeakKeyDictionary()}
+kept: dict[str, Any] = {"a tuple": (0, "x"), "a text": "", "a frozen set": frozenset(), "a fraction": Fraction(0)}
+held = {
+    "a set": set[int](),
+    "an array": arrays.array("l", [0]),
+    "a number of C": ctypes.c_int(0),
+    "tensor": torch.ones(1),
+}
+
+
+def _counted_in(place: Any) -> int:
+    place.n = getattr(place, "n", 0) + 1
+    return place.n  # type: ignore[no-any-return]
+
+
+def _counted_weakly() -> int:
+    weak: Any = places["weak"]
+    weak[Counting] = weak.get(Counting, 0) + 1
+    return weak[Counting]  # type: ignore[no-any-return]
+
+
+def _counted_in_context() -> int:
+    context.set(context.get() + 1)
+    return context.get()
+
+
+def _replaced(case: str) -> int:
+    value = kept[case]
+    if case == "a tuple":
+        kept[case] = (value[0] + 1, "x")
+        return kept[case][0]  # type: ignore[no-any-return]
+    if case == "a fraction":
+        kept[case] = value + 1
+        return int(kept[case])
+    kept[case] = value + "x" if case == "a text" else value | {len(value)}
+    return len(kept[case])
+
+
+def _written(case: str) -> int:
+    value: Any = held[case]
+    if case == "a set":
+        value.add(len(value))
+        return len(value)
+    if case == "an array":
+        value[0] += 1
+        return value[0]  # type: ignore[no-any-return]
+    if case == "a number of C":
+        value.value += 1
+        return value.value  # type: ignore[no-any-return]
+    return _counted_in(value)
+
+
+HIDDEN: dict[str, Callable[[], int]] = {
+    "thread": lambda: _counted_in(places["of the thread"]),
+    "namespace": lambda: _counted_in(places["a namespace"]),
+    "weak": _counted_weakly,
+    "context": _counted_in_context,
+    **{case: functools.partial(_replaced, case) for case in kept},
+    **{case: functools.partial(_written, case) for case in held},
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_count_in_any_place_is_refused_however_late_a_number_follows_from_it(case: str) -> None:
+    with pytest.raises(ExportError, match=r"in later calls, in Scaled\.forward .*, as it changes"):
+        _export(Scaled(lambda: 2.0 if HIDDEN[case]() > 700 else 1.0))
+    assert HIDDEN[case]() == 1
+
+
 def test_a_counter_that_only_counts_is_none_of_the_steps_business() -> None:
     module = Stepping(lambda n: 1.0)
     module.n, module.log = 3, [1, 2, 3]
@@ -438,7 +515,7 @@ def test_a_counter_in_a_hook_on_a_gradient_is_refused() -> None:
             result.register_hook(scaled)  # type: ignore[no-untyped-call]
             return result
 
-    with pytest.raises(ExportError, match=r"in .*scaled \(test_steadiness.py:\d+\)"):
+    with pytest.raises(ExportError, match=r"by register_hook, in .*Hooked\.forward \(test_steadiness.py:\d+\)"):
         _export(Hooked(5, 4))
 
 

@@ -6,18 +6,24 @@ run, and put back. This module imports torch.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import contextvars
 import copy
 import functools
 import itertools
+import numbers
 import operator
 import random
 import sys
+import threading
 import types
 import warnings
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
+from ctypes import _SimpleCData
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -36,8 +42,11 @@ _MOST_ADDED = 15_000
 
 _TENSORS = frozenset(("_parameters", "_buffers"))
 """Entries of modules whose tensors are replaced for each run."""
+_SEQUENCES = (list, tuple, deque, array.array, bytearray)
+_OF_LIBRARY = (types.SimpleNamespace, threading.local, WeakKeyDictionary, WeakValueDictionary, UserDict, UserList)
+"""Classes of Python's library whose instances keep what code puts there."""
 _ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
-_ENDLESS = (itertools.cycle, types.GeneratorType)
+_ENDLESS = (itertools.cycle, itertools.accumulate, types.GeneratorType, zip, map, enumerate)
 _ABSENT = object()
 
 
@@ -117,6 +126,7 @@ class PythonState:
             if not isinstance(value, nn.Parameter) and value.layout == torch.strided:
                 self._copied += value.numel()
                 self._holders.append(_Written(name, value, copied=self._copied <= _MOST_NUMBERS))
+                self._holders.append(_Entries(name, vars(value), _attribute))
         elif isinstance(value, np.ndarray):
             self._copied += value.size
             if value.dtype != object and value.flags.writeable and self._copied <= _MOST_NUMBERS:
@@ -126,12 +136,17 @@ class PythonState:
         elif isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Entries(name, value, _item))
             yield from ((_item(name, key), one) for key, one in _entries(value).items())
-        elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
+        elif isinstance(value, _SEQUENCES) and len(value) <= _MOST_ENTRIES:
             if not isinstance(value, tuple):
                 self._holders.append(_List(name, value))
             yield from ((_item(name, key), one) for key, one in enumerate(_elements(value)))
         elif isinstance(value, set) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Set(name, value))
+        elif isinstance(value, contextvars.ContextVar):
+            self._holders.append(_Variable(name, value))
+            yield name, value.get(None)
+        elif isinstance(value, _SimpleCData):
+            self._holders.append(_Attributes(name, value, ["value"]))
         elif isinstance(value, functools.partial):
             yield from ((name, one) for one in (value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, types.BuiltinMethodType):
@@ -155,6 +170,8 @@ class PythonState:
         elif type(value).__module__ == "functools":
             # A function whose results are kept.
             yield name, getattr(value, "__wrapped__", None)
+        elif isinstance(value, _OF_LIBRARY):
+            yield from self._visit_instance(name, value)
         elif isinstance(value, nn.Module) or _is_users(type(value)):
             yield type(value).__name__, type(value)
             yield from self._visit_instance(name, value)
@@ -239,7 +256,7 @@ def _entries(held: dict[Any, Any]) -> dict[Any, Any]:
 
 def _elements(held: Any) -> Iterator[Any]:
     """Yield what is in a list, a tuple or a queue with two ends, likewise."""
-    kind = next(kind for kind in (list, tuple, deque) if isinstance(held, kind))
+    kind = next(kind for kind in _SEQUENCES if isinstance(held, kind))
     return kind.__iter__(held)
 
 
@@ -296,6 +313,22 @@ class _Keyed(_Holder):
                 yield self._shown(key), before, value, functools.partial(self._set, key)
             elif isinstance(before, Tensor) and before is not value and _is_single(before) and _is_single(value):
                 yield self._shown(key), before.item(), value.item(), functools.partial(self._put_into, key, value)
+            elif isinstance(before, _FIXED) and type(before) is type(value) and before != value:
+                yield from self._numbers_in(key, before, value)
+
+    def _numbers_in(self, key: Any, before: Any, value: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        """Yield those of a value that is replaced as a whole: of a tuple, or how long something is."""
+        if len(before) != len(value):
+            yield self._shown(key), len(before), len(value), lambda count: self._set(key, _lengthened(value, count))
+        elif isinstance(value, tuple):
+            for place, (one, other) in enumerate(zip(before, value, strict=True)):
+                if _is_number(one) and _is_number(other) and one != other:
+
+                    def put(number: Any, place: int = place) -> None:
+                        parts = [*value[:place], number, *value[place + 1 :]]
+                        self._set(key, type(value)(*parts) if hasattr(value, "_fields") else tuple(parts))
+
+                    yield self._shown(key), one, other, put
 
     def _put_into(self, key: Any, like: Tensor, number: Any) -> None:
         self._set(key, torch.full_like(like, number))
@@ -376,9 +409,6 @@ class _List(_Keyed):
     def _now(self) -> dict[int, Any]:
         return dict(enumerate(_elements(self.owner)))
 
-    def _set(self, key: int, value: Any) -> None:
-        self.owner[key] = value
-
     def _shown(self, key: int) -> str:
         return self.name
 
@@ -392,10 +422,16 @@ class _List(_Keyed):
         last = self.owner[-1]
         self.owner.extend([last] * (min(count, _MOST_ADDED) - len(self.owner)))
 
+    def _set(self, key: int, value: Any) -> None:
+        # Numbers in bytes and the like have a range.
+        with contextlib.suppress(OverflowError, TypeError, ValueError):
+            self.owner[key] = value
+
     def restore(self) -> None:
         now, before = list(_elements(self.owner)), [self._iterators.get(key, one) for key, one in self._before.items()]
         if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-            self.owner.clear()
+            while len(self.owner):
+                self.owner.pop()
             self.owner.extend(before)
 
 
@@ -408,10 +444,36 @@ class _Set(_Holder):
         if self.owner != self._before:
             yield self.name
 
+    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+        if len(self._before) != len(self.owner):
+            yield self.name, len(self._before), len(self.owner), self._lengthen
+
+    def _lengthen(self, count: int) -> None:
+        self.owner |= _lengthened(frozenset(self.owner), count)
+
     def restore(self) -> None:
         if self.owner != self._before:
             self.owner.clear()
             self.owner.update(self._before)
+
+
+class _Variable(_Keyed):
+    """A variable of the context that code runs in."""
+
+    def _now(self) -> dict[str, Any]:
+        value = self.owner.get(_ABSENT)
+        return {} if value is _ABSENT else {self.owner.name: value}
+
+    def _set(self, key: str, value: Any) -> None:
+        self.owner.set(value)
+
+    def _delete(self, key: str) -> None:
+        # None can be taken away again: what stands for none does.
+        with contextlib.suppress(LookupError):
+            self.owner.set(contextvars.Context().run(self.owner.get))
+
+    def _shown(self, key: str) -> str:
+        return self.name
 
 
 class _Written(_Holder):
@@ -506,8 +568,20 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, plain) and a == b)
 
 
+_FIXED = (tuple, str, bytes, frozenset)
+"""Values that change as a whole."""
+
+
+def _lengthened(value: Any, count: int) -> Any:
+    """Return a value of so many parts, at most."""
+    more = min(count, _MOST_ADDED) - len(value)
+    if isinstance(value, frozenset):
+        return value.union(object() for _ in range(more))
+    return value + value[-1:] * more
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return isinstance(value, (numbers.Number, np.number)) and not isinstance(value, bool)
 
 
 def _is_single(value: Any) -> bool:
