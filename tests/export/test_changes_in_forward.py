@@ -49,6 +49,10 @@ def _in_data(teacher: Tensor, student: Tensor) -> None:
     teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
 
 
+def _together(teacher: Tensor, student: Tensor) -> None:
+    torch._foreach_lerp_([teacher], [student], 0.1)
+
+
 class Following(nn.Module):
     """Two layers, the second of which is frozen and follows the first, as in momentum contrast."""
 
@@ -64,9 +68,18 @@ class Following(nn.Module):
         return self.student(x) + self.teacher(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("follow", [_by_copies, _by_data, _in_data])
+@pytest.mark.parametrize("follow", [_by_copies, _by_data, _in_data, _together])
 def test_frozen_parameters_that_the_step_changes_are_buffers(follow: Callable[[Tensor, Tensor], None]) -> None:
     _trains_as_pytorch(Following(follow))
+
+
+def test_a_frozen_parameter_that_gets_the_memory_of_a_trained_one_is_refused() -> None:
+    def share(teacher: Tensor, student: Tensor) -> None:
+        teacher.data = student.data
+
+    match = r"gives 'teacher\.weight' the memory of 'student\.weight', which is trained; expected a copy"
+    with pytest.raises(ExportError, match=match):
+        export_training_step(Following(share), F.mse_loss, _batch())
 
 
 class Written(nn.Module):

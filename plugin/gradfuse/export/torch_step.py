@@ -400,6 +400,8 @@ class TorchStep:
                 private.version(tensor) != versions[name]
                 or tensor in written
                 or self.places[name][0].tensor() is not tensor
+                # Operators on several tensors do not count versions.
+                or (cast is None and not _is_same(tensor, self.state[name]))
             )
         ]
         for name in written_into:
@@ -410,6 +412,14 @@ class TorchStep:
                 )
         if written_into:
             raise FrozenChangedError(written_into)
+        memory = {private.storage(leaf): name for name, leaf in leaves.items()}
+        for name, tensor in after.items():
+            trained = memory.get(private.storage(tensor))
+            if trained is not None and name not in leaves:
+                raise refusal(
+                    f"the step gives {name!r} the memory of {trained!r}, which is trained; expected a copy, as by "
+                    "clone()"
+                )
         # Kernels that write running statistics do not count versions.
         changed = (
             name
@@ -581,6 +591,11 @@ class _Owners:
             for name, tensor in owner.state_dict(keep_vars=True).items()
             if id(tensor) in self.names
         }
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors have the same numbers; NaN is NaN."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _reserved_names(trainable: Sequence[str], buffers: Sequence[str], optimizer: Optimizer | None) -> list[str]:

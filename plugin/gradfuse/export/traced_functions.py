@@ -345,6 +345,20 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: s
     return kinds.linalg_lstsq((found, residuals, none.to(torch.int64), none))
 
 
+def _of_each(name: str) -> Callable[..., None]:
+    """Return what writes into each of several tensors, as `torch._foreach_mul_` does."""
+
+    def write(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        for place, tensor in enumerate(tensors):
+            given = [one[place] if isinstance(one, (list, tuple)) else one for one in args]
+            getattr(tensor, name)(*given, **kwargs)
+
+    return write
+
+
+_EACH = "_foreach_"
+
+
 INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.grid_sample: grid_sample,
     torch.grid_sampler: grid_sampler,
@@ -372,5 +386,10 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor_affine,
     torch.fake_quantize_per_channel_affine: fake_quantize_per_channel_affine,
+    **{
+        getattr(torch, name): _of_each(name.removeprefix(_EACH))
+        for name in dir(torch)
+        if name.startswith(_EACH) and name.endswith("_") and hasattr(Tensor, name.removeprefix(_EACH))
+    },
 }
 """Function -> the same in operators whose gradients and sizes are known."""
