@@ -166,6 +166,21 @@ def test_gradients_within_a_step_are_refused_with_their_place() -> None:
         export_training_step(Penalised(), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), dynamic_shapes=DYNAMIC)
 
 
+def test_a_size_that_is_the_key_of_what_is_kept_is_named() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def counted(h: Tensor) -> Tensor:
+        if len(h) not in kept:
+            kept[len(h)] = torch.arange(len(h))
+        return h + kept[len(h)][:, None]
+
+    batch = torch.randn(8, 6), torch.arange(8) % 5
+    match = r"a size that may vary is the key of a dictionary .* in .*counted \(test_explaining\.py:\d+\); expected"
+    with pytest.raises(ExportError, match=match):
+        export_training_step(Head(counted), F.cross_entropy, batch, dynamic_shapes=DYNAMIC)
+    export_training_step(Head(counted), F.cross_entropy, batch)
+
+
 @pytest.mark.parametrize("given", [{}, {"dim": 0}, {"dim": 0, "largest": False}])
 def test_a_choice_between_equal_numbers_is_named(given: dict[str, Any]) -> None:
     def keeps_some(h: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ _NOTES = re.compile(
 """Where the part of a text begins that helps nobody who uses torch."""
 
 _UNBACKED = "Pending unbacked symbols"
+_UNHASHABLE = "unhashable type: non-nested SymInt"
 _WITHOUT_DATA = "The tensor has a non-zero number of elements, but its data is not allocated yet"
 """How torch begins to say that a size depends on values."""
 
@@ -76,6 +77,11 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if text.startswith(_UNBACKED):
         return f"the values of a tensor decide where something begins or ends{_in(place(error))}; expected shapes to"
+    if text == _UNHASHABLE:
+        return (
+            f"a size that may vary is the key of a dictionary or of functools.lru_cache{_in(place(error))}; expected "
+            "what is kept under it to be computed each time, or this axis static"
+        )
     if text.startswith(_WITHOUT_DATA):
         return (
             f"numbers are taken out of tensors, as by an index that is a tuple or list of tensors{_in(place(error))}; "
