@@ -343,9 +343,10 @@ def _free(site: Site, rewrite: Rewrite) -> frozenset[ir.Value]:
 
     Where the root also reads what one of them is computed from, that is given in its place.
     """
-    # A graph may compute one of them twice. What is equal is filled with the same numbers.
-    found = {equal for value in rewrite.frontier for equal in (value, *site.equal(value)) if equal is not rewrite.root}
     filled = {*rewrite.ends, *rewrite.counts, *rewrite.positive}
+    found = set(rewrite.frontier)
+    # A graph may compute one of them twice. What is equal is filled with the same numbers, if these may be any.
+    found |= {equal for value in found - filled for equal in site.equal(value) if equal is not rewrite.root}
     for _ in range(_STEPS_BACK):
         reached, todo = {rewrite.root}, [rewrite.root]
         while todo and len(reached) <= NODE_LIMIT:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def test_step_names_what_the_artifacts_have() -> None:
 
 def test_training_model_is_fused_where_it_is() -> None:
     result = gradfuse.fuse(ARTIFACTS / "convolution" / "training_model.onnx", policy="all")
-    operators = ["CrossEntropyLossGrad", "ConvolutionBackward", "ConvolutionBackward", "BatchNormBackward"]
-    assert [fusion.op for fusion in result.report.fusions] == operators
+    operators = Counter(fusion.op for fusion in result.report.fusions)
+    convolutions = {"ConvolutionBackward": 2, "BatchNormBackward": 1, "MaxPoolBackward": 1}
+    assert operators == Counter(CrossEntropyLossGrad=1, **convolutions)
 
 
 def test_gradient_of_dropout_is_of_the_elements_that_were_kept(tmp_path: Path) -> None:
