@@ -19,7 +19,7 @@ ATTENTION = {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward", "LayerNormBa
 FUSED = {
     "classifier": {"CrossEntropyLossGrad"},
     "regressor": {"MseLossBackward", "LayerNormBackward", "GeluBackward"},
-    "convolution": {"CrossEntropyLossGrad", "ConvolutionBackward", "BatchNormBackward"},
+    "convolution": {"CrossEntropyLossGrad", "ConvolutionBackward", "BatchNormBackward", "MaxPoolBackward"},
     "attention": ATTENTION,
     "attention by SGD": ATTENTION,
 }
