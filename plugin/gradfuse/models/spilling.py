@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -75,6 +77,9 @@ class Shelf:
 
     @staticmethod
     def _write(path: Path, array: npt.NDArray[Any]) -> None:
+        if array.nbytes > shutil.disk_usage(path.parent).free // 2:
+            # Others need some of it.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         array.tofile(path)
 
     def close(self) -> None:
