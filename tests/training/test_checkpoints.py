@@ -308,10 +308,13 @@ def test_a_signal_finds_a_step_done_or_not_begun(large_step: TrainingStep, kind:
     """Handlers raise within `step`, mostly just after onnxruntime has run; parameters are written in place."""
     data = [(RNG.standard_normal((8, 256), np.float32), RNG.integers(0, 10, 8)) for _ in range(60)]
     reference, session = TrainingSession(large_step), TrainingSession(large_step)
-    start = time.perf_counter()
+    pairs = []
     for batch in data[:10]:
+        start = time.perf_counter()
         assert reference.step(*batch) == session.step(*batch)
-    seconds = (time.perf_counter() - start) / 20
+        pairs.append(time.perf_counter() - start)
+    # Of the fastest, as a machine that does something else at first would interrupt none.
+    seconds = min(pairs) / 2
     generator, interrupted, done = random.Random(0), 0, 0
 
     def interrupt(*_: Any) -> None:
