@@ -44,7 +44,9 @@ _LARGE = 2**16
 _VIEWS = frozenset("Cast Flatten Identity Reshape Squeeze Transpose Unsqueeze".split())
 _BYTES = (ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8)
 _LARGEST_PART = 2**23
-"""So many elements of such values a part of more than one node reads and makes."""
+"""So many elements of such weights a part reads, or returns as outputs of the model, if it has more than one node."""
+_LARGEST_VALUES = 2**25
+"""So many elements of other large values such a part reads and makes: each part takes a session of onnxruntime."""
 
 
 class ReferenceSession:
@@ -416,7 +418,7 @@ class _Part:
 
 def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
     sessions = _Sessions(model)
-    parts = [_Part(nodes, sessions) for nodes in _runs(model)]
+    parts = [_Part(nodes, sessions) for nodes in _runs(model, outputs)]
     wanted: set[str] = set(outputs)
     needed: set[str] = set()
     for part in reversed(parts):
@@ -427,20 +429,25 @@ def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
     return [part for part in parts if part.outputs]
 
 
-def _runs(model: ir.Model) -> Iterator[list[ir.Node]]:
+def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
     """Yield the nodes that run one after the other, without too many large values in one run.
 
     All that a run reads, and all that it makes for others, is in memory at once. Those for numpy are alone.
     """
-    sizes = {str(value.name): _elements(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
-    sizes |= {str(value.name): _elements(value) for node in model.graph for value in node.outputs}
+    sizes = {str(value.name): _elements(value) for node in model.graph for value in node.outputs}
+    returned = {name: sizes.get(name, 0) for name in outputs}
+    given = {str(value.name): _elements(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    sizes |= given
+    outside = given | returned
     nodes: list[ir.Node] = []
     large: dict[str, int] = {}
     for node in model.graph:
         names = (*_reads(node), *(str(value.name) for value in node.outputs))
         more = {name: sizes[name] for name in names if sizes.get(name, 0) > _LARGE}
         alone = _in_numpy(node)
-        if nodes and (alone or sum((large | more).values()) > _LARGEST_PART):
+        together = large | more
+        weights = sum(size for name, size in together.items() if name in outside)
+        if nodes and (alone or weights > _LARGEST_PART or sum(together.values()) - weights > _LARGEST_VALUES):
             yield nodes
             nodes, large = [], {}
         nodes.append(node)
