@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import gradfuse
 from gradfuse import ExportError, export_training_step
+from gradfuse.testing import assert_gradients_close
 
 
 def _batch(items: int = 6) -> tuple[Tensor, Tensor]:
@@ -184,3 +186,31 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
     module.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     with pytest.raises(ExportError, match=r"parameter 'phase' is torch\.complex64; expected real numbers"):
         export_training_step(module, F.mse_loss, _batch())
+
+
+def test_running_statistics_that_a_batch_leaves_alone_change_with_the_next() -> None:
+    class Opens(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return self.norm(self.linear(x) * (self.count > 1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    module, x, y = Opens(), torch.randn(5, 3), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    session = gradfuse.TrainingSession(gradfuse.export_training_step(module, F.mse_loss, (x, y), optimizer))
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        session.step(x.numpy(), y.numpy())
+    mean = module.norm.running_mean
+    assert mean is not None and mean.abs().min() > 1e-3
+    native = mean.numpy()
+    assert_gradients_close(session.state_dict()["norm.running_mean"], native, native.astype(np.float64), np.float32)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -80,7 +81,10 @@ class MadeTensors(TorchFunctionMode):
 
 
 class WrittenData(TorchFunctionMode):
-    """Notes which tensors are written into by `.data`, which PyTorch's own counters of versions do not tell."""
+    """Notes which tensors are written into where PyTorch's own counters of versions do not tell.
+
+    That is by `.data`, and as running statistics, which a batch may leave as they are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +99,10 @@ class WrittenData(TorchFunctionMode):
         # A module that is converted to the type that it has sets what is there.
         if func == Tensor.data.__set__ and _view(args[0]) != _view(args[1]):  # type: ignore[attr-defined]
             self._set.append(args[0])
+        if func in (F.batch_norm, F.instance_norm):
+            named = kwargs or {}
+            if named.get("training") or named.get("use_input_stats"):
+                self._set += [one for one in args[1:3] if isinstance(one, Tensor)]
         result = func(*args, **(kwargs or {}))
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             self._read.append((args[0], result))

@@ -427,6 +427,7 @@ class TorchStep:
             if tensor is not state[name]
             or private.version(tensor) != versions[name]
             or not torch.equal(tensor, before[name])
+            or tensor in written
         )
         gradients = _gradients(value, leaves) if take is None else _gradients_taken(value, leaves, take)
         hooks.refuse()
