@@ -188,7 +188,28 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
         export_training_step(module, F.mse_loss, _batch())
 
 
-def test_running_statistics_that_a_batch_leaves_alone_change_with_the_next() -> None:
+def _by_module(module: Any, x: Tensor) -> Tensor:
+    return module.norm(x)  # type: ignore[no-any-return]
+
+
+def _by_function(module: Any, x: Tensor) -> Tensor:
+    norm = module.norm
+    return torch.batch_norm(x, None, None, norm.running_mean, norm.running_var, True, 0.1, 1e-5, False)
+
+
+def _by_function_without_flags(module: Any, x: Tensor) -> Tensor:
+    norm = module.norm
+    return F.instance_norm(x.T[None], norm.running_mean, norm.running_var)[0].T
+
+
+def _by_foreach(module: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_add_([module.norm.running_mean], [x.mean(0)])
+    return x + module.norm.running_mean  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keeps", [_by_module, _by_function, _by_function_without_flags, _by_foreach])
+def test_statistics_that_a_batch_leaves_alone_change_with_the_next(keeps: Callable[[Any, Tensor], Tensor]) -> None:
     class Opens(nn.Module):
         count: Tensor
 
@@ -197,14 +218,14 @@ def test_running_statistics_that_a_batch_leaves_alone_change_with_the_next() -> 
             self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
             self.register_buffer("count", torch.zeros(()))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             self.count = self.count + 1
-            return self.norm(self.linear(x) * (self.count > 1))  # type: ignore[no-any-return]
+            return keeps(self, self.linear(x) * (self.count > 1))
 
     torch.manual_seed(0)
     module, x, y = Opens(), torch.randn(5, 3), torch.randn(5, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    session = gradfuse.TrainingSession(gradfuse.export_training_step(module, F.mse_loss, (x, y), optimizer))
+    session = gradfuse.TrainingSession(export_training_step(module, F.mse_loss, (x, y), optimizer))
     for _ in range(2):
         optimizer.zero_grad()
         F.mse_loss(module(x), y).backward()  # type: ignore[no-untyped-call]

@@ -83,7 +83,8 @@ class MadeTensors(TorchFunctionMode):
 class WrittenData(TorchFunctionMode):
     """Notes which tensors are written into where PyTorch's own counters of versions do not tell.
 
-    That is by `.data`, and as running statistics, which a batch may leave as they are.
+    That is by `.data`, as running statistics and by operators on several tensors. These may leave what is there as it
+    is, and write something else the next time.
     """
 
     def __init__(self) -> None:
@@ -99,14 +100,32 @@ class WrittenData(TorchFunctionMode):
         # A module that is converted to the type that it has sets what is there.
         if func == Tensor.data.__set__ and _view(args[0]) != _view(args[1]):  # type: ignore[attr-defined]
             self._set.append(args[0])
-        if func in (F.batch_norm, F.instance_norm):
-            named = kwargs or {}
-            if named.get("training") or named.get("use_input_stats"):
-                self._set += [one for one in args[1:3] if isinstance(one, Tensor)]
+        self._set += _written(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             self._read.append((args[0], result))
         return result
+
+
+_STATISTICS = {
+    **dict.fromkeys((F.batch_norm, F.instance_norm), 1),
+    **dict.fromkeys((torch.batch_norm, torch.instance_norm, torch.native_batch_norm), 3),
+}
+"""Functions with running statistics -> which of their arguments are the first of these."""
+_FROM_BATCH = 5
+"""Which argument says whether statistics are the batch's."""
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return what a function writes into without a version that says so."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("_foreach_") and name.endswith("_"):
+        return [one for held in args[:1] for one in held]
+    if func not in _STATISTICS:
+        return []
+    flags = kwargs.get("training"), kwargs.get("use_input_stats"), *args[_FROM_BATCH : _FROM_BATCH + 1]
+    given = (*args[_STATISTICS[func] :][:2], kwargs.get("running_mean"), kwargs.get("running_var"))
+    return [one for one in given if isinstance(one, Tensor)] if any(flag is True for flag in flags) else []
 
 
 _REGISTER_HOOK: Any = Tensor.register_hook

@@ -5,9 +5,8 @@ External data is read only where it is needed. Until then, tensors in files stay
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
 from typing import Any
 
@@ -120,15 +119,7 @@ def with_tensors_in_memory(model: ir.Model) -> ir.Model:
     Raises:
         ModelError: external data cannot be read.
     """
-    if not has_external_data(model):
-        return model
-    result = copy_model(model)
-    read_attribute_tensors(result)
-    for graph in result.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = _read_tensor(value.const_value)
-    return result
+    return _with_external(model, _read_tensor) if has_external_data(model) else model
 
 
 def with_small_tensors_in_memory(model: ir.Model) -> ir.Model:
@@ -140,12 +131,17 @@ def with_small_tensors_in_memory(model: ir.Model) -> ir.Model:
     large = {id(tensor) for tensor in every_tensor(model) if _is_mapped(tensor)}
     if sum(tensor.nbytes for tensor in every_tensor(model) if id(tensor) in large) < _MUCH:
         return with_tensors_in_memory(model)
+    return _with_external(model, lambda tensor: tensor if id(tensor) in large else _read_tensor(tensor))
+
+
+def _with_external(model: ir.Model, read: Callable[[ir.ExternalTensor], ir.TensorProtocol]) -> ir.Model:
+    """Return a copy with something else in the place of each external initializer, and attributes read into memory."""
     result = copy_model(model)
     read_attribute_tensors(result)
     for graph in result.graphs():
         for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor) and id(value.const_value) not in large:
-                value.const_value = _read_tensor(value.const_value)
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = read(value.const_value)
     return result
 
 
@@ -177,31 +173,19 @@ def _read_tensor(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Return an `onnx.ModelProto` that holds its tensors; if it would exceed 2 GB, external tensors stay external."""
-    return serialized(_with_tensors_read_late(model) if fits_one_message(model) else model)
+    is_read = has_external_data(model) and fits_one_message(model)
+    return serialized(_with_external(model, _read_late) if is_read else model)
 
 
-def _with_tensors_read_late(model: ir.Model) -> ir.Model:
-    """Return the model, or a copy whose external tensors are read when they are asked for, and then not kept."""
-    if not has_external_data(model):
-        return model
-    result = copy_model(model)
-    read_attribute_tensors(result)
-    for graph in result.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor):
-                value.const_value = ir.LazyTensor(
-                    functools.partial(_read_once, tensor),
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    name=str(tensor.name),
-                    doc_string=tensor.doc_string,
-                )
-    return result
-
-
-def _read_once(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
-    return _read_tensor(unmapped(tensor))
+def _read_late(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    """Return a tensor that is read when it is asked for, and then not kept."""
+    return ir.LazyTensor(
+        lambda: _read_tensor(unmapped(tensor)),
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        name=str(tensor.name),
+        doc_string=tensor.doc_string,
+    )
 
 
 def unmapped(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
