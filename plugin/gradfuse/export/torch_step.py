@@ -94,7 +94,7 @@ class FrozenChangedError(Exception):
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(*names)
+        super().__init__(f"the step writes into frozen parameters: {', '.join(map(repr, names))}")
         self.names = tuple(names)
 
 
