@@ -178,7 +178,7 @@ class _Values:
             if self._shelf.room is None or total <= self._shelf.room:
                 return
             if name not in self._spilled:
-                spilled = self._shelf.spill(np.ascontiguousarray(self._arrays[name]))
+                spilled = self._shelf.spill(np.asarray(self._arrays[name], order="C"))
                 if spilled is None:
                     return
                 self._spilled[name] = spilled

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,68 +26,83 @@ _current: ContextVar[Shelf | None] = ContextVar("shelf", default=None)
 
 
 class Spilled:
-    """An array in a file.
+    """An array in the file of a shelf, whose place there is free again when nobody has the object any more.
 
     Args:
-        path: the file, which is removed with the object.
-        array: what is in it.
+        shelf: the shelf.
+        place: where in its file.
+        array: what is there.
     """
 
-    def __init__(self, path: Path, array: npt.NDArray[Any]) -> None:
-        self._path, self._dtype, self._shape = path, array.dtype, array.shape
+    def __init__(self, shelf: Shelf, place: int, array: npt.NDArray[Any]) -> None:
+        self._shelf, self._place = shelf, place
+        self._dtype, self._shape, self._size = array.dtype, array.shape, array.nbytes
 
     def read(self) -> npt.NDArray[Any]:
         """Return the array."""
-        return np.fromfile(self._path, self._dtype).reshape(self._shape)
+        return self._shelf.read(self._place, self._dtype, self._size).reshape(self._shape)
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        self._shelf.free(self._place, self._size)
 
 
 class Shelf:
-    """A folder of spilled arrays, and how much of what runs keep for later may stay in memory."""
+    """A file of spilled arrays, and how much of what runs keep for later may stay in memory.
+
+    The file has no name where the system allows that, and is gone with the process, however that ends.
+    """
 
     def __init__(self) -> None:
         self.room: int | None = None
         """In bytes; None: all."""
-        self._folder: Path | None = None
-        self._numbers = itertools.count()
+        self._file: Any = None
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        # The backward pass of PyTorch may have threads of its own.
+        self._lock = threading.Lock()
 
     def limit(self, room: int) -> None:
         """Let runs keep so many bytes in memory, or the least that there is any use in."""
         self.room = max(room, _LEAST_ROOM)
 
     def spill(self, array: npt.NDArray[Any]) -> Spilled | None:
-        """Write a C-contiguous array to a file; None if that is not possible: then all others stay in memory, too."""
-        path: Path | None = None
-        try:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="gradfuse-", dir=_folder()))
-            path = self._folder / str(next(self._numbers))
-            self._write(path, array)
-            return Spilled(path, array)
-        except OSError:
-            # The disk is full, or nothing may be written anywhere.
-            if path is not None:
-                path.unlink(missing_ok=True)
-            self.room = None
-            return None
+        """Write a C-contiguous array to the file; None if that is not possible: then all others stay in memory, too."""
+        with self._lock:
+            free = self._free.get(array.nbytes)
+            place = free.pop() if free else self._end
+            try:
+                self._write(place, array)
+            except OSError:
+                # The disk is full, or nothing may be written anywhere.
+                self.room = None
+                return None
+            self._end = max(self._end, place + array.nbytes)
+        return Spilled(self, place, array)
 
-    @staticmethod
-    def _write(path: Path, array: npt.NDArray[Any]) -> None:
-        if array.nbytes > shutil.disk_usage(path.parent).free // 2:
-            # Others need some of it.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        array.tofile(path)
+    def read(self, place: int, dtype: npt.DTypeLike, size: int) -> npt.NDArray[Any]:
+        """Return what was written in a place, in one dimension."""
+        with self._lock:
+            self._file.seek(place)
+            return np.fromfile(self._file, dtype, size // np.dtype(dtype).itemsize)
+
+    def free(self, place: int, size: int) -> None:
+        """Let a place be written anew by an array of the same size: layers are mostly alike."""
+        self._free.setdefault(size, []).append(place)
 
     def close(self) -> None:
-        """Remove the folder; its arrays are lost."""
-        if self._folder is not None:
-            for path in self._folder.iterdir():
-                path.unlink(missing_ok=True)
-            self._folder.rmdir()
-            self._folder = None
+        """Close the file; its arrays are lost."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, place: int, array: npt.NDArray[Any]) -> None:
+        folder = _folder()
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(buffering=0, prefix="gradfuse-", dir=folder)
+        if place == self._end and array.nbytes > shutil.disk_usage(folder).free // 2:
+            # Others need some of it.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._file.seek(place)
+        array.tofile(self._file)
 
 
 def current() -> Shelf | None:
@@ -119,6 +133,5 @@ def everything_in_memory() -> Iterator[None]:
         _current.reset(token)
 
 
-def _folder() -> str | None:
-    """Return where temporary files go; None: where Python puts them."""
-    return None if "TMPDIR" in os.environ or not os.access(_FOLDER, os.W_OK) else _FOLDER
+def _folder() -> str:
+    return tempfile.gettempdir() if "TMPDIR" in os.environ or not os.access(_FOLDER, os.W_OK) else _FOLDER
