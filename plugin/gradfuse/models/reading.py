@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError, ModelError, one_line
-from gradfuse.models import default_values, validation
+from gradfuse.models import default_values, validation, zeros
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.ordering import in_order
@@ -182,6 +182,8 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
         what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
         raise ModelError(f"{path}: {what}; expected an ONNX file")
     proto = parse(path, defaults)
+    if defaults is not None:
+        _move_zeros(proto.graph, defaults, path)
     as_it_is = proto
     proto = in_order(proto)
     _check_versions(proto, path)
@@ -194,6 +196,20 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
         if isinstance(tensor, ir.ExternalTensor):
             tensor.base_dir = folder
     return model
+
+
+def _move_zeros(graph: onnx.GraphProto, defaults: Arrays, path: str) -> None:
+    """Put the default values that the file does not store among the others."""
+    found = {str(tensor.name): tensor for tensor in zeros.of(graph)}
+    if not found:
+        return
+    try:
+        defaults.update({name: tensor.numpy() for name, tensor in found.items()})
+    except (MemoryError, ValueError) as error:
+        raise ModelError(f"{path}: cannot read the file: {one_line(error)}") from error
+    others = [sparse for sparse in graph.sparse_initializer if sparse.values.name not in found]
+    del graph.sparse_initializer[:]
+    graph.sparse_initializer.extend(others)
 
 
 def is_binary(path: str) -> bool:
@@ -244,9 +260,11 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
     # onnx_ir silently drops these.
     if proto.training_info:
         raise ModelError(f"{source}: has training_info; expected a model without, as gradfuse could not keep it")
-    validation.refuse_sparse(proto, source)
+    empty = zeros.of(proto.graph)
+    validation.refuse_sparse(proto, source, {str(tensor.name) for tensor in empty})
     try:
         model = ir.from_proto(proto)
+        zeros.register(model.graph, empty)
     except Exception as error:
         # The deserializer documents no exceptions; whatever it raises, the model is malformed.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error

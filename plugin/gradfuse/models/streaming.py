@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from gradfuse.models.tensors import copy_model
+from gradfuse.models import zeros
+from gradfuse.models.tensors import copy_model, without_zeros
 
 SMALLEST = 2**20
 """Bytes from which on an initializer of the main graph is written by itself."""
@@ -15,7 +16,8 @@ _BYTES = 2
 
 
 def save(model: ir.Model, path: str) -> None:
-    """Write a model to a file; external tensors stay in theirs, and the rest must fit into one message."""
+    """Write a model without `Zeros`; external tensors stay in their files, and the rest must fit into one message."""
+    model, empty = without_zeros(model)
     large = {
         name: value.const_value
         for name, value in model.graph.initializers.items()
@@ -24,7 +26,7 @@ def save(model: ir.Model, path: str) -> None:
         and value.const_value.nbytes >= SMALLEST
         and value.const_value.dtype != ir.DataType.STRING
     }
-    if not large:
+    if not large and not empty:
         ir.save(model, path)
         return
     copy = copy_model(model)
@@ -34,6 +36,7 @@ def save(model: ir.Model, path: str) -> None:
     small = [tensor for tensor in proto.graph.initializer if tensor.name not in large]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(small)
+    zeros.put(proto.graph, empty)
     graph = proto.graph.SerializeToString()
     proto.ClearField("graph")
     heads = [_head(name, tensor) for name, tensor in large.items()]

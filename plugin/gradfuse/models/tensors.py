@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError, one_line
+from gradfuse.models.zeros import Zeros
 
 PROTOBUF_LIMIT = 2**31 - 1
 # Room for everything of a message that is not tensor data.
@@ -59,8 +60,9 @@ def fits_one_message(model: ir.Model) -> bool:
 
 
 def fits_one_message_without_files(model: ir.Model) -> bool:
-    """Tell whether a model fits into one protobuf message if tensors that are in files stay there."""
-    embedded = sum(tensor.nbytes for tensor in every_tensor(model) if not isinstance(tensor, ir.ExternalTensor))
+    """Tell whether a model fits into one protobuf message without tensors that are in files, and without `Zeros`."""
+    stored = (tensor for tensor in every_tensor(model) if not isinstance(tensor, ir.ExternalTensor | Zeros))
+    embedded = sum(tensor.nbytes for tensor in stored)
     return embedded + _MESSAGE_ROOM <= PROTOBUF_LIMIT
 
 
@@ -101,6 +103,16 @@ def copy_model(model: ir.Model) -> ir.Model:
             else:
                 value.type = deepcopy(value.type)
     return result
+
+
+def without_zeros(model: ir.Model) -> tuple[ir.Model, list[Zeros]]:
+    """Return a model, or a copy of it without the initializers that are `Zeros`; and those."""
+    found = {n: v.const_value for n, v in model.graph.initializers.items() if isinstance(v.const_value, Zeros)}
+    if found:
+        model = copy_model(model)
+        for name in found:
+            model.graph.initializers.pop(name).const_value = None
+    return model, list(found.values())
 
 
 def rename(value: ir.Value, name: str) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import onnx
 import onnx_ir as ir
@@ -111,10 +111,22 @@ def tensors(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
             yield where, tensor
 
 
-def refuse_sparse(model: onnx.ModelProto, source: str) -> None:
-    """Raise ModelError where any tensor of a model is sparse: onnx_ir drops those without a word."""
+def refuse_sparse(model: onnx.ModelProto, source: str, known: Collection[str] = ()) -> None:
+    """Raise ModelError where any tensor of a model is sparse: onnx_ir drops those without a word.
+
+    Args:
+        model: the model.
+        source: what to call it.
+        known: initializers of its graph that may be.
+    """
+    seen = set()
     for where, tensor in _all_tensors(model):
         if isinstance(tensor, onnx.SparseTensorProto):
+            name = tensor.values.name
+            if where == f"initializer {name!r}" and name in known and name not in seen:
+                # The main graph comes first.
+                seen.add(name)
+                continue
             is_initializer = where.startswith("initializer ")
             what = "sparse; expected dense ones only" if is_initializer else "a sparse tensor; expected a dense one"
             raise ModelError(f"{source}: {where} is {what}")

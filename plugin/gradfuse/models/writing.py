@@ -9,10 +9,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
+import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError, one_line
-from gradfuse.models import files, streaming, validation
+from gradfuse.models import files, streaming, validation, zeros
 from gradfuse.models.reading import is_binary, parse
 from gradfuse.models.tensors import (
     copy_model,
@@ -20,6 +21,7 @@ from gradfuse.models.tensors import (
     fits_one_message_without_files,
     has_external_data,
     read_attribute_tensors,
+    without_zeros,
 )
 
 _DATA = ".data"
@@ -44,7 +46,7 @@ def save(
     `path` and then renamed: if anything fails, what was at `path` before is still there.
 
     Args:
-        model: the model; it is not changed.
+        model: the model; it is not changed. Of default values that are `Zeros`, a binary file has only the shape.
         path: the file to write; its ending chooses the format, as for `onnx.save`.
         keep_references: external tensors keep referring to their files, which must be beside `path`.
         inputs: files that the model was made from, which must stay as they are.
@@ -74,9 +76,15 @@ def save(
         if not external:
             (streaming.save if is_binary(path) else ir.save)(model, written)
             return
-        copy = copy_model(model)
+        copy, empty = without_zeros(model)
+        copy = copy_model(model) if copy is model else copy
         read_attribute_tensors(copy)
         ir.save(copy, written, external_data=f"{name}{_DATA}")
+        if empty:
+            # Without the tensors, which are in the data file, it is small.
+            proto = onnx.load(written, load_external_data=False)
+            zeros.put(proto.graph, empty)
+            onnx.save(proto, written)
         # The data file is empty if all tensors are small, as small ones stay in the model.
         data = written + _DATA
         if not os.path.getsize(data):

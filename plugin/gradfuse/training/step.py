@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError, one_line
-from gradfuse.models import files, reading, tensor_files, writing
+from gradfuse.models import files, reading, tensor_files, writing, zeros
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import data_files, moved, to_mapped_proto
 
@@ -122,8 +122,9 @@ class TrainingStep:
         """Write the step as one ONNX file, whole or not at all, and its evaluation model beside it.
 
         Parameters, buffers, optimizer state and hyperparameters are stored as default values of the inputs of their
-        names: an onnxruntime session of the file uses them wherever they are not fed. Beyond 2 GB the tensors are in
-        `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
+        names: an onnxruntime session of the file uses them wherever they are not fed. Of state that is zero, as it is
+        before the first step, the file has only the shape: a sparse default value without elements. Beyond 2 GB the
+        tensors are in `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
 
         With `defaults=False` these inputs have no default values, as onnxruntime-web takes none. The values of
         `step.onnx` are in `step.safetensors` then, by the names of the inputs: what to feed in the first step.
@@ -143,9 +144,14 @@ class TrainingStep:
         model = ir.from_proto(self.model)
         by_name = {str(value.name): value for value in model.graph.inputs}
         for field in _TENSORS:
-            for name, array in getattr(self, field).items():
+            arrays = getattr(self, field)
+            empty = zeros.all_zeros(arrays) if field == "optimizer_state" else ()
+            for name, array in arrays.items():
                 if name in by_name:
-                    by_name[name].const_value = ir.tensor(array, name=name)
+                    tensor = ir.tensor(array, name=name)
+                    if name in empty:
+                        tensor = zeros.Zeros(name, tensor.dtype, array.shape)
+                    by_name[name].const_value = tensor
                     model.graph.register_initializer(by_name[name])
                 elif name not in model.graph.initializers:
                     # The exporter has folded this constant into others.
