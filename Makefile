@@ -215,7 +215,7 @@ bench-scale: $(INSTALLED) bench-sizes
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json --plot docs/scale.svg --page docs/scale.md
 
 bench-sizes: $(MODELS)/.transformers
-	$(MODELS)/bin/python benchmarks/real_sizes.py --json benchmarks/results/real_sizes.json --plot docs/real-sizes.svg --page docs/scale.md $(BENCH_ARGS)
+	$(MODELS)/bin/python benchmarks/real_sizes.py --json benchmarks/results/real_sizes.json --plot docs/real-sizes.svg --page docs/scale.md --models-page docs/models.md $(BENCH_ARGS)
 
 bench-step: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)

@@ -2,19 +2,20 @@
 
     python benchmarks/real_sizes.py [--only MODEL] [--ways export,torch] [--json FILE] [--plot FILE] [--page FILE]
 
-GPTs of growing size, and models that people train, with random weights. Each is exported with AdamW, loaded and trained
-by `gradfuse.TrainingSession`, and trained by PyTorch, eagerly and by torch.compile: each way in a process of its own.
-Memory is the peak of the resident sizes of that process and its children, imports and all. Seconds are those after the
-imports, until the step is ready, or the first step done; those of processor time are of the whole process, as the time
-of exports and of torch.compile grows with whatever else the machine does.
+GPTs of growing size, and models that people train, with random weights, of real_size_models.py. Each is exported with
+AdamW, loaded and trained by `gradfuse.TrainingSession`, and trained by PyTorch, eagerly and by torch.compile: each way
+in a process of its own. Memory is the peak of the resident sizes of that process and its children, imports and all.
+Seconds are those after the imports, until the step is ready, or the first step done; those of processor time are of the
+whole process, as the time of exports and of torch.compile grows with whatever else the machine does.
+
+Models that people train go through 20 steps, whose losses are compared: where there is dropout, with those of PyTorch
+under the numbers that the step draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -23,133 +24,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from real_size_models import MODELS
 
 Row = dict[str, Any]
 
-STEPS = 3
+STEPS, STEPS_OF_A_TRAINING = 3, 20
+RATE = 1e-4
 WAYS = {
     "torch": "training by PyTorch",
     "compile": "first step in torch.compile",
     "export": "export_training_step",
     "session": "training by TrainingSession",
+    "drawn": "training by PyTorch with the session's dropout",
 }
-BEGIN, END = "<!-- real sizes -->\n", "<!-- end of real sizes -->"
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model that is measured: made when it is needed, as transformers takes seconds to import.
-
-    Attributes:
-        make: returns module, loss, inputs and targets.
-        batch: what the batch is, in words.
-        axis: whether it is a point of the axis of parameters.
-    """
-
-    make: Callable[[], tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor]]
-    batch: str
-    axis: bool = False
-
-
-def _gpt(
-    layers: int, width: int, classes: int, batch: int, length: int
-) -> tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor]:
-    """A decoder with causal attention and an output layer of its own."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-        def forward(self, x: Tensor) -> Tensor:
-            heads = width // 64
-            q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, heads, 64)).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).flatten(2))
-            return x + self.feed(self.second_norm(x))  # type: ignore[no-any-return]
-
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(classes, width)
-            self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
-            self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
-            self.norm = nn.LayerNorm(width)
-            self.head = nn.Linear(width, classes, bias=False)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.norm(self.blocks(self.embed(ids) + self.positions)))  # type: ignore[no-any-return]
-
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    ids = torch.randint(0, classes, (batch, length))
-    return Gpt(), loss, ids, ids.roll(-1, 1)
-
-
-def _gpt2() -> tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor]:
-    import torch
-    import torch.nn.functional as F
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    def loss(output: Any, labels: Tensor) -> Tensor:
-        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    ids = torch.randint(0, 50_000, (1, 256))
-    return GPT2LMHeadModel(GPT2Config()), loss, ids, ids.clone()
-
-
-def _bert() -> tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor]:
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
-
-    module = BertForSequenceClassification(BertConfig())
-    return module, _of_classes, torch.randint(0, 30_000, (8, 128)), torch.randint(0, 2, (8,))
-
-
-def _resnet50() -> tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor]:
-    import torch
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    module = ResNetForImageClassification(ResNetConfig(num_labels=1000))
-    return module, _of_classes, torch.randn(8, 3, 224, 224), torch.randint(0, 1000, (8,))
-
-
-def _of_classes(output: Any, labels: Tensor) -> Tensor:
-    import torch.nn.functional as F
-
-    return F.cross_entropy(output.logits, labels)
-
-
-MODELS = {
-    "GPT-2 (GPT2LMHeadModel)": Model(_gpt2, "1 x 256"),
-    "BERT-base (BertForSequenceClassification)": Model(_bert, "8 x 128"),
-    "ResNet-50 (ResNetForImageClassification)": Model(_resnet50, "8 x 224 x 224"),
-    **{
-        f"GPT, 4 layers of 256, {length:,} tokens": Model(
-            functools.partial(_gpt, 4, 256, 8192, 1, length), f"1 x {length:,}"
-        )
-        for length in (1024, 2048, 4096)
-    },
-    "GPT, 4 layers of 256, 128,256 classes": Model(functools.partial(_gpt, 4, 256, 128_256, 4, 256), "4 x 256"),
-    **{
-        f"GPT, {layers} layers of {width}": Model(
-            functools.partial(_gpt, layers, width, 8192, 1, 128), "1 x 128", axis=True
-        )
-        for layers, width in ((2, 64), (3, 192), (6, 320), (10, 448), (12, 768), (16, 1216), (20, 1408))
-    },
-}
+MARKS = "<!-- real sizes -->\n", "<!-- end of real sizes -->"
+TRAINING_MARKS = "<!-- trained at real sizes -->\n", "<!-- end of trained at real sizes -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -161,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--plot", type=Path, help="draw memory and time over the parameters")
     parser.add_argument("--page", type=Path, help="put the table into this page, between its marks")
+    parser.add_argument("--models-page", type=Path, help="put the table of trainings into this page, likewise")
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
@@ -176,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = rows.setdefault(name, {"model": name, "batch": model.batch, "axis": model.axis, "ways": {}})
         with tempfile.TemporaryDirectory() as folder:
             for way in ways:
+                if way == "drawn" and not (model.trained and row["ways"].get("export", {}).get("draws")):
+                    continue
                 found = _measured(name, way, folder)
                 if found is not None:
                     row["parameters"] = found.pop("parameters", row.get("parameters"))
@@ -187,10 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     if options.plot:
         plot(document, options.plot)
-    if options.page:
-        before, begin, rest = options.page.read_text().partition(BEGIN)
-        _, end, after = rest.partition(END)
-        options.page.write_text(f"{before}{begin}{table(document)}{end}{after}")
+    for page, marks, text in (
+        (options.page, MARKS, table(document)),
+        (options.models_page, TRAINING_MARKS, training_table(document)),
+    ):
+        if page:
+            before, begin, rest = page.read_text().partition(marks[0])
+            _, end, after = rest.partition(marks[1])
+            page.write_text(f"{before}{begin}{text}{end}{after}")
 
 
 def _one(name: str, way: str, folder: str) -> Row:
@@ -198,20 +99,25 @@ def _one(name: str, way: str, folder: str) -> Row:
     import torch
 
     import gradfuse
+    from gradfuse.export.dropout import SeededDropout
+    from gradfuse.training.step import DROPOUT_SEED
 
     path = os.path.join(folder, "step.onnx")
     torch.manual_seed(0)
     module, loss, inputs, targets = MODELS[name].make()
     count = sum(parameter.numel() for parameter in module.parameters())
+    steps = STEPS_OF_A_TRAINING if MODELS[name].trained else STEPS
+    losses, seconds = [], []
     if way == "session":
         del module
         begin = time.perf_counter()
         session = gradfuse.TrainingSession(path)
         ready = time.perf_counter() - begin
-        for _ in range(STEPS):
+        for _ in range(steps):
             begin = time.perf_counter()
-            session.step(inputs.numpy(), targets.numpy())
-        return {"seconds": ready, "step": time.perf_counter() - begin, "parameters": count}
+            losses.append(session.step(tuple(one.numpy() for one in inputs), targets.numpy()))
+            seconds.append(time.perf_counter() - begin)
+        return {"seconds": ready, "step": median(seconds[1:]), "losses": losses, "parameters": count}
     begin = time.perf_counter()
     if way == "export":
         parts: list[tuple[str, float]] = []
@@ -222,27 +128,34 @@ def _one(name: str, way: str, folder: str) -> Row:
             if not parts or parts[-1][0] != name:
                 parts.append((name, time.perf_counter()))
 
-        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
         step = gradfuse.export_training_step(module, loss, (inputs, targets), optimizer, progress=note)
         row: Row = {"seconds": time.perf_counter() - begin, "parameters": count}
         row["parts"] = {part: round(until - since, 1) for (part, since), (_, until) in itertools.pairwise(parts)}
         step.save(path)
+        row["draws"] = DROPOUT_SEED in step.buffers
+        row["file_mib"] = round(sum(file.stat().st_size for file in Path(folder).glob("step.onnx*")) / 2**20)
         return row
     called: Any = torch.compile(module) if way == "compile" else module
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, fused=True)
+    seed = int(gradfuse.TrainingStep.load(path).buffers[DROPOUT_SEED]) if way == "drawn" else 0
     first = 0.0
-    for _ in range(1 if way == "compile" else STEPS):
+    for index in range(1 if way == "compile" else steps):
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss(called(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        with SeededDropout(torch.tensor(seed + index)) if way == "drawn" else contextlib.nullcontext():
+            found = loss(called(*inputs), targets)
+        found.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        losses.append(found.item())
+        seconds.append(time.perf_counter() - start)
         first = first or time.perf_counter() - begin
-    return {"seconds": first, "step": time.perf_counter() - start, "parameters": count}
+    return {"seconds": first, "step": median(seconds[1:] or seconds), "losses": losses, "parameters": count}
 
 
 def _measured(name: str, way: str, folder: str) -> Row | None:
-    """Run one way in a process of its own; None for a session without a step."""
-    if way == "session" and not os.path.exists(os.path.join(folder, "step.onnx")):
+    """Run one way in a process of its own; None where there is no step to train."""
+    if way in ("session", "drawn") and not Path(folder, "step.onnx").exists():
         return None
     command = [sys.executable, __file__, "--one", name, way, folder]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
@@ -316,6 +229,37 @@ def table(document: Row) -> str:
             _cell(ways, "session", "peak_mib", "{:,} MiB"),
             _cell(ways, "torch", "step", "{:.2f} s"),
             _cell(ways, "session", "step", "{:.2f} s"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def training_table(document: Row) -> str:
+    """The losses of models that people train, as a table in Markdown."""
+    lines = [
+        f"{document['cores']} cores ({document['cpu']}):",
+        "",
+        "| model, batch | parameters | memory: PyTorch | export | session | file | export: CPU time | step: PyTorch "
+        f"| session | loss: first | after {STEPS_OF_A_TRAINING} in PyTorch | in the session | largest difference |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in document["rows"]:
+        ways: dict[str, Row] = row["ways"]
+        ours = ways.get("session", {}).get("losses", [])
+        theirs = ways.get("drawn", ways.get("torch", {})).get("losses", [])
+        if len(ours) != STEPS_OF_A_TRAINING or len(theirs) != STEPS_OF_A_TRAINING:
+            continue
+        cells = [
+            f"{row['model']}, {row['batch']}",
+            f"{row['parameters'] / 1e6:,.1f} M",
+            *(_cell(ways, way, "peak_mib", "{:,} MiB") for way in ("torch", "export", "session")),
+            _cell(ways, "export", "file_mib", "{:,} MiB"),
+            _cell(ways, "export", "cpu_seconds", "{:.0f} s"),
+            *(_cell(ways, way, "step", "{:.2f} s") for way in ("torch", "session")),
+            f"{theirs[0]:.4f}",
+            f"{theirs[-1]:.4f}",
+            f"{ours[-1]:.4f}",
+            f"{max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)):.0e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

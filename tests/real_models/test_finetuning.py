@@ -52,3 +52,31 @@ def test_a_stopped_run_goes_on_and_is_loaded_by_transformers(tmp_path: Path, mon
         share = float((loaded[0].eval()(pictures).logits.argmax(1) == labels).float().mean())
     # Of all digits, not only those of the test.
     assert abs(100 * share - written) < 10
+
+
+def test_a_pretrained_language_model_goes_on_with_its_own_tokens(tmp_path: Path) -> None:
+    import tokenizers
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["to be or not to be, that is the question"], vocab_size=300, show_progress=False)
+    (tmp_path / "small").mkdir()
+    tokenizer.save(str(tmp_path / "small" / "tokenizer.json"))
+    transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "small" / "tokenizer.json")).save_pretrained(
+        tmp_path / "small"
+    )
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 64}
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "small")
+    options = ("--model", tmp_path / "small", "--steps", 60, "--context", 32, "--rate", 1e-2, "--loss", 4.5)
+    text = sample("finetune_gpt2", *options, "--folder", tmp_path / "trained")
+    (before,) = numbers("loss on the text left out before training: #", text)
+    (after,) = numbers("loss on the text left out: #; memory", text)
+    assert after < before - 0.8
+    assert abs(before - 5.7) < 0.2  # log 300: nothing is known yet
+
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "trained")
+    ids = torch.tensor([tokenizer.encode("statement " * 20).ids[:32]])
+    with torch.no_grad():
+        assert float(loaded.eval()(ids, labels=ids).loss) < before
