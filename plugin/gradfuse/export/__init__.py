@@ -208,8 +208,7 @@ def _exported(
                 step = step.with_changing(error.names)
                 native = steadiness.first_run(step, python)
         if native.dropouts:
-            step = step.with_dropout_seed()
-            native = step.with_seed(TRIED_SEED).run()
+            step, native = step.with_dropout_seed(), native.with_dropout_seed()
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
         own = verifying.own_outputs(native)
         native = native.without_values()

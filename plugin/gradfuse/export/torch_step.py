@@ -86,6 +86,14 @@ class Outcome:
         return dataclasses.replace(self, gradients={name: one.to("meta") for name, one in self.gradients.items()})
 
 
+    def with_dropout_seed(self) -> Outcome:
+        """Return the outcome of the same run of a step that has the seed of its dropouts as a buffer: TRIED_SEED."""
+        after = torch.tensor(TRIED_SEED + 1, dtype=torch.int64)
+        return dataclasses.replace(
+            self, buffers=self.buffers | {DROPOUT_SEED: after}, changed=(*self.changed, DROPOUT_SEED)
+        )
+
+
 class FrozenChangedError(Exception):
     """A step changes frozen parameters, as those of a teacher that follows a student.
 
@@ -377,7 +385,8 @@ class TorchStep:
         before = {name: state[name].clone() for name in self.buffers}
         made, written, read, hooks = MadeTensors(), WrittenData(), Reads(self.left_out), HooksOnGradients()
         kept = saved_tensors.limited(state.values()) if take is not None else contextlib.nullcontext()
-        drawing = SeededDropout(state.get(DROPOUT_SEED))
+        # A step without a seed is run to find whether it needs one.
+        drawing = SeededDropout(state.get(DROPOUT_SEED, torch.tensor(TRIED_SEED)))
         try:
             with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept:
                 value, after = self.apply(state, inputs, targets)
