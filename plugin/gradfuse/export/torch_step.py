@@ -85,7 +85,6 @@ class Outcome:
         """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
         return dataclasses.replace(self, gradients={name: one.to("meta") for name, one in self.gradients.items()})
 
-
     def with_dropout_seed(self) -> Outcome:
         """Return the outcome of the same run of a step that has the seed of its dropouts as a buffer: TRIED_SEED."""
         after = torch.tensor(TRIED_SEED + 1, dtype=torch.int64)
@@ -646,9 +645,11 @@ def _gradients_taken(
         tell_share(len(found) / len(leaves))
 
     leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    for name, leaf in leaves.items():
-        leaf.register_post_accumulate_grad_hook(functools.partial(keep, name))  # type: ignore[no-untyped-call]
-    with _own_backward_named():
+    with contextlib.ExitStack() as hooks, _own_backward_named():
+        for name, leaf in leaves.items():
+            hook = leaf.register_post_accumulate_grad_hook(functools.partial(keep, name))  # type: ignore[no-untyped-call]
+            # A leaf and its hook refer to one another, and no collection sees it.
+            hooks.callback(hook.remove)
         torch.autograd.backward(value)
     return {name: found[name] for name in leaves if name in found}
 

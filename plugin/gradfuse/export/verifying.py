@@ -95,7 +95,7 @@ def truth_of(
 
 @contextlib.contextmanager
 def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
-    """Let runs in float64 keep as much in memory as the first runs of a step took, and warn if there is not as much."""
+    """Let runs in float64 keep a share of what the first runs of a step took in memory, and warn if there is less."""
     before, earlier = memory.resident(), memory.most_resident()
     yield
     most, free = memory.most_resident(), memory.available()
@@ -104,7 +104,8 @@ def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
     # The gradients of the first run were kept while the second one was made.
     kept = sum(step.state[name].nbytes for name in step.trainable)
     grown = max(0, most - before - kept)
-    shelf.limit(min(grown, free // 2))
+    # Beside what they keep, a run has the state in float64, and what its largest operators take for themselves.
+    shelf.limit(min(grown // 3, free // 2))
     # What the process took earlier, as for another export, was more where it did not grow.
     if 2 * grown > free and most != earlier:
         needed, there, less = (f"{size / 2**30:.1f} GiB" for size in (2 * grown, free, grown + kept))
