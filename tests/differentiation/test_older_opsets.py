@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 
-from gradfuse import CheckError, build_training_step, differentiate
+from gradfuse import CheckError, TrainingSession, build_training_step, differentiate
 from gradfuse.models import conversion, reading
 from gradfuse.testing import assert_gradients_close
 
@@ -113,3 +113,35 @@ def test_group_normalization_of_all_opsets(opset: int, typed: bool) -> None:
     found = outputs(result, [f"{name}.grad" for name in names], **given)
     for gradient, native, exact in zip(found, by_torch(torch.float32), by_torch(torch.float64), strict=True):
         assert_gradients_close(gradient, native, exact, np.float32, terms=np.abs(exact).max() * 16)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_statistics_of_every_position_are_no_parameters_and_follow_the_batch(asked: bool) -> None:
+    """BatchNormalization's `spatial` = 0, of opsets 7 and 8."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 8]> g (float[N,3,4] x) => (float[N,3,4] y)
+        { y = BatchNormalization <spatial = 0, momentum = 0.7> (x, s, b, m, v) }"""
+    )
+    rng = np.random.default_rng(0)
+    stored = {name: rng.standard_normal((3, 4)).astype(np.float32) for name in "sbm"}
+    stored["v"] = rng.uniform(0.5, 2, (3, 4)).astype(np.float32)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in stored.items())
+    x, target = (rng.standard_normal((5, 3, 4)).astype(np.float32) for _ in range(2))
+
+    def by_torch(dtype: torch.dtype) -> dict[str, Array]:
+        s, b, m, v = (torch.tensor(array.reshape(-1), dtype=dtype) for array in stored.values())
+        rows = torch.tensor(x, dtype=dtype).flatten(1)
+        leaves = {"s": s.requires_grad_(), "b": b.requires_grad_()}
+        y = torch.nn.functional.batch_norm(rows, m, v, **{"weight": s, "bias": b}, training=asked, momentum=0.3)
+        torch.nn.functional.mse_loss(y, torch.tensor(target, dtype=dtype).flatten(1)).backward()  # type: ignore[no-untyped-call]
+        grads = {name: leaf.grad.numpy().reshape(3, 4) for name, leaf in leaves.items() if leaf.grad is not None}
+        return grads | ({"m": m.numpy(), "v": v.numpy()} if asked else {})
+
+    step = build_training_step(model, "mse", train_batch_norm=asked, check=True)
+    assert (list(step.parameters), list(step.buffers)) == (["s", "b"], ["m", "v"] if asked else [])
+    session = TrainingSession(step)
+    session.step(x, target)
+    found = {**session.gradients, **{name: session.state_dict()[name] for name in step.buffers}}
+    native, exact = by_torch(torch.float32), by_torch(torch.float64)
+    for name, wanted in exact.items():
+        assert_gradients_close(found[name], native[name], wanted, np.float32, terms=5 * np.abs(wanted).max())

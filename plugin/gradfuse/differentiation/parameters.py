@@ -322,7 +322,9 @@ def _own_statistics(store: Store) -> None:
         is_own = all(is_statistic(*use) for use in uses)
         if is_own and value is stored and value.name in store.graph.initializers:
             continue
-        name = store.taken_from(value) if is_own else None
+        # A view that nothing else is taken of is what the model calls its source.
+        source = stored if len(list(stored.uses())) == 1 else value
+        name = store.taken_from(source) if is_own else None
         for readers in store.layers(value, [use for use in uses if is_statistic(*use)]):
             copy = store.put(array, store.fresh(statistic_name(store, *readers[0])) if name is None else name)
             name = None

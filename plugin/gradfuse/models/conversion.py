@@ -139,6 +139,17 @@ class _Place:
         old.replace_all_uses_with(value, replace_graph_outputs=True)
         value.name = name
 
+    def behind(self, output: int, op_type: str, *inputs: ir.Value) -> None:
+        """Put a node behind one of the node's outputs, whose name and uses its output takes."""
+        value, graph = self.node.outputs[output], self.node.graph
+        new = ir.node(op_type, [value, *inputs], name=self._names.fresh("node", f"{self.node.name}/{op_type}"))
+        new.outputs[0].name = self._names.fresh("value", f"{value.name}/{op_type}")
+        self.become(output, new.outputs[0])
+        new.replace_input_with(0, value)
+        value.shape = None
+        assert graph is not None
+        graph.insert_after(self.node, new)
+
     def drop(self) -> None:
         """Remove the node, of which nothing is used any more."""
         assert self.node.graph is not None
@@ -156,16 +167,16 @@ class _Place:
 
 @_since(9, "BatchNormalization")
 def _batch_normalization_9(place: _Place) -> None:
-    """`spatial` = 0: every position has statistics of its own."""
+    """`spatial` = 0: every position has statistics of its own, as a channel has."""
     if place.take("spatial", 1):
         return
-    if any(value.uses() or value.is_graph_output() for value in place.node.outputs[1:]):
+    node, x = place.node, place.x
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         raise place.error("it has spatial=0 in training mode", 9)
-    x, scale, bias, mean, variance = place.node.inputs
-    deviation = place.op("Sqrt", place.op("Add", variance, place.number(place.take("epsilon", 1e-5))))
-    normal = place.op("Div", place.op("Sub", x, mean), deviation)
-    place.become(0, place.op("Add", place.op("Mul", normal, scale), bias))
-    place.drop()
+    shape = place.op("Shape", x)
+    flat = place.constant([-1])
+    place.inputs(place.op("Flatten", x, axis=1), *(place.op("Reshape", value, flat) for value in node.inputs[1:]))
+    place.behind(0, "Reshape", shape)
 
 
 @_since(14, "BatchNormalization")
