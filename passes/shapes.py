@@ -126,6 +126,7 @@ def _prepared(model: ir.Model, facts: Facts) -> onnx.ModelProto:
                     copy.graph.inputs.extend(v for v in stand_in[1][1:] if v is not None)
                 _become(node, *stand_in)
     _take_large_initializers_out(copy.graph)
+    _note_names(copy.graph, facts)
     return ir.to_proto(copy)
 
 
@@ -154,6 +155,18 @@ def _take_known_out(model: ir.Model, copy: ir.Model, facts: Facts) -> None:
             else:
                 own.register_initializer(new)
     own.remove(known_nodes)
+
+
+def _note_names(graph: ir.Graph, facts: Facts) -> None:
+    """Let an input have all names of sizes: onnx gives a size that it does not know a name that it does not find."""
+    names = sorted(facts.names())
+    if names:
+        values = {value.name for value in (*graph.inputs, *graph.initializers.values())}
+        values.update(value.name for node in graph.all_nodes() for value in node.outputs)
+        name = "sizes"
+        while name in values:
+            name += "_"
+        graph.inputs.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(names)))
 
 
 def _take_large_initializers_out(graph: ir.Graph) -> None:

@@ -39,9 +39,14 @@ class Facts:
         self._asked: Asked = asked or {}
         graphs = list(model.graphs())
         values = [v for graph in graphs for v in (*graph.inputs, *(o for node in graph for o in node.outputs))]
-        self._taken = {d.value for v in values if v.shape is not None for d in v.shape if isinstance(d, ir.SymbolicDim)}
+        dims = (d for v in values if v.shape is not None for d in v.shape if isinstance(d, ir.SymbolicDim))
+        self._taken = {d.value for d in dims if d.value is not None}
         self._taken |= {s for _, sizes in self._asked.values() for s in sizes or () if isinstance(s, str)}
         self._read(model.graph)
+
+    def names(self) -> set[str]:
+        """Return all names of sizes: those that the model declares, and those that it does not have."""
+        return self._taken | self.invented
 
     def constant(self, value: ir.Value | None) -> npt.NDArray[Any] | None:
         """Return the elements of a value in its type, where all of them are known."""

@@ -114,3 +114,21 @@ def test_own_operators_say_their_shapes_themselves(monkeypatch: pytest.MonkeyPat
     assert values["d"].shape == values["e"].shape == ir.Shape(["n", 7, 300])
     assert values["s"].shape == ir.Shape([300])
     assert values["d"].dtype == ir.DataType.FLOAT16 and values["s"].dtype == ir.DataType.FLOAT
+
+
+def test_what_onnx_calls_a_size_is_the_name_of_no_other_one() -> None:
+    """onnx and torch's older exporter write such names into files, and onnx gives them again to what it asks about."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 17]>
+        m (float[1,1,T] x) => (float[1,1,U] z) <float[1,1,3] w = {1, 2, 3}, float[1,1,unk__0] p, float[unk__1,1,Q] q>
+        { p = Neg (x)  q = Conv (p, w)  r = Conv <pads = [3, 3]> (q, w)  z = Abs (r) }""")
+    model = ir.from_proto(proto)
+    values = [value for node in model.graph for value in node.outputs]
+    shapes.infer(model, values)
+    assert all(value.shape is not None and isinstance(value.shape[2], ir.SymbolicDim) for value in values)
+    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in "pqr")
+    x = np.ones((1, 1, 9), np.float32)
+    found = ort.InferenceSession(proto.SerializeToString()).run([str(value.name) for value in values], {"x": x})
+    sizes: dict[object, int] = {}
+    for value, array in zip(values, found, strict=True):
+        assert value.shape is not None
+        assert sizes.setdefault(value.shape[2], array.shape[2]) == array.shape[2], value
