@@ -132,7 +132,7 @@ def test_statistics_of_every_position_are_no_parameters_and_follow_the_batch(ask
         s, b, m, v = (torch.tensor(array.reshape(-1), dtype=dtype) for array in stored.values())
         rows = torch.tensor(x, dtype=dtype).flatten(1)
         leaves = {"s": s.requires_grad_(), "b": b.requires_grad_()}
-        y = torch.nn.functional.batch_norm(rows, m, v, **{"weight": s, "bias": b}, training=asked, momentum=0.3)
+        y = torch.nn.functional.batch_norm(rows, m, v, weight=s, bias=b, training=asked, momentum=0.3)
         torch.nn.functional.mse_loss(y, torch.tensor(target, dtype=dtype).flatten(1)).backward()  # type: ignore[no-untyped-call]
         grads = {name: leaf.grad.numpy().reshape(3, 4) for name, leaf in leaves.items() if leaf.grad is not None}
         return grads | ({"m": m.numpy(), "v": v.numpy()} if asked else {})

@@ -6,12 +6,14 @@ import gc
 import os
 
 import numpy as np
+import onnx.compose
 import onnx.parser
+import onnx.shape_inference
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from gradfuse.models import inference
+from gradfuse.models import inference, reading
 from gradfuse.passes import shapes
 
 TEXT = '<ir_version: 10, opset_import: ["": 20]> m (float[n,3] x) => (float[n,3] z) { y = Exp (x) z = Neg (y) }'
@@ -116,19 +118,37 @@ def test_own_operators_say_their_shapes_themselves(monkeypatch: pytest.MonkeyPat
     assert values["d"].dtype == ir.DataType.FLOAT16 and values["s"].dtype == ir.DataType.FLOAT
 
 
-def test_what_onnx_calls_a_size_is_the_name_of_no_other_one() -> None:
-    """onnx and torch's older exporter write such names into files, and onnx gives them again to what it asks about."""
-    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 17]>
-        m (float[1,1,T] x) => (float[1,1,U] z) <float[1,1,3] w = {1, 2, 3}, float[1,1,unk__0] p, float[unk__1,1,Q] q>
-        { p = Neg (x)  q = Conv (p, w)  r = Conv <pads = [3, 3]> (q, w)  z = Abs (r) }""")
-    model = ir.from_proto(proto)
+def _require_one_size_a_name(proto: onnx.ModelProto) -> None:
+    model = reading.load(proto).ir
     values = [value for node in model.graph for value in node.outputs]
     shapes.infer(model, values)
     assert all(value.shape is not None and isinstance(value.shape[2], ir.SymbolicDim) for value in values)
-    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in "pqr")
-    x = np.ones((1, 1, 9), np.float32)
-    found = ort.InferenceSession(proto.SerializeToString()).run([str(value.name) for value in values], {"x": x})
+    names = [str(value.name) for value in values]
+    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names[:-1])
+    (x,) = (value.name for value in proto.graph.input)
+    session = ort.InferenceSession(proto.SerializeToString())
     sizes: dict[object, int] = {}
-    for value, array in zip(values, found, strict=True):
+    for value, array in zip(values, session.run(names, {x: np.ones((1, 1, 9), np.float32)}), strict=True):
         assert value.shape is not None
         assert sizes.setdefault(value.shape[2], array.shape[2]) == array.shape[2], value
+
+
+def test_what_onnx_calls_a_size_is_the_name_of_no_other_one() -> None:
+    """onnx and torch's older exporter write such names into files, and onnx gives them again to what it asks about."""
+    _require_one_size_a_name(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 17]>
+        m (float[1,1,T] x) => (float[1,1,U] z) <float[1,1,3] w = {1, 2, 3}, float[1,1,unk__0] p, float[unk__1,1,Q] q>
+        { p = Neg (x)  q = Conv (p, w)  r = Conv <pads = [3, 3]> (q, w)  z = Abs (r) }""")
+    )
+
+
+def test_names_of_onnx_in_models_that_have_been_merged_stand_for_two_sizes() -> None:
+    parts = []
+    for name in "ab":
+        part = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 17]>
+            {name} (float[1,1,T] x) => (z) <float[1,1,3] w = {{1, 2, 3}}> {{ q = Conv (x, w)  z = Neg (q) }}""")
+        parts.append(onnx.compose.add_prefix(onnx.shape_inference.infer_shapes(part), name))
+    merged = onnx.compose.merge_models(parts[0], parts[1], [("az", "bx")])
+    declared = [info.type.tensor_type.shape.dim[2].dim_param for info in merged.graph.value_info]
+    assert declared.count("unk__0") == len(declared)
+    _require_one_size_a_name(merged)

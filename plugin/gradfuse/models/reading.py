@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,6 +36,7 @@ _IrModel = ir.Model
 
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
 _CONVERTIBLE_OPSET = 7  # older versions still broadcast by attributes
+_NUMBERED = re.compile(r"unk__\d+")
 _OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
 
 
@@ -118,7 +120,7 @@ def load(model: ModelLike) -> LoadedModel:
                 f"{kind.value}: is not a valid ONNX model: a node reads a value that no node ahead of it gives"
             ) from error
         copy = _from_proto(ordered, kind.value)
-    _free_negative_sizes(copy)
+    _free_unknown_sizes(copy)
     return _raised(LoadedModel(_with_one_default_domain(copy), kind.value, kind, model))
 
 
@@ -268,16 +270,30 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
     except Exception as error:
         # The deserializer documents no exceptions; whatever it raises, the model is malformed.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
-    _free_negative_sizes(model)
+    _free_unknown_sizes(model)
     return _with_one_default_domain(model)
 
 
-def _free_negative_sizes(model: ir.Model) -> None:
-    """Make dimensions free that are -1: PaddlePaddle writes those that vary so, and onnxruntime takes it."""
+def _free_unknown_sizes(model: ir.Model) -> None:
+    """Make dimensions free that say nothing.
+
+    PaddlePaddle writes -1 for those that vary, which onnxruntime takes. onnx's inference numbers the sizes of results
+    that it does not know from 0 on in each model: where two have been merged, one name stands for two sizes.
+    """
+    inputs = set(model.graph.inputs)
     for graph in model.graphs():
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
-            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
-                value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape])
+            if value.shape is None:
+                continue
+            dims = [None if _says_nothing(dim, is_input=value in inputs) else dim for dim in value.shape]
+            if dims != list(value.shape):
+                value.shape = ir.Shape(dims)
+
+
+def _says_nothing(dim: int | ir.SymbolicDim, *, is_input: bool) -> bool:
+    if isinstance(dim, int):
+        return dim < 0
+    return not is_input and dim.value is not None and bool(_NUMBERED.fullmatch(dim.value))
 
 
 def _with_one_default_domain(model: ir.Model) -> ir.Model:
