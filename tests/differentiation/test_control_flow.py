@@ -52,6 +52,27 @@ def test_scans_of_all_directions_and_axes(direction: int, out_direction: int, ax
     require_torchs(model, feeds, by_torch, ["s", "x", "w"])
 
 
+def test_a_scan_whose_gradient_reads_nothing_of_its_turns() -> None:
+    model = model_of(
+        "float[2] s, float[T, 2] x",
+        """y = Scan <num_scan_inputs = 1, body = step (float[2] before, float[2] now) => (float[2] after) {
+            half = Constant <value_float = 0.5> ()
+            kept = Mul(before, half)
+            after = Add(kept, now)
+        }> (s, x)""",
+        output="float[2] y",
+    )
+
+    def by_torch(s: Tensor, x: Tensor) -> Tensor:
+        for now in x:
+            s = s * 0.5 + now
+        return s
+
+    feeds = {"s": numbers(2), "x": numbers(3, 2, seed=1)}
+    require_torchs(model, feeds, by_torch, ["s"])
+    require_torchs(model, feeds, by_torch, ["x"])
+
+
 def test_a_scan_that_ignores_or_passes_on_what_it_carries() -> None:
     """One carried value is passed on, one is replaced, one is an integer that the others depend on."""
     model = model_of(

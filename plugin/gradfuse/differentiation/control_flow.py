@@ -193,6 +193,11 @@ class _Back:
             if _is_read(value):
                 at = j - loop.carried
                 given.append((gradient.value, value, out_axes[at], 1 - out_directions[at]))
+        if not given:
+            # One says how many turns there are, though no turn reads it.
+            source = node.inputs[loop.carried]
+            assert source is not None
+            given.append((source, body.inputs[loop.carried], axes[0], 1 - directions[0]))
         body.inputs[:] = [*(before for before, _ in self.state), *(value for _, value, _, _ in given)]
         sequences = [node.inputs[k] for k in self.slices]
         outputs = [_typed(ir.Value(name=f"{self.prefix}.{k}"), value) for k, (value, _) in enumerate(self.results)]
@@ -201,14 +206,14 @@ class _Back:
             for k, value in enumerate(sequences)
             if value is not None
         ]
-        attributes: dict[str, Any] = {
-            "body": body,
-            "num_scan_inputs": len(given),
+        numbers = {
             "scan_input_axes": [axis for _, _, axis, _ in given],
             "scan_input_directions": [direction for _, _, _, direction in given],
             "scan_output_axes": [axes[k - loop.carried] for k in self.slices],
             "scan_output_directions": [1 - directions[k - loop.carried] for k in self.slices],
         }
+        attributes: dict[str, Any] = {"body": body, "num_scan_inputs": len(given)}
+        attributes |= {name: ir.AttrInt64s(name, ints) for name, ints in numbers.items() if ints}
         starts = [start.value for start in self.starts]
         self._append("Scan", [*starts, *(source for source, _, _, _ in given)], attributes, outputs)
         found = self._found(needed, outputs)
