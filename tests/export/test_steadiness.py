@@ -6,19 +6,24 @@ import array as arrays
 import collections
 import contextvars
 import ctypes
+import dataclasses
 import datetime
 import functools
+import io
 import itertools
+import os
+import queue
 import random
 import threading
 import time
 import types
 import warnings
-from collections import OrderedDict
+import weakref
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import pytest
@@ -307,7 +312,104 @@ def _written(case: str) -> int:
     return _counted_in(value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    n: int = 0
+
+
+class Structure(ctypes.Structure):
+    _fields_ = (("n", ctypes.c_int64), ("x", ctypes.c_double))
+
+
+def _numbers() -> Iterator[int]:
+    n = 0
+    while True:
+        n += 1
+        yield n
+
+
+iterators: dict[str, Iterator[Any]] = {
+    "a generator": _numbers(),
+    "pairs": zip(itertools.count(1), itertools.repeat(1.0)),
+    "tensors": iter(torch.arange(1, 800)),
+    "values": iter({n: n + 1 for n in range(800)}.values()),
+}
+memory: dict[str, Any] = {
+    "numbers": np.zeros(3, np.float32),
+    "structures": np.zeros(2, [("n", np.int16), ("x", np.float64)]),
+    "C": Structure(),
+    "bytes": memoryview(bytearray(16)).cast("q"),
+}
+frozen = [Frozen()]
+files: dict[str, Any] = {"text": io.StringIO("x" * 1000), "bytes": io.BytesIO(b"x" * 1000)}
+tables: dict[str, Any] = {"chained": ChainMap({"n": 0}), "a queue": queue.Queue[int](), "weak": WeakSet[Any]()}
+alive: list[Any] = []
+
+
+def _taken(case: str) -> int:
+    found = next(iterators[case])
+    return int(found[0] if isinstance(found, tuple) else found)
+
+
+def _in_memory(case: str) -> int:
+    numbers = memory[case]
+    if case == "C":
+        numbers.n += 1
+        return numbers.n  # type: ignore[no-any-return]
+    part = numbers["n"] if case == "structures" else numbers
+    part[1] += 1
+    return int(part[1])
+
+
+def _held(case: str) -> int:
+    table = tables[case]
+    if case == "chained":
+        table["n"] += 1
+        return table["n"]  # type: ignore[no-any-return]
+    if case == "a queue":
+        table.put(1)
+        return table.qsize()  # type: ignore[no-any-return]
+    alive.append(Frozen(len(alive)))
+    table.add(alive[-1])
+    return len(table)
+
+
+def _read_on(case: str) -> int:
+    files[case].read(1)
+    return files[case].tell()  # type: ignore[no-any-return]
+
+
+def _in_a_module() -> int:
+    module: Any = itertools
+    module.counted = getattr(module, "counted", 0) + 1
+    return module.counted  # type: ignore[no-any-return]
+
+
+def _in_the_environment() -> int:
+    os.environ["COUNTED"] = str(int(os.environ.get("COUNTED", "0")) + 1)
+    return int(os.environ["COUNTED"])
+
+
+def _as_another_object() -> int:
+    frozen[0] = dataclasses.replace(frozen[0], n=frozen[0].n + 1)
+    return frozen[0].n
+
+
+@torch.no_grad()
+def _decorated() -> int:
+    holder["decorated"] = holder.get("decorated", 0) + 1
+    return holder["decorated"]
+
+
 HIDDEN: dict[str, Callable[[], int]] = {
+    **{case: functools.partial(_taken, case) for case in iterators},
+    **{f"{case} in memory": functools.partial(_in_memory, case) for case in memory},
+    **{f"a table, {case}": functools.partial(_held, case) for case in tables},
+    **{f"a file of {case}": functools.partial(_read_on, case) for case in files},
+    "a library": _in_a_module,
+    "the environment": _in_the_environment,
+    "another object": _as_another_object,
+    "decorated": _decorated,
     "thread": lambda: _counted_in(places["of the thread"]),
     "namespace": lambda: _counted_in(places["a namespace"]),
     "weak": _counted_weakly,
@@ -322,6 +424,77 @@ def test_a_count_in_any_place_is_refused_however_late_a_number_follows_from_it(c
     with pytest.raises(ExportError, match=r"in later calls, in Scaled\.forward .*, as it changes"):
         _export(Scaled(lambda: 2.0 if HIDDEN[case]() > 700 else 1.0))
     assert HIDDEN[case]() == 1
+
+
+class Moody(nn.Module):
+    """A layer times what follows from the calls before."""
+
+    def __init__(self, factor: Callable[[Any, Tensor], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.factor = factor
+        self.moods = ["new", "warm", "ready", "steady"]
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor(self, x)  # type: ignore[no-any-return]
+
+
+class Steady(Moody):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
+def _steadier(module: Any, _: Tensor) -> float:
+    module.moods = [*module.moods[1:], "steady"]
+    return 2.0 if module.moods[0] == "steady" else 1.0
+
+
+def _of_another_class(module: Any, _: Tensor) -> float:
+    module.__class__ = Steady
+    return 1.0
+
+
+def _while_the_batch_lives(module: Any, x: Tensor) -> float:
+    factor = 2.0 if module.last is not None and module.last() is not None else 1.0
+    module.last = weakref.ref(x)
+    return factor
+
+
+def _seldom(module: Any, _: Tensor) -> float:
+    return 2.0 if by_python.random() < 0.001 else 1.0
+
+
+first_of: dict[str, Tensor] = {}
+
+
+@functools.lru_cache
+def _scale_of_the_first() -> float:
+    return first_of["x"].abs().mean().item()
+
+
+def _kept_by_a_function(module: Any, x: Tensor) -> float:
+    first_of["x"] = x.detach()
+    return _scale_of_the_first()
+
+
+@pytest.mark.parametrize(
+    ("factor", "match"),
+    [
+        (_steadier, r"each time that it runs, in Moody\.forward .*changes Moody\.moods"),
+        (_of_another_class, r"each time that it runs, .*changes the class of Moody"),
+        (_while_the_batch_lives, r"each time that it runs, in Moody\.forward .*changes Moody\.last"),
+        (_seldom, r"same numbers in each call, as it draws random numbers by the generator by_python in _seldom"),
+        (_kept_by_a_function, r"keeps something of an earlier call, in .*changes .*the results of _scale_of_the_first"),
+    ],
+)
+def test_what_changes_by_other_things_than_counts_is_refused(
+    factor: Callable[[Any, Tensor], float], match: str
+) -> None:
+    module = Moody(factor)
+    with pytest.raises(ExportError, match=match):
+        _export(module)
+    assert type(module) is Moody and module.moods[0] == "new" and module.last is None
 
 
 def test_a_counter_that_only_counts_is_none_of_the_steps_business() -> None:

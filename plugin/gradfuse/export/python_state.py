@@ -10,20 +10,25 @@ import array
 import contextlib
 import contextvars
 import copy
+import ctypes
 import functools
+import io
 import itertools
+import math
+import mmap
 import numbers
-import operator
+import os
+import queue
 import random
 import sys
 import threading
+import time
 import types
-import warnings
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import _SimpleCData
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -43,11 +48,70 @@ _MOST_ADDED = 15_000
 _TENSORS = frozenset(("_parameters", "_buffers"))
 """Entries of modules whose tensors are replaced for each run."""
 _SEQUENCES = (list, tuple, deque, array.array, bytearray)
-_OF_LIBRARY = (types.SimpleNamespace, threading.local, WeakKeyDictionary, WeakValueDictionary, UserDict, UserList)
+_OF_LIBRARY = (
+    *(types.SimpleNamespace, threading.local, WeakKeyDictionary, WeakValueDictionary, WeakSet),
+    *(UserDict, UserList, ChainMap, queue.Queue),
+)
 """Classes of Python's library whose instances keep what code puts there."""
-_ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
-_ENDLESS = (itertools.cycle, itertools.accumulate, types.GeneratorType, zip, map, enumerate)
+_MOST_SECONDS = 1.0
+"""So long iterators are asked for what they give in later calls."""
+_FEW = 20
+"""So much they are asked for where that is no number or text, but may be large."""
 _ABSENT = object()
+
+
+class Replayed:
+    """An iterator, in its place, that can be put back to where it was.
+
+    Attributes:
+        iterator: what it takes from.
+        at: how much it has given since.
+        of_call: how much it gives in a call.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.at = self.of_call = 0
+        self._given: list[Any] = []
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self._given):
+            self._given.append(next(self.iterator))
+        self.at += 1
+        return self._given[self.at - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.iterator, name)
+
+    def go(self, count: int) -> None:
+        """Go to where it will have given so much, as far as it has that and gives it soon."""
+        end = time.monotonic() + _MOST_SECONDS
+        self.at = min(count, len(self._given))
+        most = _MOST_ADDED if all(map(_is_small, self._given)) else _FEW
+        try:
+            while self.at < min(count, most) and time.monotonic() < end:
+                next(self)
+        except StopIteration:
+            self.at = max(self.at - self.of_call, 0)
+
+    def rest(self) -> Iterator[Any]:
+        """Return what gives all that it has not given before it was put here."""
+        return itertools.chain(self._given, self.iterator) if self._given else self.iterator
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) <= _FEW and all(map(_is_small, value))
+    if isinstance(value, (Tensor, np.ndarray)):
+        return math.prod(value.shape) <= _FEW
+    return isinstance(value, (str, bytes, int, float, complex, np.generic, type(None)))
+
+
+Number: TypeAlias = tuple[str, Any, Any, Callable[[Any], None]]
+"""A number that is not as it was: its name, what it was, what it is, and what sets it."""
 
 
 class PythonState:
@@ -58,7 +122,7 @@ class PythonState:
 
     Attributes:
         clocks: where code has functions that tell the time.
-        is_endless: whether there are iterators of which nobody knows where they are.
+        is_endless: whether there are iterators that cannot be put back to where they were.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -69,9 +133,14 @@ class PythonState:
         self.clocks: list[clocks.Place] = []
         # Kept, so that no other object gets its id.
         self._alive: list[Any] = []
+        self._iterators: list[Iterator[Any]] = []
         pending: deque[tuple[str, Any]] = deque(roots.items())
         while pending and len(self._seen) < _MOST_HOLDERS:
             pending.extend(self._visit(*pending.popleft()))
+        replayed: dict[int, Replayed] = {}
+        for holder in self._holders if self._iterators else ():
+            holder.replay(replayed)
+        self.is_endless = any(id(one) not in replayed for one in self._iterators)
 
     @classmethod
     def of(cls, step: TorchStep) -> PythonState:
@@ -81,11 +150,13 @@ class PythonState:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """At the end, put back what was there."""
+        """At the end, put back what was there, for good."""
         try:
             yield
         finally:
             self.restore()
+            for holder in self._holders:
+                holder.release()
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -94,16 +165,27 @@ class PythonState:
         What runs have kept would be a constant, and tensors of a trace have no numbers.
         """
         self.restore()
-        with self.kept():
+        try:
             yield
+        finally:
+            self.restore()
+
+    def mark(self) -> None:
+        """Note what is so now, after the first run."""
+        for holder in self._holders:
+            holder.mark()
 
     def changed(self) -> list[str]:
         """Return the names of what is not as it was."""
         return list(dict.fromkeys(name for holder in self._holders for name in holder.changed()))
 
-    def numbers(self) -> list[tuple[str, Any, Any, Callable[[Any], None]]]:
-        """Return the numbers that are not as they were: name, the one before, the one now, and what sets it."""
+    def numbers(self) -> list[Number]:
+        """Return the numbers that are not as they were."""
         return [one for holder in self._holders for one in holder.numbers()]
+
+    def draws(self) -> bool:
+        """Whether a generator of random numbers has given some since `mark`."""
+        return any(isinstance(one, _Generator) and one.has_drawn() for one in self._holders)
 
     def generators(self) -> dict[str, str]:
         """Return the states of generators of random numbers by their names, as texts."""
@@ -121,18 +203,31 @@ class PythonState:
         if isinstance(value, plain) or not self._is_new(value):
             return
         if isinstance(value, _GENERATORS):
-            self._holders.append(_Generator(name, value))
+            if not any(value is one for one in _OF_PROCESS):
+                self._holders.append(_Generator(name, value))
         elif isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) and value.layout == torch.strided:
                 self._copied += value.numel()
-                self._holders.append(_Written(name, value, copied=self._copied <= _MOST_NUMBERS))
+                self._holders.append(_Written(name, value, value, copied=self._copied <= _MOST_NUMBERS))
                 self._holders.append(_Entries(name, vars(value), _attribute))
         elif isinstance(value, np.ndarray):
             self._copied += value.size
             if value.dtype != object and value.flags.writeable and self._copied <= _MOST_NUMBERS:
-                self._holders.append(_Array(name, value))
-        elif isinstance(value, _ENDLESS):
-            self.is_endless = True
+                self._holders.append(_Array(name, value, value))
+        elif _is_iterator(value):
+            self._iterators.append(value)
+            frame = getattr(value, "gi_frame", None)
+            if frame is not None:
+                yield from ((_attribute(name, key), one) for key, one in frame.f_locals.items())
+        elif isinstance(value, io.IOBase):
+            if not value.closed and value.seekable():
+                self._holders.append(_Position(name, value))
+        elif isinstance(value, (memoryview, mmap.mmap, ctypes.Structure, ctypes.Array)):
+            view = _in_memory(value)
+            if view is not None:
+                self._holders.append(_Array(name, value, view))
+        elif isinstance(value, type(os.environ)):
+            self._holders.append(_Environment(name, value))
         elif isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
             self._holders.append(_Entries(name, value, _item))
             yield from ((_item(name, key), one) for key, one in _entries(value).items())
@@ -168,12 +263,14 @@ class PythonState:
                 )
                 yield from ((base.__name__, base) for base in value.__bases__)
         elif type(value).__module__ == "functools":
-            # A function whose results are kept.
+            if hasattr(value, "cache_info"):
+                self._holders.append(_Results(name, value))
             yield name, getattr(value, "__wrapped__", None)
         elif isinstance(value, _OF_LIBRARY):
             yield from self._visit_instance(name, value)
         elif isinstance(value, nn.Module) or _is_users(type(value)):
             yield type(value).__name__, type(value)
+            self._holders.append(_Class(name, value))
             yield from self._visit_instance(name, value)
 
     def _visit_instance(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -204,6 +301,11 @@ class PythonState:
     def _visit_function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         code = function.__code__
         if not explaining.is_users(code.co_filename):
+            wrapped = function.__dict__.get("__wrapped__")
+            if wrapped is not None:
+                # A decorator's of a library.
+                self._holders.append(_Entries(function.__name__, function.__dict__, _attribute))
+                yield name, wrapped
             return
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -237,9 +339,21 @@ class PythonState:
             if isinstance(value, types.ModuleType):
                 if explaining.is_users(getattr(value, "__file__", None) or "<built-in>"):
                     yield from self._visit_names(shown, vars(value), names, names)
+                else:
+                    yield from self._visit_library(shown, vars(value), names)
                 continue
             self._holders.append(_Entries(name, namespace, _attribute, only=key))
             yield shown, value
+
+    def _visit_library(self, name: str, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[tuple[str, Any]]:
+        """Note the values of some names in a module of a library, or that it does not have them."""
+        for key in names:
+            if (id(namespace), key) in self._seen or not _is_value(namespace.get(key)):
+                continue
+            self._seen.add((id(namespace), key))
+            self._holders.append(_OfLibrary(name, namespace, _attribute, only=key))
+            if key in namespace:
+                yield _attribute(name, key), namespace[key]
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -276,13 +390,22 @@ class _Holder:
         """Yield the names of what is not as it was."""
         raise NotImplementedError
 
-    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+    def numbers(self) -> Iterator[Number]:
         """Yield the numbers that are not as they were, as `PythonState.numbers` does."""
         return iter(())
 
     def restore(self) -> None:
         """Put back what was there."""
         raise NotImplementedError
+
+    def mark(self) -> None:
+        """Note what is so after the first run."""
+
+    def replay(self, replayed: dict[int, Replayed]) -> None:
+        """Put into the place of iterators what can be put back; `replayed` has it by the `id` of each."""
+
+    def release(self) -> None:
+        """Put iterators into their places again."""
 
 
 class _Keyed(_Holder):
@@ -294,29 +417,53 @@ class _Keyed(_Holder):
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner)
         self._before = self._now()
-        self._iterators = {key: _copied(one) for key, one in self._before.items() if isinstance(one, _ITERATORS)}
+        self._replayed: dict[Any, Replayed] = {}
+
+    def replay(self, replayed: dict[int, Replayed]) -> None:
+        for key, value in self._before.items():
+            # Some places take no other value.
+            if _is_iterator(value):
+                with contextlib.suppress(Exception):
+                    one = replayed.get(id(value)) or Replayed(value)
+                    self._set(key, one)
+                    self._before[key] = self._replayed[key] = replayed[id(value)] = one
+
+    def mark(self) -> None:
+        for one in self._replayed.values():
+            one.of_call = one.at
+
+    def release(self) -> None:
+        for key, one in self._replayed.items():
+            self._before[key] = one.rest()
+            self._set(key, self._before[key])
 
     def changed(self) -> Iterator[str]:
         now = self._now()
         for key in {**self._before, **now}:
             before, value = self._before.get(key, _ABSENT), now.get(key, _ABSENT)
-            if not _is_same(before, value) or (key in self._iterators and _moved(self._iterators[key], value)):
+            if not _is_same(before, value) or (key in self._replayed and self._replayed[key].at):
                 yield self._shown(key)
 
-    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+    def numbers(self) -> Iterator[Number]:
         for key, value in self._now().items():
             before = self._before.get(key)
-            if before is None and self._makes_entries and _is_number(value):
+            if key in self._replayed and self._replayed[key].at:
+                yield self._shown(key), 0, self._replayed[key].at, self._replayed[key].go
+            if before is None and self._makes_entries and (_is_number(value) or _is_decimal(value)):
                 # It is made in the first call.
                 before = type(value)(0)
             if _is_number(before) and _is_number(value) and before != value:
                 yield self._shown(key), before, value, functools.partial(self._set, key)
             elif isinstance(before, Tensor) and before is not value and _is_single(before) and _is_single(value):
                 yield self._shown(key), before.item(), value.item(), functools.partial(self._put_into, key, value)
+            elif _is_decimal(before) and _is_decimal(value) and before != value:
+                yield self._shown(key), int(before or 0), int(value), functools.partial(self._put_digits, key)
             elif isinstance(before, _FIXED) and type(before) is type(value) and before != value:
                 yield from self._numbers_in(key, before, value)
+            elif before is not value and type(before) is type(value) and _is_users(type(value)):
+                yield from self._numbers_of(key, before, value)
 
-    def _numbers_in(self, key: Any, before: Any, value: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+    def _numbers_in(self, key: Any, before: Any, value: Any) -> Iterator[Number]:
         """Yield those of a value that is replaced as a whole: of a tuple, or how long something is."""
         if len(before) != len(value):
             yield self._shown(key), len(before), len(value), lambda count: self._set(key, _lengthened(value, count))
@@ -330,17 +477,32 @@ class _Keyed(_Holder):
 
                     yield self._shown(key), one, other, put
 
+    def _numbers_of(self, key: Any, before: Any, value: Any) -> Iterator[Number]:
+        """Yield those of an object that stands in the place of another one, as a dataclass that is replaced."""
+        for name in (*getattr(value, "__dict__", ()), *_slots(type(value))):
+            one, other = getattr(before, name, None), getattr(value, name, None)
+            if _is_number(one) and _is_number(other) and one != other:
+
+                def put(number: Any, name: str = name) -> None:
+                    changed = copy.copy(value)
+                    object.__setattr__(changed, name, number)
+                    self._set(key, changed)
+
+                yield self._shown(key), one, other, put
+
+    def _put_digits(self, key: Any, number: int) -> None:
+        self._set(key, str(number))
+
     def _put_into(self, key: Any, like: Tensor, number: Any) -> None:
         self._set(key, torch.full_like(like, number))
 
     def restore(self) -> None:
         now = self._now()
         for key, before in self._before.items():
-            value = now.get(key, _ABSENT)
-            if key in self._iterators and _moved(self._iterators[key], value):
-                self._set(key, _copied(self._iterators[key]))
-            elif value is not before:
+            if now.get(key, _ABSENT) is not before:
                 self._set(key, before)
+        for one in self._replayed.values():
+            one.at = 0
         for key in now.keys() - self._before.keys():
             self._delete(key)
 
@@ -379,6 +541,29 @@ class _Entries(_Keyed):
         return self._text(self.name, key)
 
 
+class _OfLibrary(_Entries):
+    """A name in a module of a library: it is code's if it stands for a value, and the library's otherwise."""
+
+    def _now(self) -> dict[Any, Any]:
+        return {key: one for key, one in super()._now().items() if _is_value(one)}
+
+
+class _Environment(_Keyed):
+    """The variables of the process's environment."""
+
+    def _now(self) -> dict[str, str]:
+        return dict(self.owner)
+
+    def _set(self, key: str, value: str) -> None:
+        self.owner[key] = value
+
+    def _delete(self, key: str) -> None:
+        del self.owner[key]
+
+    def _shown(self, key: str) -> str:
+        return _item(self.name, key)
+
+
 class _Attributes(_Keyed):
     """Some attributes of a class, of an object with slots, or of a cell of a closure."""
 
@@ -412,7 +597,7 @@ class _List(_Keyed):
     def _shown(self, key: int) -> str:
         return self.name
 
-    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+    def numbers(self) -> Iterator[Number]:
         yield from super().numbers()
         if len(self._before) < len(self.owner):
             # Its length is a number as well.
@@ -428,7 +613,9 @@ class _List(_Keyed):
             self.owner[key] = value
 
     def restore(self) -> None:
-        now, before = list(_elements(self.owner)), [self._iterators.get(key, one) for key, one in self._before.items()]
+        now, before = list(_elements(self.owner)), list(self._before.values())
+        for one in self._replayed.values():
+            one.at = 0
         if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
             while len(self.owner):
                 self.owner.pop()
@@ -444,7 +631,7 @@ class _Set(_Holder):
         if self.owner != self._before:
             yield self.name
 
-    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
+    def numbers(self) -> Iterator[Number]:
         if len(self._before) != len(self.owner):
             yield self.name, len(self._before), len(self.owner), self._lengthen
 
@@ -476,44 +663,179 @@ class _Variable(_Keyed):
         return self.name
 
 
-class _Written(_Holder):
-    """A tensor that is neither a parameter nor a buffer, and may be written into."""
+class _Numbers(_Holder):
+    """Numbers in memory, which may be written into.
 
-    def __init__(self, name: str, owner: Tensor, *, copied: bool) -> None:
+    Args:
+        name: what messages call them.
+        owner: what has them.
+        array: the same as an array of numpy, or as a tensor.
+        copied: whether to look at them at all: of too many no copy is made.
+    """
+
+    def __init__(self, name: str, owner: Any, array: Any, *, copied: bool = True) -> None:
         super().__init__(name, owner)
-        self._before = owner.detach().clone() if copied else None
+        self._array = array
+        self._before = self._copy() if copied else None
+        self._first: Any = None
 
-    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
-        if _is_single(self.owner) and self._before is not None and self._before.item() != self.owner.item():
-            yield self.name, self._before.item(), self.owner.item(), self.owner.detach().fill_
+    def mark(self) -> None:
+        self._first = self._copy() if self._before is not None and any(self.changed()) else None
 
     def changed(self) -> Iterator[str]:
-        if self._before is not None and not torch.equal(self.owner.detach().nan_to_num(), self._before.nan_to_num()):
+        if self._before is not None and not self._is_as(self._before):
             yield self.name
 
-    def restore(self) -> None:
-        if self._before is not None and any(self.changed()):
-            self.owner.detach().copy_(self._before)
-
-
-class _Array(_Holder):
-    """An array of numpy, which may be written into."""
-
-    def __init__(self, name: str, owner: Any) -> None:
-        super().__init__(name, owner)
-        self._before = owner.copy()
-
-    def changed(self) -> Iterator[str]:
-        if self.owner.tobytes() != self._before.tobytes():
-            yield self.name
-
-    def numbers(self) -> Iterator[tuple[str, Any, Any, Callable[[Any], None]]]:
-        if self.owner.size == 1 and self.owner.dtype.kind in "iuf" and any(self.changed()):
-            yield self.name, self._before.item(), self.owner.item(), self.owner.fill
+    def numbers(self) -> Iterator[Number]:
+        # What the first run has filled, and the second one has left, counts nothing.
+        if self._first is not None and not self._is_as(self._first):
+            now = self._copy()
+            yield self.name, 0, 2, lambda count: self._put_later(now, count / 2)
 
     def restore(self) -> None:
         if any(self.changed()):
-            self.owner[...] = self._before
+            self._put(self._before)
+
+    def _copy(self) -> Any:
+        raise NotImplementedError
+
+    def _is_as(self, other: Any) -> bool:
+        raise NotImplementedError
+
+    def _put(self, other: Any) -> None:
+        raise NotImplementedError
+
+    def _put_later(self, now: Any, times: float) -> None:
+        """Write what will be there after so many times as many calls as have led to what is there now."""
+        raise NotImplementedError
+
+
+class _Written(_Numbers):
+    """A tensor that is neither a parameter nor a buffer."""
+
+    def _copy(self) -> Tensor:
+        return self._array.detach().clone()  # type: ignore[no-any-return]
+
+    def _is_as(self, other: Tensor) -> bool:
+        return torch.equal(self._array.detach().nan_to_num(), other.nan_to_num())
+
+    def _put(self, other: Tensor) -> None:
+        self._array.detach().copy_(other)
+
+    def _put_later(self, now: Tensor, times: float) -> None:
+        if self._before is not None and now.dtype != torch.bool and not now.is_complex():
+            before = self._before.double()
+            self._put(_bounded(before + (now.double() - before) * times, now.dtype))
+
+
+class _Array(_Numbers):
+    """An array of numpy."""
+
+    def _copy(self) -> Any:
+        return self._array.copy()
+
+    def _is_as(self, other: Any) -> bool:
+        return bool(self._array.tobytes() == other.tobytes())
+
+    def _put(self, other: Any) -> None:
+        self._array[...] = other
+
+    def _put_later(self, now: Any, times: float) -> None:
+        for part, before, last in zip(*map(_fields, (self._array, self._before, now)), strict=True):
+            if part.dtype.kind in "iuf":
+                wide = torch.from_numpy(before.astype(np.float64))
+                later = wide + (torch.from_numpy(last.astype(np.float64)) - wide) * times
+                part[...] = _bounded(later, part.dtype).numpy()
+
+
+def _bounded(numbers: Tensor, dtype: Any) -> Tensor:
+    """Return numbers that a type of torch or numpy has."""
+    kind = dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.zeros(1, dtype)).dtype
+    if kind.is_floating_point:
+        return numbers.to(kind)
+    info = torch.iinfo(kind)
+    return numbers.round().clamp(info.min, info.max).to(kind)
+
+
+def _fields(array: Any) -> list[Any]:
+    """Return the parts of an array of structures that are of one type each, in which one can write."""
+    if array.dtype.names is None:
+        return [array]
+    return [part for name in array.dtype.names for part in _fields(array[name])]
+
+
+def _in_memory(value: Any) -> Any:
+    """Return numbers or structures in memory that may be written into as an array of numpy; None if they are not."""
+    try:
+        if isinstance(value, (ctypes.Structure, ctypes.Array)):
+            view = np.frombuffer(memoryview(value).cast("B"), np.dtype(type(value)))
+        else:
+            view = np.asarray(value) if isinstance(value, memoryview) else np.frombuffer(value, np.uint8)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return view if view.flags.writeable and view.size <= _MOST_NUMBERS else None
+
+
+class _Position(_Holder):
+    """Where a file is read or written next."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner)
+        self._before = self._now()
+
+    def _now(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int(self.owner.tell())
+        return -1
+
+    def changed(self) -> Iterator[str]:
+        if self._now() != self._before:
+            yield self.name
+
+    def numbers(self) -> Iterator[Number]:
+        if any(self.changed()):
+            yield self.name, self._before, self._now(), self._go
+
+    def restore(self) -> None:
+        if any(self.changed()):
+            self._go(self._before)
+
+    def _go(self, position: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.owner.seek(position)
+
+
+class _Class(_Holder):
+    """The class of an object."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner)
+        self._before = type(owner)
+
+    def changed(self) -> Iterator[str]:
+        if type(self.owner) is not self._before:
+            yield f"the class of {self.name}"
+
+    def restore(self) -> None:
+        if any(self.changed()):
+            self.owner.__class__ = self._before
+
+
+class _Results(_Holder):
+    """A function that keeps its results, as by `functools.lru_cache`."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner)
+        self._before = owner.cache_info().currsize
+
+    def changed(self) -> Iterator[str]:
+        if self.owner.cache_info().currsize != self._before:
+            yield f"the results of {self.name}"
+
+    def restore(self) -> None:
+        # Those from before would be lost.
+        if not self._before and any(self.changed()):
+            self.owner.cache_clear()
 
 
 class _Generator(_Holder):
@@ -521,7 +843,14 @@ class _Generator(_Holder):
 
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner)
-        self._before = state_of(owner)
+        self._before = self._marked = state_of(owner)
+
+    def mark(self) -> None:
+        self._marked = state_of(self.owner)
+
+    def has_drawn(self) -> bool:
+        """Whether it is elsewhere than it was when it was marked."""
+        return not _is_equal(state_of(self.owner), self._marked)
 
     def changed(self) -> Iterator[str]:
         if not _is_equal(state_of(self.owner), self._before):
@@ -534,11 +863,15 @@ class _Generator(_Holder):
             self.owner.setstate(self._before)
         elif isinstance(self.owner, np.random.Generator):
             self.owner.bit_generator.state = self._before
+        elif isinstance(self.owner, np.random.BitGenerator):
+            self.owner.state = self._before
         else:
             self.owner.set_state(self._before)
 
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_OF_PROCESS = tuple(getattr(draw, "__self__", None) for draw in (random.random, np.random.random))
+"""The generators of Python and numpy themselves, which code shares with others."""
+_GENERATORS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 
 
 def state_of(generator: Any) -> Any:
@@ -548,6 +881,8 @@ def state_of(generator: Any) -> Any:
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     if isinstance(generator, np.random.Generator):
         return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, np.random.BitGenerator):
+        return copy.deepcopy(generator.state)
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=True)
     return generator.get_state()
@@ -584,29 +919,26 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (numbers.Number, np.number)) and not isinstance(value, bool)
 
 
+def _is_decimal(value: Any) -> bool:
+    """Whether a value is a number in digits."""
+    return isinstance(value, str) and value.isdecimal()
+
+
 def _is_single(value: Any) -> bool:
     """Whether a value is a tensor of one number."""
     return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
 
 
-def _copied(iterator: Any) -> Any:
-    with warnings.catch_warnings():
-        # Python means to take this away.
-        warnings.simplefilter("ignore")
-        try:
-            return copy.copy(iterator)
-        except TypeError:
-            return iterator
+def _is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator that is no object of the user's, of which nobody knows where it is."""
+    known = (io.IOBase, Replayed, nn.Module)
+    return isinstance(value, Iterator) and not isinstance(value, known) and not _is_users(type(value))
 
 
-def _moved(before: Any, now: Any) -> bool:
-    """Whether an iterator is elsewhere than its copy."""
-    return type(before) is not type(now) or _left(before) != _left(now)
-
-
-def _left(iterator: Any) -> Any:
-    """Return how much an iterator has left, or where a count is."""
-    return repr(iterator) if isinstance(iterator, itertools.count) else operator.length_hint(iterator)
+def _is_value(value: Any) -> bool:
+    """Whether a value is no part of a library: functions, classes, modules, and the table of these."""
+    parts = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+    return not isinstance(value, parts) and value is not sys.modules
 
 
 def _names(code: types.CodeType) -> frozenset[str]:

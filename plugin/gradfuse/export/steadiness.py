@@ -18,7 +18,7 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from gradfuse.errors import ExportError
 from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, clocks, dropout, explaining, host_draws, ties
-from gradfuse.export.python_state import PythonState
+from gradfuse.export.python_state import Number, PythonState
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.shared_memory import Aliases, refuse_shared
@@ -38,8 +38,8 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 
 _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls that are tried: beyond most bounds, and multiples of most numbers that code takes remainders by."""
-_MORE_RUNS = 20
-"""Where code has an iterator of which nobody knows where it is, such as `itertools.cycle`."""
+_MORE_RUNS, _MORE_SECONDS = 20, 1.0
+"""So many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
 _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
@@ -76,7 +76,10 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
             random.random()
             np.random.random()
             before = host_draws.states()
-            first = step.run()
+            # Held, as the caller of a step may hold a batch, which code can ask for by a weak reference.
+            held: list[Tensor] = []
+            first = step.run(held=held)
+            state.mark()
             draws = host_draws.states() != before
         refuse_shared(step, first)
         aliases.refuse(step, first)
@@ -89,7 +92,12 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
         changed = state.changed()
         with _Seeding() as seeding_again, _elsewhere_in_memory(), ties.Ties() as found:
             second = _again(step, changed)
+        del held
+        own_draws, numbers = state.draws(), state.numbers()
         _compare(step, state, first, second, changed)
+        if own_draws:
+            # However seldom something else follows from them.
+            raise _refused(step, state, "the exported step would use the same numbers in each call", None, changed)
         if traces.places:
             _compare_updated(step, state, first, traces.places)
         # What numpy and Python draw by a seed of theirs is the same; torch's draws are the step's own.
@@ -99,12 +107,13 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 f"the step seeds a generator of random numbers, in {seeding.place}, and draws the same ones in each "
                 "call; an exported step draws others: expected no seed, or a buffer with the numbers"
             )
-        for _ in range(_MORE_RUNS if state.is_endless else 0):
-            _compare(step, state, first, _again(step, changed), changed)
+        if changed or state.is_endless:
+            for _ in _more_runs():
+                _compare(step, state, first, _again(step, changed), changed)
         if any(times):
             _compare_at_other_times(step, state, first, changed)
         if changed:
-            _compare_later(step, state, first)
+            _compare_later(step, state, first, numbers)
             _compare_on_others(step, state, changed)
         text = _of_ties(step, first, found)
         if text is not None:
@@ -172,9 +181,21 @@ def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: Pyth
             raise _refused(step, state, what, found, [one for one in state.changed() if one not in before])
 
 
-def _run(step: TorchStep, updated: Mapping[str, Tensor | None] = types.MappingProxyType({})) -> Outcome:
+def _run(
+    step: TorchStep,
+    updated: Mapping[str, Tensor | None] = types.MappingProxyType({}),
+    held: list[Tensor] | None = None,
+) -> Outcome:
     with _same_process():
-        return step.run(updated=updated)
+        return step.run(updated=updated, held=held)
+
+
+def _more_runs() -> Iterator[int]:
+    """Yield numbers as long as there is time for one more run, but one at least."""
+    end = time.monotonic() + _MORE_SECONDS
+    for number in range(_MORE_RUNS):
+        if not number or time.monotonic() < end:
+            yield number
 
 
 def _updated(step: TorchStep, first: Outcome) -> dict[str, Tensor | None]:
@@ -197,12 +218,13 @@ def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcom
         return
 
     state.restore()
-    fresh = _recorded(lambda: _run(step))
-    for _ in range(_MORE_RUNS if state.is_endless else 1):
+    held: list[Tensor] = []
+    fresh = _recorded(lambda: _run(step, held=held))
+    # Else threads add up in another order, and the rest follows from that.
+    for _ in _more_runs():
         found = _first_difference(step, fresh, _recorded(lambda: _run(step)))
         if found is not None:
             raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
-    # Else threads add up in another order, and the rest follows from that.
 
 
 def _compare_updated(step: TorchStep, state: PythonState, first: Outcome, places: list[str]) -> None:
@@ -242,10 +264,8 @@ def _compare_at_other_times(step: TorchStep, state: PythonState, first: Outcome,
                 raise _refused(step, state, "the step computes something else at another time", found, changed)
 
 
-def _compare_later(step: TorchStep, state: PythonState, first: Outcome) -> None:
-    """Compare with runs in which the numbers that the code changes are those of later calls."""
-    # As two runs have left them.
-    numbers = state.numbers()
+def _compare_later(step: TorchStep, state: PythonState, first: Outcome, numbers: Sequence[Number]) -> None:
+    """Compare with runs in which the numbers that two runs have changed are those of later calls."""
     for count in _LATER if numbers else ():
 
         def set_numbers(count: int = count) -> None:
@@ -447,8 +467,8 @@ def _first_difference(step: TorchStep, first: list[Call], second: list[Call]) ->
     return longer[count] if len(longer) > count else None
 
 
-def _refused(step: TorchStep, state: PythonState, what: str, found: Call, changed: list[str]) -> ExportError:
-    """Return the refusal of a step that changes."""
+def _refused(step: TorchStep, state: PythonState, what: str, found: Call | None, changed: list[str]) -> ExportError:
+    """Return the refusal of a step that changes, with the call in which it does, if that is known."""
     sources = _Sources.of(step, state)
     draws, times = sources.text("draws"), sources.text("clocks")
     changed = [one for one in changed if f" {one} in " not in draws]
@@ -456,7 +476,7 @@ def _refused(step: TorchStep, state: PythonState, what: str, found: Call, change
     causes += [f"changes {_listed(changed)} in Python"] if changed else []
     causes += [f"asks for the time by{times}"] if times else []
     why = f", as it {' and '.join(causes)}" if causes else ""
-    return refusal(f"{what}{_in(found.place)}{why}; {_EXPECTED}")
+    return refusal(f"{what}{'' if found is None else _in(found.place)}{why}; {_EXPECTED}")
 
 
 def _listed(names: list[str]) -> str:

@@ -338,6 +338,7 @@ class TorchStep:
         cast: Callable[[Tensor], Tensor] | None = None,
         take: Callable[[Tensor], Tensor] | None = None,
         updated: Mapping[str, Tensor | None] = MappingProxyType({}),
+        held: list[Tensor] | None = None,
     ) -> Outcome:
         """Run forward and backward eagerly on copies of all tensors.
 
@@ -346,19 +347,20 @@ class TorchStep:
             take: what to keep of a gradient: it is asked as soon as that is there, so that no two large ones are in
                 memory at once. It must be linear.
             updated: the names of tensors that have been updated in place before -> the gradients that they have.
+            held: gets the copies of the batch, which else are gone with the run.
 
         Raises:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
         try:
             try:
-                return self._run(cast, take, updated)
+                return self._run(cast, take, updated, held)
             except ExportError:
                 if take is None or spilling.current() is None:
                     raise
             # Transforms of torch.func refuse to run where tensors that autograd saves go elsewhere.
             with spilling.everything_in_memory():
-                return self._run(cast, take, updated)
+                return self._run(cast, take, updated, held)
         finally:
             # Else the module would hold the copies until its next run. A backward pass may call it once more.
             self.place(self.state)
@@ -368,6 +370,7 @@ class TorchStep:
         cast: Callable[[Tensor], Tensor] | None,
         take: Callable[[Tensor], Tensor] | None,
         updated: Mapping[str, Tensor | None],
+        held: list[Tensor] | None,
     ) -> Outcome:
         def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
@@ -376,6 +379,8 @@ class TorchStep:
         state = {name: fresh(tensor) for name, tensor in self.state.items()}
         leaves = {name: state[name].requires_grad_() for name in self.trainable}
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
+        if held is not None:
+            held.extend((*inputs, *targets))
         for name, gradient in updated.items():
             for _ in range(_WRITES_OF_UPDATE):
                 torch.autograd.graph.increment_version(state[name])
