@@ -11,13 +11,14 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from gradfuse import custom_ops
+from gradfuse.fusion import gain, without_functions
 from gradfuse.models import reading
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.diagnosis import CONTRACTIONS
 from gradfuse.passes.matching import names_of
 from gradfuse.passes.pipeline import explaining_pipeline
 from gradfuse.passes.reading import ort_training
-from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, traffic_text
+from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report, traffic_text
 
 Status = Literal["fuses", "unprofitable", "unmatched", "fused"]
 
@@ -113,11 +114,19 @@ def explain(model: Any) -> Explanation:
         ArgumentError: `model` is something else.
     """
     original = reading.load(model).ir
-    work = copy_model(original)
-    pipeline = explaining_pipeline()
-    pipeline(work)
-    report = pipeline.report
+    report = _reported(original)
+    whole = without_functions(original)
+    if whole is not None:
+        inlined = _reported(whole)
+        if gain(inlined) > gain(report):
+            original, report = whole, inlined
     return Explanation(tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings))
+
+
+def _reported(model: ir.Model) -> Report:
+    pipeline = explaining_pipeline()
+    pipeline(copy_model(model))
+    return pipeline.report
 
 
 def _operators() -> Iterator[str]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from gradfuse import custom_ops
 from gradfuse.checking.check import check as check_models
 from gradfuse.custom_ops import functions
-from gradfuse.errors import CheckError
+from gradfuse.errors import CheckError, ModelError
 from gradfuse.models import reading
+from gradfuse.models.conversion import inline_functions
 from gradfuse.models.inlining import inline
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
@@ -92,12 +93,11 @@ def fuse_loaded(
 ) -> tuple[reading.LoadedModel, Report]:
     """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
     # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
-    has_functions = any(domain != custom_ops.DOMAIN for domain, *_ in loaded.ir.functions)
-    whole = _inlined(loaded.ir) if has_functions else None
+    whole = without_functions(loaded.ir)
     fused, report = loaded.ir, _run(loaded.ir, policy, only, skip, progress)
     if whole is not None:
         inlined = _run(whole, policy, only, skip, progress)
-        if _gain(inlined) > _gain(report):
+        if gain(inlined) > gain(report):
             fused, report = whole, replace(inlined, before=report.before)
     if report.fusions or any(functions.aclnn_nodes(fused)):
         # Fused nodes that the model came with, as from gradfuse.onnx_translation_table, need bodies as well.
@@ -121,17 +121,22 @@ def _run(
     return pipeline.report
 
 
-def _gain(report: Report) -> tuple[int, int]:
+def gain(report: Report) -> tuple[int, int]:
+    """What is compared where a model can be fused in several ways: how many fusions there are, and what they save."""
     return len(report.fusions), sum(fusion.bytes_saved for fusion in report.fusions)
 
 
-def _inlined(model: ir.Model) -> ir.Model | None:
-    """A copy of the model whose own functions are put in the place of their calls; None where they cannot be."""
+def without_functions(model: ir.Model) -> ir.Model | None:
+    """A copy of the model whose own functions are put in the place of their calls.
+
+    None where it has none, or they cannot be put there.
+    """
+    if all(domain == custom_ops.DOMAIN for domain, *_ in model.functions):
+        return None
     copy = copy_model(model)
     try:
-        inline(copy, lambda function: function.domain != custom_ops.DOMAIN)
-    except ValueError:
-        # A function of another opset than the model's cannot be inlined.
+        inline_functions(copy, lambda function: function.domain != custom_ops.DOMAIN)
+    except ModelError:
         return None
     return copy
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from gradfuse.models.conversion import inline_functions
 from gradfuse.models.inlining import inline
 
 CALLS = """
@@ -90,6 +91,24 @@ def test_what_cannot_be_put_in_is_refused() -> None:
         model = ir.from_proto(onnx.parser.parse_model(CALLS.replace(old, new)))
         with pytest.raises(ValueError, match=reason):
             inline(model, CHOICES["all"])
+
+
+@pytest.mark.parametrize(("of_functions", "of_model"), [(19, 20), (20, 19)])
+def test_functions_of_another_opset_are_put_in(of_functions: int, of_model: int) -> None:
+    # onnxruntime calls no function that gives back an operand as it is.
+    original = onnx.parser.parse_model(
+        CALLS.replace("=> (r, v)", "=> (r, w)").replace("(p, v)\n", "(p, v) w = Identity (v)\n")
+    )
+    original.opset_import[0].version = of_model
+    for function in original.functions:
+        function.opset_import[0].version = of_functions
+    model = ir.from_proto(original)
+    inline_functions(model)
+    assert not model.functions and model.opset_imports[""] == 20
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto)
+    for wanted, got in zip(results(original, True), results(proto, True), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_model_without_chosen_functions_stays_as_it_is() -> None:

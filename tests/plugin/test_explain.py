@@ -12,11 +12,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import small_models
+import torch
 from graphs import GraphBuilder
 from onnx import TensorProto
 from producers import Case, cases
 
 from gradfuse import Explanation, ModelError, custom_ops, explain, fuse
+from gradfuse.testing import assert_gradients_close
 
 BACKWARD = {name for name in custom_ops.OPS if name.endswith(("Grad", "Backward")) or name.startswith("Apply")}
 
@@ -241,3 +243,26 @@ def test_recurrences_that_are_written_out_are_named(gates: int, operator: str, s
     regions = [region for region in explain(model).regions if region.op == operator]
     assert [region.status for region in regions] == ["unmatched"] * (steps > 2)
     assert all(f"{steps} products by one weight" in region.reason for region in regions)
+
+
+def test_what_is_spread_over_functions_is_found_as_fuse_finds_it() -> None:
+    """The functions may be of another opset than the model."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18, "f": 1]>
+        mse (float[N,K] x, float[N,K] t) => (float[N,K] dx) { d = f.less (x, t)  dx = f.mean (d) }
+        <domain: "f", opset_import: ["": 17]> less (a, b) => (c) { c = Sub (a, b) }
+        <domain: "f", opset_import: ["": 17]> mean (d) => (e) {
+            n = Size (d)  m = Cast <to = 1> (n)  two = Constant <value = float {2}> ()  u = Mul (d, two)  e = Div (u, m)
+        }""")
+    fused = fuse(model)
+    (region,) = explain(model).regions
+    assert region.status == "fuses" and [one.op for one in fused.report.fusions] == [region.op] == ["MseLossBackward"]
+    x, t = (torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    (result,) = ort.InferenceSession(fused.model.SerializeToString()).run(None, {"x": x.numpy(), "t": t.numpy()})
+
+    def by_torch(dtype: torch.dtype) -> torch.Tensor:
+        leaf = x.detach().to(dtype, copy=True).requires_grad_()
+        torch.nn.functional.mse_loss(leaf, t.to(dtype)).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert_gradients_close(result, by_torch(torch.float32), by_torch(torch.float64), torch.float32)

@@ -22,7 +22,7 @@ from gradfuse.differentiation.rules import CONSTANT, FLOATS, constant_of, entry_
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
-from gradfuse.models.conversion import raise_opset
+from gradfuse.models.conversion import inline_functions, raise_opset
 from gradfuse.models.inlining import Names, graphs_of, inline, put_branch
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import with_small_tensors_in_memory
@@ -111,9 +111,13 @@ def prepared(loaded: reading.LoadedModel) -> ir.Model:
 
 
 def inlined(loaded: reading.LoadedModel) -> ir.Model:
-    """Return the model with its functions inlined; large tensors stay in files where they are much."""
+    """Return the model with its functions inlined; large tensors stay in files where they are much.
+
+    Raises:
+        ModelError: a function cannot be inlined.
+    """
     model = with_small_tensors_in_memory(loaded.ir)
-    inline(model, lambda function: True)
+    inline_functions(model)
     return model
 
 

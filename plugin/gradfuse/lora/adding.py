@@ -15,7 +15,7 @@ from gradfuse.differentiation.differentiate import values_of
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.lora.targets import Target, Use, chosen
 from gradfuse.models import reading
-from gradfuse.models.inlining import inline
+from gradfuse.models.conversion import inline_functions
 from gradfuse.models.memory import collection_paused
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _added(
     rng: np.random.Generator | None,
 ) -> list[str]:
     if model.functions:
-        inline(model, lambda function: True)
+        inline_functions(model)
     known = known_modules(who, model.metadata_props)
     adapters = {name for module in known for name in adapter_names(module)}
     names = {str(value.name) for value in values_of(model.graph)}

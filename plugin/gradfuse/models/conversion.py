@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError
-from gradfuse.models.inlining import Names, graphs_of
+from gradfuse.models.inlining import Names, graphs_of, inline
 
 Adapter: TypeAlias = "Callable[[_Place], None]"
 
@@ -49,6 +49,26 @@ def raise_opset(model: ir.Model, opset: int) -> None:
                 if node.domain == "":
                     _raise_node(node, before, opset, names)
         imports[""] = opset
+
+
+def inline_functions(model: ir.Model, chosen: Callable[[ir.Function], bool] = lambda function: True) -> None:
+    """Put the bodies of functions in the place of their calls, in place; they may be of other opsets than the model.
+
+    Args:
+        model: the model, whose parts get the newest default opset that one of them has.
+        chosen: which functions to put in.
+
+    Raises:
+        ModelError: a function cannot be put in. The model is then of no use any more.
+    """
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    opsets = {holder.opset_imports[""] for holder in holders if "" in holder.opset_imports}
+    if len(opsets) > 1:
+        raise_opset(model, max(opsets))
+    try:
+        inline(model, chosen)
+    except ValueError as error:
+        raise ModelError(f"a function cannot be put in the place of its calls: {error}") from error
 
 
 def _raise_node(node: ir.Node, before: int, opset: int, names: Names) -> None:
