@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,6 +14,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 import small_models
+from onnx import TensorProto, helper
 
 import gradfuse
 from gradfuse import ArgumentError, ModelError
@@ -273,3 +277,49 @@ def test_activations_near_a_kink_neither_fail_nor_hide_an_error_of_a_hundredth(k
     first = with_kink(kink, "whole")
     assert gradfuse.check(first, with_kink(kink, "in halves"), runs=1).ok
     assert not gradfuse.check(first, with_kink(kink, "in halves", 1.01), runs=1).ok
+
+
+_CHECKED = """
+import sys, threading, gradfuse
+from gradfuse.checking import check
+check._LARGEST_COPY_BYTES = 0
+gradfuse.check(*sys.argv[1:], runs=1)
+
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while not done.wait(0.001):
+        seen.append(anonymous())
+
+seen, done, before = [], threading.Event(), anonymous()
+watching = threading.Thread(target=watch)
+watching.start()
+assert gradfuse.check(*sys.argv[1:], runs=1).ok
+done.set()
+watching.join()
+print(max(seen) - before)
+"""
+
+
+def test_weights_in_files_are_not_copied(tmp_path: Path) -> None:
+    """As of models of which no copy is made for a run in float64."""
+    size, count = 2**11, 6
+    bytes_of_one = 4 * size * size
+    nodes = [helper.make_node("MatMul", [f"h{k}", f"w{k}"], [f"h{k + 1}"]) for k in range(count)]
+    ends = [helper.make_tensor_value_info(f"h{k}", TensorProto.FLOAT, [2, size]) for k in (0, count)]
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(count * bytes_of_one)
+    weights = []
+    for k in range(count):
+        weights.append(TensorProto(name=f"w{k}", data_type=TensorProto.FLOAT, dims=[size, size]))
+        weights[-1].data_location = TensorProto.EXTERNAL
+        for key, value in (("location", "weights"), ("offset", k * bytes_of_one), ("length", bytes_of_one)):
+            weights[-1].external_data.add(key=key, value=str(value))
+    graph = helper.make_graph(nodes, "products", ends[:1], ends[1:], weights)
+    paths = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
+    for path in paths:
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    command = [sys.executable, "-c", _CHECKED, *map(str, paths)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(result.stdout) * 2**10 < count * bytes_of_one / 4

@@ -73,6 +73,9 @@ class Session:
         options.log_severity_level = SILENT
         # A model is run once or twice: an arena would keep what its largest results took.
         options.enable_cpu_mem_arena = False
+        if tensor_bytes(model) >= _LARGE:
+            # Kernels would copy the weights into an order of theirs, while those in files take no memory.
+            options.add_session_config_entry("session.disable_prepacking", "1")
         if scatters.reduces_by_scatter_nd(model):
             options.intra_op_num_threads = 1
         if kernels and library.find_library() is not None:
