@@ -33,6 +33,8 @@ from gradfuse.custom_ops import (
     matmul_n_bits_backward,
     max_pool_backward,
     mse_loss_backward,
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
     scaled_masked_softmax_backward,
     threshold_backward,
 )
@@ -71,6 +73,8 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             gelu_backward,
             threshold_backward,
             matmul_n_bits_backward,
+            scaled_dot_product_attention,
+            scaled_dot_product_attention_backward,
         )
     }
 )

@@ -175,15 +175,17 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """An output, all of type T.
+    """An output, of type T unless it says otherwise.
 
     Attributes:
         in_place: the input that the kernels may write it over, of the same shape: "" where there is none.
+        type: its type variable: T, or one for the type that values of T are computed in, float or double.
     """
 
     name: str
     doc: str
     in_place: str = ""
+    type: str = "T"
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class Operator:
                 )
                 for i in self.inputs
             ],
-            outputs=[OpSchema.FormalParameter(o.name, "T", o.doc) for o in self.outputs],
+            outputs=[OpSchema.FormalParameter(o.name, o.type, o.doc) for o in self.outputs],
             type_constraints=[(name, types, "") for name, types in self.constraints.items()],
             attributes=[
                 OpSchema.Attribute(a.name, onnx.helper.make_attribute(a.name, a.default), a.doc)
@@ -327,6 +329,10 @@ class Operator:
         """The element type of the outputs: that of any input of type T, or 0 where none is known."""
         found = (call.inputs[i.name].dtype for i in self.inputs if i.type == "T" and i.name in call.inputs)
         return next((dtype for dtype in found if dtype != TensorProto.UNDEFINED), TensorProto.UNDEFINED)
+
+    def output_types(self, dtype: int) -> list[int]:
+        """The element type of each output where T is ``dtype``; 0 where that is not known."""
+        return [dtype if output.type == "T" else computed_type(dtype) for output in self.outputs]
 
     def variant(self, call: Call, opset: int) -> Variant:
         """The variant of the body which serves a call; refuses calls that the operator does not accept.
@@ -388,6 +394,11 @@ class Operator:
             if context.has_output(i):
                 shape = None if tensor.shape is None else list(tensor.shape)
                 context.set_output_type(i, onnx.helper.make_tensor_type_proto(tensor.dtype, shape))
+
+
+def computed_type(dtype: int) -> int:
+    """The type that values of a type are computed in: float for 16 bits; 0 where it is not known."""
+    return TensorProto.FLOAT if dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16) else dtype
 
 
 def attribute_value(attribute: onnx.AttributeProto) -> Value:

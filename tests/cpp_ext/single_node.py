@@ -30,6 +30,7 @@ import device_library
 
 CPU, CUDA_SIMT = "cpu", "cuda-simt"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_TORCH_TYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in ONNX_TYPES.items()}
 
 
 _device = CPU
@@ -75,9 +76,12 @@ def run(op: str, *inputs: Tensor | None, threads: int = 1, **attributes: Any) ->
     types = tuple(None if tensor is None else (ONNX_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
     session = _session(op, types, tuple(sorted(attributes.items())), threads, _device)
     feeds = {i.name: to_ort_value(t) for i, t in zip(session.get_inputs(), present, strict=True)}
-    dtype = next(tensor.dtype for tensor in present if tensor.dtype.is_floating_point)
+    t = next(tensor.dtype for tensor in present if tensor.dtype.is_floating_point)
     # onnxruntime hands no bfloat16 to Python: such outputs were widened, which is exact.
-    return [torch.from_numpy(out).to(dtype) for out in session.run(None, feeds)]
+    return [
+        torch.from_numpy(out).to(_TORCH_TYPES[dtype])
+        for out, dtype in zip(session.run(None, feeds), OPS[op].output_types(ONNX_TYPES[t]), strict=True)
+    ]
 
 
 @cache
@@ -94,16 +98,13 @@ def _session(
     shapes = [None if given is None else (given[0], [None] * given[1]) for given in trimmed]
     model = one_node(op, shapes, dict(attributes))
     t = next(given for given in shapes if given is not None)[0]
-    names = [output.name for output in OPS[op].outputs]
-    wide = t == TensorProto.BFLOAT16
-    if wide:
-        casts = [helper.make_node("Cast", [name], [f"{name}_wide"], to=TensorProto.FLOAT) for name in names]
-        model.graph.node.extend(casts)
     del model.graph.output[:]
-    model.graph.output.extend(
-        helper.make_tensor_value_info(f"{name}_wide" if wide else name, TensorProto.FLOAT if wide else t, None)
-        for name in names
-    )
+    for output, dtype in zip(OPS[op].outputs, OPS[op].output_types(t), strict=True):
+        name = output.name
+        if dtype == TensorProto.BFLOAT16:
+            name, dtype = f"{name}_wide", TensorProto.FLOAT
+            model.graph.node.append(helper.make_node("Cast", [output.name], [name], to=dtype))
+        model.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
     return session_of(model, threads)
 
 

@@ -72,8 +72,10 @@ def one_node(
     of_type_t = (given[0] for i, given in zip(operator.inputs, inputs, strict=False) if given and i.type == "T")
     t = next(of_type_t, TensorProto.FLOAT)
     outputs = [
-        helper.make_tensor_value_info(output.name, t, [None] * rank)
-        for output, rank in zip(operator.outputs, ranks or [0] * len(operator.outputs), strict=True)
+        helper.make_tensor_value_info(output.name, dtype, [None] * rank)
+        for output, dtype, rank in zip(
+            operator.outputs, operator.output_types(t), ranks or [0] * len(operator.outputs), strict=True
+        )
     ]
     if not ranks:
         for output in outputs:
@@ -115,9 +117,8 @@ def _runner(
     """A function from named tensors to outputs: arrays, bfloat16 ones widened to float32, which is exact."""
     shapes = [None if given is None else (given[0], [None] * given[1]) for given in types]
     model = one_node(op, shapes, dict(attributes), opset=opset, ranks=ranks)
-    wide = model.graph.output[0].type.tensor_type.elem_type == TensorProto.BFLOAT16
-    if wide:
-        for output in model.graph.output:
+    for output in model.graph.output:
+        if output.type.tensor_type.elem_type == TensorProto.BFLOAT16:
             name = output.name
             output.name = f"{name}_wide"
             output.type.tensor_type.elem_type = TensorProto.FLOAT

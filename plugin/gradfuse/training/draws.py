@@ -69,8 +69,7 @@ _WORDS_TEXT = f"""
     shape = Shape(input)
 """
 
-MASK_AFTER = f"""
-DropoutMaskAfter <layer: int, threshold: int> (seed, before, input) => (kept) {{
+KEPT = f"""
     {_WORDS_TEXT}
     shift_2 = Constant<value=uint32 {{1}}>()
     high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
@@ -78,6 +77,12 @@ DropoutMaskAfter <layer: int, threshold: int> (seed, before, input) => (kept) {{
     limit = Constant<value_int: int = @threshold>()
     kept_line = GreaterOrEqual(drawn, limit)
     kept = Reshape<allowzero=1>(kept_line, shape)
+"""
+"""Nodes that compute `kept`, of the shape of `input`, of `seed` and `before`: which elements a dropout keeps."""
+
+MASK_AFTER = f"""
+DropoutMaskAfter <layer: int, threshold: int> (seed, before, input) => (kept) {{
+    {KEPT}
 }}
 """
 

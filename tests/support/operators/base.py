@@ -76,11 +76,11 @@ class Samples:
         return as_tuple(self.oracle(*sample.inputs, **sample.attributes, dtype=dtype))
 
     def assert_close(self, outputs: Sequence[Tensor], sample: Sample, dtype: torch.dtype) -> None:
-        """Assert that outputs are as near to PyTorch's in float64 as PyTorch's own in the type."""
+        """Assert that outputs are as near to PyTorch's in float64 as PyTorch's own for inputs of the type."""
         native, reference = (self.expected(sample, type_) for type_ in (dtype, torch.float64))
         terms = sample.terms.numpy() if isinstance(sample.terms, Tensor) else sample.terms
         for output, other, exact in zip(outputs, native, reference, strict=True):
-            assert_gradients_close(output, other, exact, dtype, terms=terms)
+            assert_gradients_close(output, other, exact, other.dtype, terms=terms)
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

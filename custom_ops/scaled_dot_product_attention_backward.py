@@ -1,0 +1,102 @@
+"""ScaledDotProductAttentionBackward: the gradients of scaled dot product attention w.r.t. query, key and value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradfuse.custom_ops import attention
+from gradfuse.custom_ops.operator import Call, Input, Operator, Output, Tensor, TorchOp, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _infer(call: Call) -> list[Tensor]:
+    found, dtype = attention.sizes(call), OPERATOR.dtype(call)
+    return [attention.tensors(letters, dtype, found) for letters in ("B H L E", "B G S E", "B G S Ev")]
+
+
+def _body(variant: Variant) -> str:
+    return f"""
+        {attention.scores(variant)}
+        last = Constant<value_ints=[-1]>()
+        logsumexp_column = Unsqueeze(logsumexp, last)
+        shifted = Sub(scores, logsumexp_column)
+        p = Exp(shifted)
+        {attention.dropped(variant, "p", "kept_p")}
+        real_grad = Cast<to=$real>(grad_output)
+        real_output = Cast<to=$real>(output)
+        weighted = Mul(real_grad, real_output)
+        row_sum = ReduceSum<keepdims=1>(weighted, last)
+        grad_shape = Concat<axis=0>(by_group, group_rows, value_width)
+        grad = Reshape<allowzero=1>(real_grad, grad_shape)
+        v_turned = Transpose<perm=[0, 1, 3, 2]>(v)
+        group_through = MatMul(grad, v_turned)
+        through = Reshape<allowzero=1>(group_through, whole_shape)
+        {"kept_through = Mul(through, gains)" if "dropout" in variant.choices else "kept_through = Identity(through)"}
+        centred = Sub(kept_through, row_sum)
+        product = Mul(p, centred)
+        grad_scores = Mul(product, scale)
+        group_grad_scores = Reshape<allowzero=1>(grad_scores, rows_shape)
+        group_grad_query = MatMul(group_grad_scores, k)
+        whole_query_shape = Shape(query)
+        real_grad_query = Reshape<allowzero=1>(group_grad_query, whole_query_shape)
+        grad_query = CastLike(real_grad_query, query)
+        turned_grad_scores = Transpose<perm=[0, 1, 3, 2]>(group_grad_scores)
+        filled_grad_key = MatMul(turned_grad_scores, q)
+        group_p = Reshape<allowzero=1>(kept_p, rows_shape)
+        turned_p = Transpose<perm=[0, 1, 3, 2]>(group_p)
+        filled_grad_value = MatMul(turned_p, grad)
+        key_axis = Constant<value_ints=[2]>()
+        real_grad_key = Slice(filled_grad_key, zero, keys, key_axis)
+        real_grad_value = Slice(filled_grad_value, zero, keys, key_axis)
+        grad_key = CastLike(real_grad_key, query)
+        grad_value = CastLike(real_grad_value, query)
+    """
+
+
+def _torch_outputs(
+    grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in (query, key, value))
+
+
+OPERATOR = Operator(
+    name="ScaledDotProductAttentionBackward",
+    stem="scaled_dot_product_attention_backward",
+    doc=(
+        "Gradients of ScaledDotProductAttention w.r.t. query, key and value. With p = exp(scale query key^T - "
+        "logsumexp) where a row sees a key and 0 elsewhere, d what the dropout makes of 1, and r the sum of "
+        "grad_output output over a row: grad_value = (d p)^T grad_output, s = scale p (d grad_output value^T - r), "
+        "grad_query = s key, grad_key = s^T query; heads of queries that share a head of keys add up there. Rows that "
+        "see no key have gradient 0. " + attention.BIASES_HAVE_NO_GRADIENT
+    ),
+    summary="attention, from queries, keys and values to its output",
+    counterpart="`aten::_scaled_dot_product_flash_attention_for_cpu_backward`",
+    inputs=(
+        Input("grad_output", "T", "Gradient of the output, (B, H, L, Ev)."),
+        *attention.ROW_INPUTS,
+        Input("output", "T", "Output of ScaledDotProductAttention, (B, H, L, Ev)."),
+        Input("logsumexp", "S", "Its logsumexp, (B, H, L)."),
+        *attention.OPTIONAL_INPUTS,
+    ),
+    outputs=(
+        Output("grad_query", "Gradient w.r.t. query, of its shape."),
+        Output("grad_key", "Gradient w.r.t. key, of its shape."),
+        Output("grad_value", "Gradient w.r.t. value, of its shape."),
+    ),
+    attributes=attention.ATTRIBUTES,
+    constraints=attention.CONSTRAINTS,
+    infer=_infer,
+    choices=attention.choices,
+    body=_body,
+    torch_op=TorchOp(
+        schema=(
+            "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, "
+            f"{attention.SIGNATURE}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+        outputs=_torch_outputs,
+    ),
+    samples=attention.SAMPLES,
+    spreads_nan=True,
+)
