@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+
+#include "gradfuse/float16.h"
+
+// Matrix products of blocks that the caller cuts, on the caller's thread, in the instruction set that kernels use: the
+// factors are packed once, and multiplied as often as they are needed. A sum has the same order wherever in a block its
+// element lies, so that results do not depend on how rows and columns are cut into blocks.
+namespace gradfuse::cpu {
+
+// Element (i, j) is at data[i * row_pitch + j * column_pitch]. Packing is fast where one of the pitches is 1.
+template <class T>
+struct Matrix {
+  const T* data;
+  int64_t row_pitch;
+  int64_t column_pitch;
+
+  Matrix Transposed() const { return {data, column_pitch, row_pitch}; }
+};
+
+// How many numbers a packed factor has: the left one `rows` by `depth`, the right one `depth` by `columns`.
+template <class Real>
+int64_t PackedLeftSize(int64_t rows, int64_t depth);
+template <class Real>
+int64_t PackedRightSize(int64_t depth, int64_t columns);
+
+// T is a type of tensors, and 16-bit numbers are widened.
+template <class T>
+void PackLeft(const Matrix<T>& left, int64_t rows, int64_t depth, ComputeType<T>* packed);
+template <class T>
+void PackRight(const Matrix<T>& right, int64_t depth, int64_t columns, ComputeType<T>* packed);
+
+// product (rows, columns) = left (rows, depth) times right (depth, columns), or with `adds` that much more. The rows of
+// the product lie `pitch` apart.
+template <class Real>
+void MultiplyPacked(const Real* left, const Real* right, int64_t rows, int64_t columns, int64_t depth, Real* product,
+                    int64_t pitch, bool adds);
+
+// The same for a left factor that is not packed, with rows `left_pitch` apart: for one that is in the first-level cache
+// and is used once.
+template <class Real>
+void MultiplyRows(const Real* left, int64_t left_pitch, const Real* right, int64_t rows, int64_t columns, int64_t depth,
+                  Real* product, int64_t pitch, bool adds);
+
+// What blocks are best a multiple of: the rows and columns whose sums are in registers at once.
+int64_t TileRows();
+template <class Real>
+int64_t TileColumns();
+
+// Numbers in lines of the cache of their own, which vectors do not cross; not set to anything.
+template <class Real>
+class Lines {
+ public:
+  Lines() = default;
+  explicit Lines(int64_t count)
+      : numbers_(static_cast<Real*>(::operator new(static_cast<size_t>(count) * sizeof(Real), kLine))) {}
+
+  Real* data() const { return numbers_.get(); }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(Real* numbers) const { ::operator delete(numbers, kLine); }
+  };
+  std::unique_ptr<Real, Free> numbers_;
+};
+
+}  // namespace gradfuse::cpu
