@@ -137,7 +137,7 @@ class Plan final : public Executor {
     template <class Value>
     void Attribute(const char*, const Value&) {}
     void Output(const char*, MutableTensor& tensor, const TypeSet& types) {
-      const DType dtype = types.is_t() ? t.value() : types[0];
+      const DType dtype = types.Choice(0, t.value_or(DType::kFloat32));
       staging.Output(inputs, outputs, next++, TensorLayout(dtype, *shape++), tensor);
     }
 

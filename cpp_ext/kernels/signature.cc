@@ -75,5 +75,15 @@ Status LayoutCheck::CheckT(const char* name, const Tensor& tensor) {
   return {};
 }
 
+Status LayoutCheck::CheckChoice(const char* name, const Tensor& tensor, const TypeSet& types) const {
+  std::string list;
+  for (int index = 0; index < types.choices(); ++index) {
+    const DType choice = types.Choice(index, first_type_);
+    if (tensor.dtype == choice) return {};
+    list += (index == 0 ? "" : " or ") + std::string(Name(choice));
+  }
+  return Refuse(name, Name(tensor.dtype), list + ", as " + first_name_ + " is " + Name(first_type_));
+}
+
 }  // namespace internal
 }  // namespace gradfuse

@@ -51,17 +51,17 @@ void OutputMaker::Output(const char* name, MutableTensor& tensor, const TypeSet&
 
 std::vector<Signature::Types> Signature::Combinations() const {
   int count = t_.size();
-  for (const TypeSet& types : inputs_) count *= types.is_t() ? 1 : types.size();
+  for (const TypeSet& types : inputs_) count *= types.choices();
   std::vector<Types> combinations(static_cast<size_t>(count));
   for (int index = 0; index < count; ++index) {
     const DType t = t_[index % t_.size()];
     int rest = index / t_.size();
     Types& combination = combinations[static_cast<size_t>(index)];
     for (const TypeSet& types : inputs_) {
-      combination.inputs.push_back(types.is_t() ? t : types[rest % types.size()]);
-      if (!types.is_t()) rest /= types.size();
+      combination.inputs.push_back(types.Choice(rest % types.choices(), t));
+      rest /= types.choices();
     }
-    for (const TypeSet& types : outputs_) combination.outputs.push_back(types.is_t() ? t : types[0]);
+    for (const TypeSet& types : outputs_) combination.outputs.push_back(types.Choice(0, t));
   }
   return combinations;
 }

@@ -1,5 +1,6 @@
 // The op table as text, so that the Python table of the same ops can be held against it.
 
+#include <algorithm>
 #include <cstdio>
 #include <string>
 #include <type_traits>
@@ -15,6 +16,8 @@ std::string Quoted(const std::string& text) { return '"' + text + '"'; }
 // Writes an op as a JSON object.
 class Describer {
  public:
+  explicit Describer(const TypeSet& t) : t_(t) {}
+
   void Input(const char* name, const Tensor&, const TypeSet& types) { AddInput(name, types, false); }
   void Input(const char* name, const std::optional<Tensor>&, const TypeSet& types) { AddInput(name, types, true); }
   void Attribute(const char* name, int64_t value) { AddAttribute(name, std::to_string(value)); }
@@ -27,8 +30,8 @@ class Describer {
   }
   void Output(const char* name, const MutableTensor&, const TypeSet&) { Append(outputs_, Quoted(name)); }
 
-  std::string Object(const char* name, const TypeSet& types) const {
-    return "{\"name\": " + Quoted(name) + ", \"types\": " + List(types) + ", \"inputs\": [" + inputs_ +
+  std::string Object(const char* name) const {
+    return "{\"name\": " + Quoted(name) + ", \"types\": " + List(t_) + ", \"inputs\": [" + inputs_ +
            "], \"attributes\": {" + attributes_ + "}, \"outputs\": [" + outputs_ + "]}";
   }
 
@@ -41,9 +44,15 @@ class Describer {
   }
   static const char* Bool(bool value) { return value ? "true" : "false"; }
   static void Append(std::string& list, const std::string& item) { list += (list.empty() ? "" : ", ") + item; }
-  static std::string List(const TypeSet& types) {
+  // Of a set that follows T, for all that T may be.
+  std::string List(const TypeSet& types) const {
+    std::vector<DType> found(types.begin(), types.end());
+    for (DType t : types.follows_t() ? t_ : TypeSet()) {
+      const DType type = types.Choice(types.choices() - 1, t);
+      if (std::find(found.begin(), found.end(), type) == found.end()) found.push_back(type);
+    }
     std::string list;
-    for (DType type : types) Append(list, Quoted(Name(type)));
+    for (DType type : found) Append(list, Quoted(Name(type)));
     return "[" + list + "]";
   }
   void AddInput(const char* name, const TypeSet& types, bool optional) {
@@ -53,6 +62,7 @@ class Describer {
   }
   void AddAttribute(const char* name, const std::string& value) { Append(attributes_, Quoted(name) + ": " + value); }
 
+  TypeSet t_;
   std::string inputs_;
   std::string attributes_;
   std::string outputs_;
@@ -62,10 +72,10 @@ std::string DescribeOps() {
   std::string ops;
   ForEachOp(OpTable(), [&](auto* null) {
     using Args = std::remove_pointer_t<decltype(null)>;
-    Describer describer;
+    Describer describer(Args::kTypes);
     const Args args;
     Args::Visit(args, describer);
-    ops += (ops.empty() ? "" : ", ") + describer.Object(Args::kName, Args::kTypes);
+    ops += (ops.empty() ? "" : ", ") + describer.Object(Args::kName);
   });
   return "[" + ops + "]";
 }

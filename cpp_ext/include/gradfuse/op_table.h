@@ -20,6 +20,8 @@
 #include "gradfuse/ops/matmul_n_bits_backward.h"
 #include "gradfuse/ops/max_pool_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
+#include "gradfuse/ops/scaled_dot_product_attention.h"
+#include "gradfuse/ops/scaled_dot_product_attention_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
 #include "gradfuse/ops/threshold_backward.h"
 
@@ -34,7 +36,8 @@ using OpTable = OpList<  //
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
     ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
-    LayerNormBackwardArgs, MatmulNBitsBackwardArgs>;
+    LayerNormBackwardArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
+    ScaledDotProductAttentionBackwardArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -10,6 +10,9 @@
 
 namespace gradfuse {
 
+// The type that values of a type are computed in.
+constexpr DType ComputedType(DType type) { return type == DType::kFloat64 ? type : DType::kFloat32; }
+
 // The element types that an argument takes. Empty stands for T, the type that an op's main arguments share.
 class TypeSet {
  public:
@@ -34,9 +37,30 @@ class TypeSet {
     return set;
   }
 
+  // The same types, and T.
+  constexpr TypeSet OrT() const {
+    TypeSet set = *this;
+    set.or_t_ = true;
+    return set;
+  }
+
+  // The type that T is computed in.
+  static constexpr TypeSet ComputedT() {
+    TypeSet set;
+    set.is_computed_ = true;
+    return set;
+  }
+
+  // The types that there are to choose from once T is known: all those that do not follow from it.
+  constexpr int choices() const { return size_ + (size_ == 0 || or_t_ ? 1 : 0); }
+  constexpr DType Choice(int index, DType t) const {
+    return index < size_ ? types_[index] : is_computed_ ? ComputedType(t) : t;
+  }
+
   constexpr bool read_by_host() const { return read_by_host_; }
   constexpr bool is_checked() const { return checked_; }
-  constexpr bool is_t() const { return size_ == 0; }
+  constexpr bool is_t() const { return size_ == 0 && !is_computed_; }
+  constexpr bool follows_t() const { return is_computed_ || or_t_; }
   constexpr int size() const { return size_; }
   constexpr DType operator[](int index) const { return types_[index]; }
   constexpr const DType* begin() const { return types_; }
@@ -51,11 +75,14 @@ class TypeSet {
  private:
   DType types_[8] = {};
   int size_ = 0;
+  bool is_computed_ = false;
+  bool or_t_ = false;
   bool read_by_host_ = false;
   bool checked_ = false;
 };
 
 inline constexpr TypeSet kT{};
+inline constexpr TypeSet kComputedT = TypeSet::ComputedT();
 
 // Every op is a struct of its arguments: inputs (std::optional where they may be absent), attributes with their
 // defaults, and outputs. Its static Visit(args, visitor) shows each to a visitor, in the order of the ONNX signature:
@@ -109,7 +136,9 @@ class LayoutCheck {
 
   void Input(const char* name, const Tensor& tensor, const TypeSet& types) {
     if (!status.ok()) return;
-    status = types.is_t() ? CheckT(name, tensor) : CheckType(name, tensor, types);
+    status = types.is_t()        ? CheckT(name, tensor)
+             : types.follows_t() ? CheckChoice(name, tensor, types)
+                                 : CheckType(name, tensor, types);
     if (status.ok() && tensor.shape.rank() > kMaxRank) {
       status = Refuse(name, "of rank " + std::to_string(tensor.shape.rank()), "rank 8 or less");
     }
@@ -127,6 +156,8 @@ class LayoutCheck {
  private:
   static Status CheckType(const char* name, const Tensor& tensor, const TypeSet& types);
   Status CheckT(const char* name, const Tensor& tensor);
+  // Of an argument that comes after one of type T.
+  Status CheckChoice(const char* name, const Tensor& tensor, const TypeSet& types) const;
 
   TypeSet t_;
   const char* first_name_ = nullptr;

@@ -30,10 +30,13 @@ template <class Real>
 constexpr int64_t kDepth = 1024 / static_cast<int64_t>(sizeof(Real));
 constexpr int64_t kRowsTogether = 240;
 
+// How the left factor lies.
+enum class Left { kPacked, kByRows, kByColumns };
+
 template <class Real>
 struct Factors {
   const Real* left;
-  int64_t left_pitch;  // of rows that are not packed; 0 of those that are
+  int64_t left_pitch;  // of rows or columns that are not packed; 0 of those that are
   const Real* right;
   int64_t rows;
   int64_t columns;
@@ -151,9 +154,8 @@ void PackColumns(const Matrix<T>& right, int64_t depth, int64_t columns, Compute
   }
 }
 
-// A tile of kRows rows and kWide vectors, of which the last has `last` columns. The numbers of the left factor for
-// neighbouring rows lie row_step apart, those for neighbouring steps of the depth depth_step.
-template <int kRows, int kWide, bool kPacked, class Real>
+// A tile of kRows rows and kWide vectors, of which the last has `last` columns.
+template <int kRows, int kWide, Left kLeft, class Real>
 void MultiplyTile(const Real* left, int64_t left_pitch, const Real* right, int64_t depth, int64_t last,
                   const Product<Real>& product) {
   const TagOf<Real> d;
@@ -173,7 +175,9 @@ void MultiplyTile(const Real* left, int64_t left_pitch, const Real* right, int64
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      V factor = hn::Set(d, kPacked ? left[k * kRows + r] : left[r * left_pitch + k]);
+      V factor = hn::Set(d, kLeft == Left::kPacked   ? left[k * kRows + r]
+                            : kLeft == Left::kByRows ? left[r * left_pitch + k]
+                                                     : left[k * left_pitch + r]);
       KeepInRegister(factor);
 #pragma GCC unroll 2
       for (int v = 0; v < kWide; ++v) sums[r][v] = hn::MulAdd(factor, columns[v], sums[r][v]);
@@ -198,17 +202,18 @@ void MultiplyTile(const Real* left, int64_t left_pitch, const Real* right, int64
 template <class Real>
 using Tile = void (*)(const Real*, int64_t, const Real*, int64_t, int64_t, const Product<Real>&);
 
-template <int kWide, bool kPacked, class Real, size_t... kRowsLessOne>
+template <int kWide, Left kLeft, class Real, size_t... kRowsLessOne>
 constexpr std::array<Tile<Real>, kTileRows> TilesOf(std::index_sequence<kRowsLessOne...>) {
-  return {&MultiplyTile<kRowsLessOne + 1, kWide, kPacked, Real>...};
+  return {&MultiplyTile<kRowsLessOne + 1, kWide, kLeft, Real>...};
 }
 
-template <bool kPacked, class Real>
+template <Left kLeft, class Real>
 void MultiplyBlock(const Factors<Real>& factors, const Product<Real>& product) {
   constexpr auto kCounts = std::make_index_sequence<kTileRows>();
-  static constexpr std::array<std::array<Tile<Real>, kTileRows>, kVectors> kTiles = {
-      TilesOf<1, kPacked, Real>(kCounts), TilesOf<2, kPacked, Real>(kCounts)};
+  static constexpr std::array<std::array<Tile<Real>, kTileRows>, kVectors> kTiles = {TilesOf<1, kLeft, Real>(kCounts),
+                                                                                     TilesOf<2, kLeft, Real>(kCounts)};
   const auto [left, left_pitch, right, rows, columns, depth] = factors;
+  const int64_t row_step = kLeft == Left::kPacked ? depth : kLeft == Left::kByRows ? left_pitch : 1;
   for (int64_t column = 0; column < columns; column += kTileColumns<Real>) {
     const int64_t vectors = CeilDiv(std::min(kTileColumns<Real>, columns - column), kLanes<Real>);
     const int64_t last = std::min(kLanes<Real>, columns - column - (vectors - 1) * kLanes<Real>);
@@ -216,22 +221,25 @@ void MultiplyBlock(const Factors<Real>& factors, const Product<Real>& product) {
     for (int64_t row = 0; row < rows; row += kTileRows) {
       const int64_t count = std::min<int64_t>(kTileRows, rows - row);
       tiles[static_cast<size_t>(count - 1)](
-          left + row * (kPacked ? depth : left_pitch), left_pitch, right + column * depth, depth, last,
+          left + row * row_step, left_pitch, right + column * depth, depth, last,
           {product.numbers + row * product.pitch + column, product.pitch, product.adds});
     }
   }
 }
 
-template <bool kPacked, class Real>
+template <Left kLeft, class Real>
 void MultiplyAll(const Factors<Real>& factors, const Product<Real>& product) {
   const auto [left, left_pitch, right, rows, columns, depth] = factors;
   const int64_t filled = FilledColumns<Real>(columns);
   for (int64_t k = 0; k < depth || k == 0; k += kDepth<Real>) {
     const int64_t deep = std::min(kDepth<Real>, depth - k);
     for (int64_t row = 0; row < rows; row += kRowsTogether) {
-      MultiplyBlock<kPacked, Real>({left + (kPacked ? k * rows + row * deep : row * left_pitch + k), left_pitch,
-                                    right + k * filled, std::min(kRowsTogether, rows - row), columns, deep},
-                                   {product.numbers + row * product.pitch, product.pitch, product.adds || k > 0});
+      const int64_t begin = kLeft == Left::kPacked   ? k * rows + row * deep
+                            : kLeft == Left::kByRows ? row * left_pitch + k
+                                                     : k * left_pitch + row;
+      MultiplyBlock<kLeft, Real>(
+          {left + begin, left_pitch, right + k * filled, std::min(kRowsTogether, rows - row), columns, deep},
+          {product.numbers + row * product.pitch, product.pitch, product.adds || k > 0});
     }
   }
 }
@@ -267,20 +275,28 @@ void PackRight(const Matrix<T>& right, int64_t depth, int64_t columns, ComputeTy
 template <class Real>
 void MultiplyPacked(const Real* left, const Real* right, int64_t rows, int64_t columns, int64_t depth, Real* product,
                     int64_t pitch, bool adds) {
-  GRADFUSE_DISPATCH(MultiplyAll<true, Real>)({left, 0, right, rows, columns, depth}, {product, pitch, adds});
+  GRADFUSE_DISPATCH(MultiplyAll<Left::kPacked, Real>)({left, 0, right, rows, columns, depth}, {product, pitch, adds});
 }
 template <class Real>
 void MultiplyRows(const Real* left, int64_t left_pitch, const Real* right, int64_t rows, int64_t columns, int64_t depth,
                   Real* product, int64_t pitch, bool adds) {
-  GRADFUSE_DISPATCH(MultiplyAll<false, Real>)({left, left_pitch, right, rows, columns, depth}, {product, pitch, adds});
+  GRADFUSE_DISPATCH(MultiplyAll<Left::kByRows, Real>)({left, left_pitch, right, rows, columns, depth},
+                                                      {product, pitch, adds});
+}
+template <class Real>
+void MultiplyColumns(const Real* left, int64_t left_pitch, const Real* right, int64_t rows, int64_t columns,
+                     int64_t depth, Real* product, int64_t pitch, bool adds) {
+  GRADFUSE_DISPATCH(MultiplyAll<Left::kByColumns, Real>)
+  ({left, left_pitch, right, rows, columns, depth}, {product, pitch, adds});
 }
 
-#define GRADFUSE_OF_REAL(Real)                                                                             \
-  template int64_t TileColumns<Real>();                                                                    \
-  template int64_t PackedLeftSize<Real>(int64_t, int64_t);                                                 \
-  template int64_t PackedRightSize<Real>(int64_t, int64_t);                                                \
-  template void MultiplyPacked(const Real*, const Real*, int64_t, int64_t, int64_t, Real*, int64_t, bool); \
-  template void MultiplyRows(const Real*, int64_t, const Real*, int64_t, int64_t, int64_t, Real*, int64_t, bool);
+#define GRADFUSE_OF_REAL(Real)                                                                                    \
+  template int64_t TileColumns<Real>();                                                                           \
+  template int64_t PackedLeftSize<Real>(int64_t, int64_t);                                                        \
+  template int64_t PackedRightSize<Real>(int64_t, int64_t);                                                       \
+  template void MultiplyPacked(const Real*, const Real*, int64_t, int64_t, int64_t, Real*, int64_t, bool);        \
+  template void MultiplyRows(const Real*, int64_t, const Real*, int64_t, int64_t, int64_t, Real*, int64_t, bool); \
+  template void MultiplyColumns(const Real*, int64_t, const Real*, int64_t, int64_t, int64_t, Real*, int64_t, bool);
 GRADFUSE_OF_REAL(float)
 GRADFUSE_OF_REAL(double)
 #undef GRADFUSE_OF_REAL

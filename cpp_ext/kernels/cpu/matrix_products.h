@@ -46,6 +46,11 @@ template <class Real>
 void MultiplyRows(const Real* left, int64_t left_pitch, const Real* right, int64_t rows, int64_t columns, int64_t depth,
                   Real* product, int64_t pitch, bool adds);
 
+// The same for a left factor that lies by columns, which are `left_pitch` apart.
+template <class Real>
+void MultiplyColumns(const Real* left, int64_t left_pitch, const Real* right, int64_t rows, int64_t columns,
+                     int64_t depth, Real* product, int64_t pitch, bool adds);
+
 // What blocks are best a multiple of: the rows and columns whose sums are in registers at once.
 int64_t TileRows();
 template <class Real>

@@ -174,5 +174,9 @@ template <class D, class V>
 GRADFUSE_INLINE V ReduceSum(D, V value) {
   return value;
 }
+template <class D, class V>
+GRADFUSE_INLINE V ReduceMax(D, V value) {
+  return value;
+}
 
 }  // namespace gradfuse::cpu::one_lane

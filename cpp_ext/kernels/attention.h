@@ -1,0 +1,140 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "gradfuse/signature.h"
+
+// What the kernels of attention, forward and backward, know of their arguments.
+namespace gradfuse {
+
+struct AttentionSizes {
+  template <class Args>
+  explicit AttentionSizes(const Args& args)
+      : batch(args.query.shape[0]),
+        heads(args.query.shape[1]),
+        groups(args.key.shape[1]),
+        rows(args.query.shape[2]),
+        keys(args.key.shape[2]),
+        width(args.query.shape[3]),
+        value_width(args.value.shape[3]) {}
+
+  // Of all heads of the batch, the one of keys that one of queries reads.
+  int64_t KeyHead(int64_t head) const { return head / heads * groups + head % heads / (heads / groups); }
+
+  int64_t batch;
+  int64_t heads;
+  int64_t groups;
+  int64_t rows;
+  int64_t keys;
+  int64_t width;
+  int64_t value_width;
+};
+
+// Keys [0, Seen(row)) are those that a row sees, where attn_mask does not hide them.
+struct CausalMask {
+  template <class Args>
+  explicit CausalMask(const Args& args) : is_there(args.causal != 0), keys(args.key.shape[2]) {
+    if (args.causal == 2) ahead = keys - args.query.shape[2];
+  }
+
+  int64_t Seen(int64_t row) const { return is_there ? std::clamp<int64_t>(row + ahead + 1, 0, keys) : keys; }
+  // The first row that sees a key, of any number of rows.
+  int64_t FirstRow(int64_t key) const { return is_there ? std::max<int64_t>(key - ahead, 0) : 0; }
+
+  bool is_there;
+  int64_t keys;
+  int64_t ahead = 0;
+};
+
+// Strides of attn_mask along (B, H, L, S), in elements: 0 where it repeats itself.
+struct AttentionMask {
+  explicit AttentionMask(const Tensor& mask) : data(mask.data) {
+    for (int axis = 4 - mask.shape.rank(), own = 0; axis < 4; ++axis, ++own) {
+      strides[axis] = mask.shape[own] == 1 ? 0 : mask.strides[own];
+    }
+  }
+
+  const void* data;
+  int64_t strides[4] = {};
+};
+
+template <class Args>
+double AttentionScale(const Args& args) {
+  const auto width = static_cast<double>(std::max<int64_t>(args.query.shape[3], 1));
+  return args.scale == 0 ? 1 / std::sqrt(width) : static_cast<double>(args.scale);
+}
+
+// What dropout makes of an element's random bits: docs/training.md says how they are made.
+struct AttentionDropout {
+  static constexpr uint32_t kFactors[3] = {0x9E3779B1u, 0x21F0AAADu, 0x735A2D97u};
+  static constexpr uint32_t kDrawFactor = 0x85EBCA77u;
+  static constexpr int64_t kRange = int64_t{1} << 31;
+
+  AttentionDropout(int64_t threshold_, int64_t seed, int64_t number)
+      : threshold(static_cast<uint32_t>(threshold_)),
+        // Of the seed's 31 bits, as a remainder that is not negative.
+        key((static_cast<uint32_t>(seed) & 0x7FFFFFFFu) * kFactors[0] + static_cast<uint32_t>(number) * kDrawFactor),
+        gain(static_cast<double>(kRange) / static_cast<double>(kRange - threshold_)) {}
+
+  uint32_t threshold;
+  uint32_t key;
+  double gain;  // of what is kept
+};
+
+namespace internal {
+
+template <class Args>
+Status CheckAttentionMask(const Args& args) {
+  const Tensor& mask = *args.attn_mask;
+  const int rank = mask.shape.rank();
+  const Shape whole{args.query.shape[0], args.query.shape[1], args.query.shape[2], args.key.shape[2]};
+  bool fits = rank >= 2 && rank <= 4;
+  for (int axis = 4 - rank, own = 0; fits && axis < 4; ++axis, ++own) {
+    fits = mask.shape[own] == 1 || mask.shape[own] == whole[axis];
+  }
+  GRADFUSE_EXPECT(fits, "attn_mask", Describe(mask),
+                  "the last 2 to 4 dimensions of " + Describe(mask.dtype, whole) + ", each in full or 1");
+  return {};
+}
+
+inline Status CheckNumber(const char* name, const std::optional<Tensor>& tensor) {
+  if (!tensor) return {};
+  GRADFUSE_EXPECT(tensor->shape.rank() <= 1 && tensor->NumElements() == 1, name, Describe(*tensor),
+                  "int64() or int64(1)");
+  return {};
+}
+
+}  // namespace internal
+
+// What both operators ask of the inputs and attributes that they share.
+template <class Args>
+Status CheckAttention(const Args& args) {
+  GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
+  const Shape& query = args.query.shape;
+  const Shape& key = args.key.shape;
+  const Shape& value = args.value.shape;
+  GRADFUSE_EXPECT(query.rank() == 4, "query", Describe(args.query), "4 dimensions (B,H,L,E)");
+  const bool key_fits = key.rank() == 4 && key[0] == query[0] && key[3] == query[3];
+  GRADFUSE_EXPECT(key_fits, "key", Describe(args.key),
+                  "4 dimensions (B,G,S,E), with B and E of query " + Describe(args.query));
+  const bool value_fits = value.rank() == 4 && value[0] == key[0] && value[1] == key[1] && value[2] == key[2];
+  GRADFUSE_EXPECT(value_fits, "value", Describe(args.value),
+                  "4 dimensions (B,G,S,Ev), with B, G and S of key " + Describe(args.key));
+  const bool heads_fit = key[1] == 0 ? query[1] == 0 : query[1] % key[1] == 0;
+  GRADFUSE_EXPECT(heads_fit, "query", "of H " + std::to_string(query[1]),
+                  "a multiple of key's G " + std::to_string(key[1]));
+  if (args.attn_mask) GRADFUSE_RETURN_IF_ERROR(internal::CheckAttentionMask(args));
+  GRADFUSE_RETURN_IF_ERROR(internal::CheckNumber("seed", args.seed));
+  GRADFUSE_RETURN_IF_ERROR(internal::CheckNumber("drawn", args.drawn));
+  GRADFUSE_EXPECT(args.causal >= 0 && args.causal <= 2, "causal", std::to_string(args.causal), "0, 1 or 2");
+  GRADFUSE_EXPECT(args.dropout_threshold >= 0 && args.dropout_threshold < AttentionDropout::kRange, "dropout_threshold",
+                  std::to_string(args.dropout_threshold), "0 to " + std::to_string(AttentionDropout::kRange - 1));
+  GRADFUSE_EXPECT(args.dropout_threshold == 0 || args.seed, "seed", "absent",
+                  "a tensor, as dropout_threshold is " + std::to_string(args.dropout_threshold));
+  return {};
+}
+
+}  // namespace gradfuse
