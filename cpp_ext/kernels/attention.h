@@ -12,7 +12,7 @@ namespace gradfuse {
 
 struct AttentionSizes {
   template <class Args>
-  explicit AttentionSizes(const Args& args)
+  constexpr explicit AttentionSizes(const Args& args)
       : batch(args.query.shape[0]),
         heads(args.query.shape[1]),
         groups(args.key.shape[1]),
@@ -22,7 +22,7 @@ struct AttentionSizes {
         value_width(args.value.shape[3]) {}
 
   // Of all heads of the batch, the one of keys that one of queries reads.
-  int64_t KeyHead(int64_t head) const { return head / heads * groups + head % heads / (heads / groups); }
+  constexpr int64_t KeyHead(int64_t head) const { return head / heads * groups + head % heads / (heads / groups); }
 
   int64_t batch;
   int64_t heads;
@@ -36,13 +36,13 @@ struct AttentionSizes {
 // Keys [0, Seen(row)) are those that a row sees, where attn_mask does not hide them.
 struct CausalMask {
   template <class Args>
-  explicit CausalMask(const Args& args) : is_there(args.causal != 0), keys(args.key.shape[2]) {
+  constexpr explicit CausalMask(const Args& args) : is_there(args.causal != 0), keys(args.key.shape[2]) {
     if (args.causal == 2) ahead = keys - args.query.shape[2];
   }
 
-  int64_t Seen(int64_t row) const { return is_there ? std::clamp<int64_t>(row + ahead + 1, 0, keys) : keys; }
+  constexpr int64_t Seen(int64_t row) const { return is_there ? std::clamp<int64_t>(row + ahead + 1, 0, keys) : keys; }
   // The first row that sees a key, of any number of rows.
-  int64_t FirstRow(int64_t key) const { return is_there ? std::max<int64_t>(key - ahead, 0) : 0; }
+  constexpr int64_t FirstRow(int64_t key) const { return is_there ? std::max<int64_t>(key - ahead, 0) : 0; }
 
   bool is_there;
   int64_t keys;

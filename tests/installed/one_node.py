@@ -38,8 +38,8 @@ def model_of(case: Case, *, body: bool) -> bytes:
         if values is not None
     ]
     outputs = [
-        helper.make_tensor_value_info(output.name, ONNX_TYPES[case.dtype], [None] * exact.ndim)
-        for output, exact in zip(operator.outputs, case.expected, strict=True)
+        helper.make_tensor_value_info(output.name, ONNX_TYPES[dtype], [None] * exact.ndim)
+        for output, dtype, exact in zip(operator.outputs, case.dtypes(), case.expected, strict=True)
     ]
     node = helper.make_node(case.op, names, [output.name for output in outputs], domain=DOMAIN)
     node.attribute.extend(helper.make_attribute(name, value) for name, value in case.attributes.items())

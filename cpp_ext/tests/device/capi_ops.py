@@ -103,9 +103,9 @@ def _op(
             call.append(f"array{len(arrays) - 1}.array()")
         else:
             call.append(_number(argument, value))
-    for exact in case.expected:
+    for exact, dtype in zip(case.expected, case.dtypes(), strict=True):
         call.append(f"t[{len(tensors)}]->tensor()")
-        tensors.append(_tensor(case.dtype, exact.shape, -1))
+        tensors.append(_tensor(dtype, exact.shape, -1))
     first_phase = f"aclnn{name}GetWorkspaceSize({', '.join(call)}, &p.workspace_size, &p.executor)"
     body = f"[](const auto& t, Planned& p) {{ {' '.join(arrays)} return {first_phase}; }}"
     return f'    Op{{"{name}", {_braced(tensors)}, {body}, aclnn{name}}}'

@@ -28,14 +28,23 @@ class Case:
     terms: Sequence[Any]  # for each output, the magnitude of what rounds on the way to it
     attributes: dict[str, Any] = field(default_factory=dict)
     fault: int = 0
+    output_dtypes: Sequence[str] = ()  # where not all are of the type of the case
+
+    def dtypes(self) -> list[str]:
+        """The type of each output."""
+        return list(self.output_dtypes) or [self.dtype] * len(self.expected)
 
     def error_bounds(self) -> list[Float64s]:
         """How far each output may be from what is expected: eight roundings of the result and of what leads to it."""
-        eps = EPS[self.dtype]
-        tiny = {"float16": 2.0**-24, "float64": 0.0}.get(self.dtype, 2.0**-126)
+        tiny = {"float16": 2.0**-24, "float64": 0.0}
         return [
-            8 * (eps * np.abs(np.nan_to_num(exact, posinf=0, neginf=0)) + np.asarray(terms) + tiny)
-            for exact, terms in zip(self.expected, self.terms, strict=True)
+            8
+            * (
+                EPS[dtype] * np.abs(np.nan_to_num(exact, posinf=0, neginf=0))
+                + np.asarray(terms)
+                + tiny.get(dtype, 2.0**-126)
+            )
+            for exact, terms, dtype in zip(self.expected, self.terms, self.dtypes(), strict=True)
         ]
 
     def problem(self, results: Sequence[Float64s]) -> str:

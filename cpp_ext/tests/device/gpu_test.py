@@ -43,7 +43,10 @@ def check(device: Device, case: Case, shift: int) -> str:
             inputs.append(device.upload(values, shift=shift))
     results = []
     for _ in range(2):
-        outputs = [device.empty(exact.shape, case.dtype, shift=shift) for exact in case.expected]
+        outputs = [
+            device.empty(exact.shape, dtype, shift=shift)
+            for exact, dtype in zip(case.expected, case.dtypes(), strict=True)
+        ]
         call = device.prepare(case.op, [*inputs, *outputs], **case.attributes)
         call.workspace.fill(0xFF)
         call.run()

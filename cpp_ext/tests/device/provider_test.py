@@ -38,12 +38,12 @@ def model_of(case: Case) -> bytes:
     ]
     outputs = [f"out{index}" for index in range(len(case.expected))]
     nodes = [helper.make_node(case.op, names, outputs, "node", domain="aclnn", **case.attributes)]
-    dtype = ONNX_TYPES[case.dtype]
-    if case.dtype == "bfloat16":
-        dtype = ONNX_TYPES["float32"]
-        nodes += [helper.make_node("Cast", [name], [f"wide_{name}"], to=dtype) for name in outputs]
-        outputs = [f"wide_{name}" for name in outputs]
-    infos = [helper.make_tensor_value_info(name, dtype, None) for name in outputs]
+    infos = []
+    for name, dtype in zip(outputs, case.dtypes(), strict=True):
+        if dtype == "bfloat16":
+            nodes.append(helper.make_node("Cast", [name], [f"wide_{name}"], to=ONNX_TYPES["float32"]))
+            name, dtype = f"wide_{name}", "float32"
+        infos.append(helper.make_tensor_value_info(name, ONNX_TYPES[dtype], None))
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("aclnn", 1)]
     graph = helper.make_graph(nodes, "case", inputs, infos)
     content: bytes = helper.make_model(graph, opset_imports=imports, ir_version=9).SerializeToString()
