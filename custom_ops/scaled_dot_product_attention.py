@@ -19,23 +19,27 @@ def _infer(call: Call) -> list[Tensor]:
 
 def _body(variant: Variant) -> str:
     largest = "ReduceMax<keepdims=1>(scores, last)" if variant.opset >= 18 else "ReduceMax<axes=[-1]>(scores)"
+    # onnxruntime keeps the shape of a tensor without elements when it reduces its rows.
     return f"""
         {attention.scores(variant)}
         last = Constant<value_ints=[-1]>()
-        largest = {largest}
+        reduced = {largest}
+        rows = Concat<axis=0>(batch, heads, queries)
+        column_shape = Concat<axis=0>(rows, one)
+        largest = Reshape<allowzero=1>(reduced, column_shape)
         sees_nothing = Equal(largest, never)
         zero_float = Constant<value_float=0.0>()
         zero_real = Cast<to=$real>(zero_float)
         shift = Where(sees_nothing, zero_real, largest)
         shifted = Sub(scores, shift)
         parts = Exp(shifted)
-        sum = ReduceSum<keepdims=1>(parts, last)
+        part_sum = ReduceSum<keepdims=1>(parts, last)
+        sum = Reshape<allowzero=1>(part_sum, column_shape)
         one_float = Constant<value_float=1.0>()
         one_real = Cast<to=$real>(one_float)
         divisor = Where(sees_nothing, one_real, sum)
         log_sum = Log(divisor)
         logsumexp_column = Add(shift, log_sum)
-        rows = Concat<axis=0>(batch, heads, queries)
         logsumexp = Reshape<allowzero=1>(logsumexp_column, rows)
         {attention.dropped(variant, "parts", "kept_parts")}
         group_parts = Reshape<allowzero=1>(kept_parts, rows_shape)

@@ -17,6 +17,7 @@ def _infer(call: Call) -> list[Tensor]:
 
 
 def _body(variant: Variant) -> str:
+    # onnxruntime keeps the shape of a tensor without elements when it reduces its rows.
     return f"""
         {attention.scores(variant)}
         last = Constant<value_ints=[-1]>()
@@ -27,7 +28,9 @@ def _body(variant: Variant) -> str:
         real_grad = Cast<to=$real>(grad_output)
         real_output = Cast<to=$real>(output)
         weighted = Mul(real_grad, real_output)
-        row_sum = ReduceSum<keepdims=1>(weighted, last)
+        weighted_sum = ReduceSum<keepdims=1>(weighted, last)
+        column_shape = Concat<axis=0>(batch, heads, queries, one)
+        row_sum = Reshape<allowzero=1>(weighted_sum, column_shape)
         grad_shape = Concat<axis=0>(by_group, group_rows, value_width)
         grad = Reshape<allowzero=1>(real_grad, grad_shape)
         v_turned = Transpose<perm=[0, 1, 3, 2]>(v)

@@ -235,7 +235,7 @@ def invalid(near: Changes, first: int) -> Iterator[Sample]:
     count = len(near.valid().inputs)
     mask, seed, drawn = range(count - 3, count)
     query, key, value = range(first, first + 3)
-    yield from near.without(query, key, value, seed)
+    yield from near.without(query, key, value)
     for index in (query, key, value):
         yield from near.retyped(index, torch.float16, torch.float64, torch.int64, torch.bool)
     yield from near.reshaped(query, (2, 4, 3), (2, 3, 3, 6), (1, 4, 3, 6), (2, 4, 3, 5), (), (1,) * 9)
