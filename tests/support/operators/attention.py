@@ -111,6 +111,26 @@ def _three(optional: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [*optional, None, None, None][:3]
 
 
+def by_autograd(sample: Sample, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of PyTorch's own operator, without dropout: of attention as its users call it."""
+    query, key, value, mask = [*sample.inputs, None][:4]
+    assert query is not None and key is not None and value is not None
+    leaves = [one.to(dtype, copy=True).requires_grad_() for one in (query, key, value)]
+    rows, keys, causal = query.shape[2], key.shape[2], sample.attributes.get("causal", 0)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(dtype)
+    if causal:
+        seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows if causal == 2 else 0)
+        if mask is None or mask.dtype == torch.bool:
+            mask = seen if mask is None else seen & mask
+        else:
+            mask = mask.masked_fill(~seen, -torch.inf)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        leaves[0], leaves[1], leaves[2], attn_mask=mask, scale=sample.attributes.get("scale"), enable_gqa=True
+    )
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(dtype))]
+
+
 def terms(sample: Sequence[Tensor | None], attributes: Mapping[str, Any], *, grads: bool) -> float:
     """The largest sum of magnitudes that any result adds up, with the rounding of scores as that of their size."""
     first = 1 if grads else 0
@@ -148,9 +168,13 @@ def arguments(
     mask_shape: Sequence[int] = (),
     drawn: int | None = None,
     seed: int = 0,
+    measured: bool = True,
     **attributes: Any,
 ) -> Sample:
-    """Queries, keys and values of sizes (B, H, G, L, S, E, Ev), with a mask: "", "shown" or "added"."""
+    """Queries, keys and values of sizes (B, H, G, L, S, E, Ev), with a mask: "", "shown" or "added".
+
+    With `measured` the sample's terms are found, which takes tensors of L times S.
+    """
     batch, heads, groups, rows, keys, width, value_width = sizes
     generator = torch.Generator().manual_seed(seed)
 
@@ -173,7 +197,7 @@ def arguments(
         inputs.append(None if drawn is None else torch.tensor([drawn]))
     while inputs[-1] is None:
         inputs.pop()
-    return Sample(inputs, attributes, terms(inputs, attributes, grads=False))
+    return Sample(inputs, attributes, terms(inputs, attributes, grads=False) if measured else 0.0)
 
 
 def backward_arguments(sizes: Sequence[int], dtype: torch.dtype, **options: Any) -> Sample:
@@ -196,11 +220,11 @@ def strided(rng: random.Random, dtype: torch.dtype) -> Sample:
     batch, groups, shared, rows, keys, width, value_width = (rng.randint(1, 4) for _ in range(7))
     sizes = (batch, groups * shared, groups, rows, keys, width, value_width)
     whole = (batch, groups * shared, rows, keys)[rng.randint(0, 2) :]
-    dropout = rng.random() < 0.5
+    dropout: dict[str, Any] = {"dropout_threshold": THRESHOLD, "draw": 5} if rng.random() < 0.5 else {}
     sample = arguments(
         sizes, dtype, mask=rng.choice(("", "shown", "added")),
         mask_shape=[size if rng.random() < 0.7 else 1 for size in whole], causal=rng.randint(0, 2),
-        seed=rng.randint(0, 2**30), **({"dropout_threshold": THRESHOLD, "draw": 5} if dropout else {}),
+        seed=rng.randint(0, 2**30), **dropout,
     )  # fmt: skip
     views = [
         None if one is None else repeated(one, rng) if index < 3 else scattered(one, rng)
@@ -211,7 +235,7 @@ def strided(rng: random.Random, dtype: torch.dtype) -> Sample:
 
 def typical(dtype: torch.dtype) -> list[Sample]:
     """Arguments of the forward pass that reach every branch."""
-    drop = {"dropout_threshold": THRESHOLD}
+    drop: dict[str, Any] = {"dropout_threshold": THRESHOLD}
     return [
         arguments((2, 3, 3, 5, 7, 4, 6), dtype),
         arguments((1, 4, 2, 70, 70, 16, 16), dtype, causal=1),

@@ -83,8 +83,9 @@ def calls(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Call
             optional[0] = Values("bool", shown)
             scores = np.where(shown, scores, -np.inf)
         elif mask == "added":
-            optional[0] = Values.of(np.where(shown, random.standard_normal(mask_shape), -np.inf), dtype)
-            scores = scores + optional[0].wide()
+            added = Values.of(np.where(shown, random.standard_normal(mask_shape), -np.inf), dtype)
+            optional[0] = added
+            scores = scores + added.wide()
         if attributes.get("causal"):
             ahead = keys - rows if attributes["causal"] == 2 else 0
             scores = np.where(np.arange(rows)[:, None] + ahead >= np.arange(keys), scores, -np.inf)
