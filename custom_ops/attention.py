@@ -69,6 +69,8 @@ SIGNATURE = (
 """The optional inputs and the attributes as torch writes them."""
 
 CAUSAL = (0, 1, 2)
+MOST_WITH_DIGITS = (2.0**13, 2.0**42)
+"""Up to here neighbouring numbers are at most 1 / 1024 apart: in float, and in double."""
 THRESHOLD_END = 2**31
 
 SAMPLES = tuple(

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <optional>
 #include <string>
 
 #include "gradfuse/signature.h"
@@ -61,13 +63,21 @@ struct AttentionMask {
   int64_t strides[4] = {};
 };
 
+// Whether a logsumexp is so large that its neighbours are more than 1 / 1024 away, as where attn_mask adds the least
+// number to all scores of a row: probabilities are then divided by their sum.
+template <class Real>
+constexpr bool HasFewDigits(Real logsumexp) {
+  constexpr Real kMost = Real{1} / 1024 / std::numeric_limits<Real>::epsilon();
+  return logsumexp > kMost || logsumexp < -kMost;
+}
+
 template <class Args>
 double AttentionScale(const Args& args) {
   const auto width = static_cast<double>(std::max<int64_t>(args.query.shape[3], 1));
   return args.scale == 0 ? 1 / std::sqrt(width) : static_cast<double>(args.scale);
 }
 
-// What dropout makes of an element's random bits: docs/training.md says how they are made.
+// What dropout makes of an element's random bits: docs/export.md says what they are a hash of.
 struct AttentionDropout {
   static constexpr uint32_t kFactors[3] = {0x9E3779B1u, 0x21F0AAADu, 0x735A2D97u};
   static constexpr uint32_t kDrawFactor = 0x85EBCA77u;

@@ -109,6 +109,27 @@ def test_rows_that_see_nothing_have_no_gradient_and_give_none(dtype: torch.dtype
             assert not found.any()
 
 
+@pytest.mark.parametrize("hidden", (torch.finfo(torch.float32).min, -3e7))
+def test_rows_of_which_everything_is_hidden_by_a_large_number(hidden: float) -> None:
+    """As in padded batches: their probabilities add up to 1, though logsumexp has no digits left for their number."""
+    mask = torch.zeros(120, 250).masked_fill(torch.rand(120, 250) < 0.5, hidden)
+    mask[[3, 100]] = hidden
+    sample = attention.arguments((1, 2, 2, 120, 250, 8, 8), torch.float32)
+    output, logsumexp = run(FORWARD, *sample.inputs, mask)
+    grad = torch.randn(output.shape)
+    tensors = [grad, *sample.inputs, output, logsumexp, mask]
+    check(Sample(tensors, {}, attention.terms(tensors, {}, grads=True)), torch.float32)
+    whole = Sample([*sample.inputs, torch.where(mask == hidden, torch.finfo(torch.float32).min, 0.0)])
+    found = run(OP, *tensors)
+    native, exact = (attention.by_autograd(whole, grad, dtype) for dtype in (torch.float32, torch.float64))
+    # Rows that see some keys are the same whatever hides the others; of the others -3e7 leaves two scores apart.
+    rows = slice(None) if hidden < -1e8 else [row for row in range(120) if row not in (3, 100)]
+    assert_gradients_close(
+        found[0][:, :, rows], native[1][:, :, rows], exact[1][:, :, rows], torch.float32,
+        terms=attention.terms(tensors, {}, grads=True),
+    )  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", [CPU], indirect=True)
 def test_memory_does_not_grow_with_rows_times_keys() -> None:

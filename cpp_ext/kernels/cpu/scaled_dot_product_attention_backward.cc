@@ -33,11 +33,31 @@ void SumRows(const T* grad_output, const T* output, int64_t rows, int64_t width,
   }
 }
 
+// Adds the exponentials of scores less logsumexp to the sums of rows.
+template <class T, MaskKind kKind>
+void AddExponentials(const ScoreBlock<T>& block, const ComputeType<T>* logsumexp, const ComputeType<T>* products,
+                     ComputeType<T>* sums) {
+  using Real = ComputeType<T>;
+  const TagOf<T> d;
+  const auto scale = hn::Set(d, block.scale);
+  RowMask<T, kKind> masks(block);
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const auto* const mask = masks.Of(r);
+    const Real* const row = products + r * kBlockKeys;
+    const auto shift = hn::Set(d, logsumexp[r]);
+    auto sum = hn::Zero(d);
+    ForEachVector(d, block.seen[static_cast<size_t>(r)], [&](int64_t i, auto at) HWY_ATTR {
+      sum = sum + Exp<Real>(d, MaskedScores<T, kKind>(at, row, i, scale, mask) - shift);
+    });
+    sums[r] += hn::ReduceSum(d, sum);
+  }
+}
+
 // Replaces products of queries and keys by probabilities, times what the dropout makes of 1, and those of grad_output
 // and values by the gradients of the products.
 template <class T, MaskKind kKind>
-void GradScores(const ScoreBlock<T>& block, const ComputeType<T>* logsumexp, const ComputeType<T>* row_sums,
-                ComputeType<T>* products, ComputeType<T>* grads) {
+void GradScores(const ScoreBlock<T>& block, const ComputeType<T>* logsumexp, const ComputeType<T>* shares,
+                const ComputeType<T>* row_sums, ComputeType<T>* products, ComputeType<T>* grads) {
   using Real = ComputeType<T>;
   const TagOf<T> d;
   const auto scale = hn::Set(d, block.scale);
@@ -50,8 +70,11 @@ void GradScores(const ScoreBlock<T>& block, const ComputeType<T>* logsumexp, con
     Real* const grad_row = grads + r * kBlockKeys;
     const auto shift = hn::Set(d, logsumexp[r]);
     const auto row_sum = hn::Set(d, row_sums[r]);
+    const auto share = hn::Set(d, kKind == MaskKind::kAdded ? shares[r] : Real{1});
     const auto probabilities = [&](int64_t i, auto at) HWY_ATTR {
-      return Exp<Real>(d, MaskedScores<T, kKind>(at, row, i, scale, mask) - shift);
+      const auto p = Exp<Real>(d, MaskedScores<T, kKind>(at, row, i, scale, mask) - shift);
+      if constexpr (kKind == MaskKind::kAdded) return p * share;
+      return p;
     };
     if (block.dropout == nullptr) {
       ForEachVector(d, seen, [&](int64_t i, auto at) HWY_ATTR {
@@ -203,6 +226,7 @@ class Kernel {
           grad_left(row_blocks * PackedLeftSize<Real>(kBlockRows, value_width)),
           grad_right(row_blocks * PackedRightSize<Real>(kBlockRows, value_width)),
           row_sums(row_blocks * kBlockRows),
+          shares(row_blocks * kBlockRows),
           keys_turned(PackedRightSize<Real>(width, kBlockKeys)),
           keys(PackedRightSize<Real>(kBlockKeys, width)),
           values_turned(PackedRightSize<Real>(value_width, kBlockKeys)),
@@ -214,6 +238,7 @@ class Kernel {
     Lines<Real> grad_left;
     Lines<Real> grad_right;
     Lines<Real> row_sums;
+    Lines<Real> shares;
     Lines<Real> keys_turned;
     Lines<Real> keys;
     Lines<Real> values_turned;
@@ -269,6 +294,7 @@ class Kernel {
     (grad_output + first_row * value_width, output + first_row * value_width, row_count, value_width,
      work.row_sums.data());
 
+    SetShares(part, head, first_row, row_count, work);
     const auto grad_scores = GRADFUSE_DISPATCH(GradScores<T, kKind>);
     Real* const products = work.products.data();
     Real* const grads = work.grads.data();
@@ -290,12 +316,42 @@ class Kernel {
                        products, kBlockKeys, false);
         MultiplyPacked(work.grad_left.data() + b * grad_left_size, work.values_turned.data(), rows, count, value_width,
                        grads, kBlockKeys, false);
-        grad_scores(block, logsumexp + row, work.row_sums.data() + b * kBlockRows, products, grads);
+        grad_scores(block, logsumexp + row, work.shares.data() + b * kBlockRows, work.row_sums.data() + b * kBlockRows,
+                    products, grads);
         MultiplyColumns(products, kBlockKeys, work.grad_right.data() + b * grad_right_size, count, value_width, rows,
                         part.grad_value + key * value_width, value_width, true);
         MultiplyColumns(grads, kBlockKeys, work.query_right.data() + b * query_right_size, count, width, rows,
                         part.grad_key + key * width, width, true);
         MultiplyRows(grads, kBlockKeys, work.keys.data(), rows, width, count, grad_query + row * width, width, true);
+      }
+    }
+  }
+
+  // Sets what the exponentials of scores less logsumexp of each row are multiplied by.
+  void SetShares(const Part& part, int64_t head, int64_t first_row, int64_t row_count, const Work& work) const {
+    Real* const shares = work.shares.data();
+    std::fill_n(shares, row_count, Real{1});
+    if constexpr (kKind == MaskKind::kAdded) {
+      const Real* const logsumexp = args_.logsumexp.Data<Real>() + head * sizes_.rows + first_row;
+      if (std::none_of(logsumexp, logsumexp + row_count, HasFewDigits<Real>)) return;
+      const auto add = GRADFUSE_DISPATCH(AddExponentials<T, kKind>);
+      const T* const keys = args_.key.Data<T>() + part.key_head * sizes_.keys * sizes_.width;
+      const Lines<Real> sums(row_count);
+      std::fill_n(sums.data(), row_count, Real{0});
+      for (int64_t key = 0; key < sizes_.keys; key += kBlockKeys) {
+        const int64_t count = std::min(kBlockKeys, sizes_.keys - key);
+        const Matrix<T> key_rows{keys + key * sizes_.width, sizes_.width, 1};
+        PackRight<T>(key_rows.Transposed(), sizes_.width, count, work.keys_turned.data());
+        for (int64_t row = 0; row < row_count; row += kBlockRows) {
+          const int64_t rows = std::min(kBlockRows, row_count - row);
+          MultiplyPacked(work.query_left.data() + row / kBlockRows * PackedLeftSize<Real>(kBlockRows, sizes_.width),
+                         work.keys_turned.data(), rows, count, sizes_.width, work.products.data(), kBlockKeys, false);
+          add(blocks_.Block(head, first_row + row, rows, key, count), logsumexp + row, work.products.data(),
+              sums.data() + row);
+        }
+      }
+      for (int64_t r = 0; r < row_count; ++r) {
+        if (HasFewDigits(logsumexp[r])) shares[r] = 1 / sums.data()[r];
       }
     }
   }

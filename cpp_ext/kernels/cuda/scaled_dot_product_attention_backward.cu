@@ -17,7 +17,9 @@ struct Params {
   T* grad_query;
   T* grad_key;
   T* grad_value;
-  Real* row_sums;  // workspace: of grad_output output, (B, H, L)
+  // Workspace, (B, H, L) each.
+  Real* row_sums;  // of grad_output output
+  Real* shares;    // what exponentials of scores less logsumexp are multiplied by
 };
 
 template <class T>
@@ -32,7 +34,7 @@ __device__ Element<T> ElementAt(const Params<T>& params, int64_t head, int64_t g
   const AttentionScores<T>& scores = params.scores;
   const int64_t width = scores.sizes.value_width;
   const int64_t index = head * scores.sizes.rows + row;
-  const Real p = Exp(scores.Score(head, group, row, key) - params.logsumexp[index]);
+  const Real p = Exp(scores.Score(head, group, row, key) - params.logsumexp[index]) * params.shares[index];
   const Real gain = scores.Gain(head, row, key);
   const T* const values = scores.value + (group * scores.sizes.keys + key) * width;
   Real through = 0;
@@ -58,10 +60,21 @@ __global__ void __launch_bounds__(kThreads) OfQuery(const __grid_constant__ Para
       sum += Widen(params.grad_output[place]) * Widen(params.output[place]);
     }
     sum = SumOverBlock<kThreads>(sum);
-    if (thread == 0) params.row_sums[index] = sum;
+    const int64_t seen = params.scores.causal.Seen(row);
+    Real share = 1;
+    if (params.scores.added != nullptr && HasFewDigits(params.logsumexp[index])) {
+      Real parts = 0;
+      for (int64_t key = thread; key < seen; key += kThreads) {
+        parts += Exp(params.scores.Score(head, group, row, key) - params.logsumexp[index]);
+      }
+      share = 1 / SumOverBlock<kThreads>(parts);
+    }
+    if (thread == 0) {
+      params.row_sums[index] = sum;
+      params.shares[index] = share;
+    }
     Barrier();
 
-    const int64_t seen = params.scores.causal.Seen(row);
     const T* const keys = params.scores.key + group * sizes.keys * sizes.width;
     for (int64_t first = 0; first < sizes.width; first += kThreads) {
       const int64_t column = first + thread;
@@ -129,6 +142,8 @@ Status RunTyped(const ScaledDotProductAttentionBackwardArgs& args, const Queue& 
   using Real = ComputeType<T>;
   const int64_t rows = args.logsumexp.NumElements();
   Workspace workspace(queue.workspace);
+  Real* const row_sums = workspace.Array<Real>(rows);
+  Real* const shares = workspace.Array<Real>(rows);
   const Params<T> params{
       AttentionScores<T>(args),         args.grad_output.Data<T>(),       args.output.Data<T>(),
       args.logsumexp.Data<Real>(),      args.grad_query.MutableData<T>(), args.grad_key.MutableData<T>(),

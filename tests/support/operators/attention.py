@@ -97,7 +97,7 @@ def backward(
     work = working_type(dtype)
     made = parts(query, key, value, *_three(optional), **attributes, work=work)
     grad, out = grad_output.to(work), output.to(work)
-    p = (made.scores - logsumexp.to(work)[..., None]).exp()
+    p = _probabilities(made.scores, logsumexp)
     through = (grad @ made.value.mT) * made.gains
     of_scores = made.scale * p * (through - (grad * out).sum(-1, keepdim=True))
     grads = (of_scores @ made.key, of_scores.mT @ made.query, (p * made.gains).mT @ grad)
@@ -107,12 +107,22 @@ def backward(
     return grads[0].to(dtype), by_key[0].to(dtype), by_key[1].to(dtype)
 
 
+def _probabilities(scores: Tensor, logsumexp: Tensor) -> Tensor:
+    """Exponentials of scores less logsumexp; where that has no digits left to tell their sum, divided by it."""
+    p = (scores - logsumexp.to(scores.dtype)[..., None]).exp()
+    few = logsumexp[..., None].abs() > 1 / 1024 / torch.finfo(logsumexp.dtype).eps
+    return torch.where(few, p / p.sum(-1, keepdim=True), p)
+
+
 def _three(optional: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [*optional, None, None, None][:3]
 
 
 def by_autograd(sample: Sample, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of PyTorch's own operator, without dropout: of attention as its users call it."""
+    """Output and gradients of PyTorch's own operator, without dropout: of attention as its users call it.
+
+    By its plain operators: the gradients of its flash kernel are wrong for rows that a large number hides.
+    """
     query, key, value, mask = [*sample.inputs, None][:4]
     assert query is not None and key is not None and value is not None
     leaves = [one.to(dtype, copy=True).requires_grad_() for one in (query, key, value)]
@@ -125,9 +135,10 @@ def by_autograd(sample: Sample, grad: Tensor, dtype: torch.dtype) -> list[Tensor
             mask = seen if mask is None else seen & mask
         else:
             mask = mask.masked_fill(~seen, -torch.inf)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        leaves[0], leaves[1], leaves[2], attn_mask=mask, scale=sample.attributes.get("scale"), enable_gqa=True
-    )
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            leaves[0], leaves[1], leaves[2], attn_mask=mask, scale=sample.attributes.get("scale"), enable_gqa=True
+        )
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(dtype))]
 
 
@@ -148,7 +159,8 @@ def terms(sample: Sequence[Tensor | None], attributes: Mapping[str, Any], *, gra
     grad, output, logsumexp = (sample[index] for index in (0, 4, 5))
     assert grad is not None and output is not None and logsumexp is not None
     size = grad.double().abs()
-    p = (made.scores - logsumexp.double()[..., None]).exp() * (unsafe + logsumexp.double()[..., None].abs())
+    p = _probabilities(made.scores, logsumexp)
+    p = p * (unsafe + logsumexp.double()[..., None].abs().nan_to_num(0, 0, 0).clamp(max=1e4))
     through = (size @ made.value.abs().mT) * made.gains + (size * output.double().abs()).sum(-1, keepdim=True)
     of_scores = made.scale * p * through
     shared = query.shape[1] // max(key.shape[1], 1)
