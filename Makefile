@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale bench-sizes \
+.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale bench-sizes \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test-web   train in Node and in headless Chromium, and compare (needs node, npm and chromium; a minute; SCREENSHOT=docs/web.png keeps a picture)"
 	@echo "make bench   measure the operators on the CPU beside PyTorch and onnxruntime (BENCH_ARGS=--full for all)"
 	@echo "make bench-aclnn   measure what a call of the C API costs"
+	@echo "make bench-attention   measure attention, both passes, beside PyTorch and onnxruntime (ten minutes)"
 	@echo "make bench-convolutions   measure gradients of convolutions, layer by layer, beside PyTorch (two minutes)"
 	@echo "make bench-differentiation   measure gradients and training steps of models of up to 100,000 nodes (ten minutes)"
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
@@ -197,6 +198,9 @@ bench-aclnn: $(INSTALLED)
 	include=$$($(BIN)/python -c "import gradfuse; print(gradfuse.get_include())") && \
 	$(CC) -std=gnu11 -O2 benchmarks/aclnn_overhead.c -I$$include $$library -Wl,-rpath,$$(dirname $$library) -o build/aclnn_overhead
 	GRADFUSE_DEVICE=cpu build/aclnn_overhead
+
+bench-attention: $(INSTALLED)
+	$(BIN)/python benchmarks/attention.py $(BENCH_ARGS)
 
 bench-convolutions: $(INSTALLED)
 	$(BIN)/python benchmarks/convolutions.py $(BENCH_ARGS)

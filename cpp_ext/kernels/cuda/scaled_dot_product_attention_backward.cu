@@ -144,10 +144,17 @@ Status RunTyped(const ScaledDotProductAttentionBackwardArgs& args, const Queue& 
   Workspace workspace(queue.workspace);
   Real* const row_sums = workspace.Array<Real>(rows);
   Real* const shares = workspace.Array<Real>(rows);
-  const Params<T> params{
-      AttentionScores<T>(args),         args.grad_output.Data<T>(),       args.output.Data<T>(),
-      args.logsumexp.Data<Real>(),      args.grad_query.MutableData<T>(), args.grad_key.MutableData<T>(),
-      args.grad_value.MutableData<T>(), workspace.Array<Real>(rows)};
+  Real* const row_sums = workspace.Array<Real>(rows);
+  Real* const shares = workspace.Array<Real>(rows);
+  const Params<T> params{AttentionScores<T>(args),
+                         args.grad_output.Data<T>(),
+                         args.output.Data<T>(),
+                         args.logsumexp.Data<Real>(),
+                         args.grad_query.MutableData<T>(),
+                         args.grad_key.MutableData<T>(),
+                         args.grad_value.MutableData<T>(),
+                         row_sums,
+                         shares};
   GRADFUSE_RETURN_IF_ERROR(Launch(queue, OfQuery<T>, rows, kThreads, params));
   const Shape& key = args.key.shape;
   return Launch(queue, OfKey<T>, key[0] * key[1] * key[2], kThreads, params);
@@ -157,8 +164,11 @@ Status RunTyped(const ScaledDotProductAttentionBackwardArgs& args, const Queue& 
 
 int64_t WorkspaceBytes(const ScaledDotProductAttentionBackwardArgs& args) {
   Workspace workspace(nullptr);
-  WithFloatType(args.query.dtype,
-                [&](auto type) { workspace.Array<ComputeType<decltype(type)>>(args.logsumexp.NumElements()); });
+  WithFloatType(args.query.dtype, [&](auto type) {
+    for (int array = 0; array < 2; ++array) {
+      workspace.Array<ComputeType<decltype(type)>>(args.logsumexp.NumElements());
+    }
+  });
   return workspace.bytes();
 }
 
