@@ -230,6 +230,35 @@ def test_a_model_that_is_right_at_the_size_of_the_batch_alone_is_refused(monkeyp
     export_training_step(InBatch(_looked_up({"9": 2.0})), F.mse_loss, _rows(4), dynamic_shapes=ROWS, evaluation=False)
 
 
+class Picking(nn.Module):
+    """Adds to the tokens of a text that have the largest numbers, which are equal where a text has a token twice."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = nn.Embedding(32, 6), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.table(tokens)
+        places = h[:, 0].topk(3)[1]
+        return self.layer(self.function(h + torch.zeros_like(h).index_fill(0, places, 1.0)))  # type: ignore[no-any-return]
+
+
+def _tokens() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    torch.manual_seed(1)
+    return (torch.tensor([3, 30, 12, 5, 0, 31]),), (torch.randn(6, 6),)
+
+
+def test_a_choice_that_is_open_in_a_longer_batch_alone_hides_no_error() -> None:
+    options: dict[str, Any] = {"dynamic_shapes": ROWS, "evaluation": False, "fuse": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_training_step(Picking(lambda h: h), F.mse_loss, _tokens(), **options)
+    with pytest.raises(ExportError, match=r"axis 0 of 'tokens'.* with size 13, output '\w+' of the exported"):
+        export_training_step(Picking(_looked_up({"13": 2.0})), F.mse_loss, _tokens(), **options)
+
+
 class InEvaluation(nn.Module):
     """Looks a number up by the size of the batch in evaluation mode alone."""
 

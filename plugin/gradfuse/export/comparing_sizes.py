@@ -11,7 +11,7 @@ import onnx_ir as ir
 from gradfuse.errors import ExportError
 from gradfuse.export import explaining, steadiness
 from gradfuse.export.dynamic_shapes import DynamicShapes
-from gradfuse.export.other_sizes import Axis, OtherSizes
+from gradfuse.export.other_sizes import Axis, OtherSizes, drawn
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep, undisturbed
@@ -26,6 +26,8 @@ _OF_SHAPES = frozenset(
     """.split()
 )
 """Operators whose numbers follow from sizes as a matter of course."""
+_DRAWN = 3
+"""So many batches are drawn where what repeats the given one has equal numbers."""
 _OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
 """Operators that take numbers as they take tensors."""
 
@@ -70,10 +72,15 @@ def compare(
         try:
             _judge(truth, step, own, model, opened, which)
         except ExportError as error:
-            with undisturbed(step):
-                tied = steadiness.tied(step)
+            tied = _tied(step)
             if tied is not None:
                 # What repeats a batch may have equal numbers where no other batch has.
+                drawn = _on_drawn(truth, step, model, opened, which)
+                if isinstance(drawn, tuple):
+                    raise _refused(truth.step, sizes, *drawn) from error
+                if drawn:
+                    compared.update(sizes.names)
+                    continue
                 places, numbers = _named(sizes)
                 text = f"{places} with size {numbers}: {str(error).removeprefix(f'{WHO}: ')}; {tied}"
                 warnings.warn(f"{WHO}: {text}", stacklevel=4)
@@ -114,6 +121,37 @@ def _judge(truth: Truth, step: TorchStep, own: Arrays, model: ir.Model, opened: 
         full = Truth.of(step, own, truth.run, truth.free, in_float64=truth.exact is not None)
         full.compare(model, which, opened)
         full.compare_in_float64(model, which)
+
+
+def _tied(step: TorchStep) -> str | None:
+    """Return what to say of a step whose results follow from a choice among equal numbers; None if they do not."""
+    with undisturbed(step):
+        return steadiness.tied(step)
+
+
+def _on_drawn(
+    truth: Truth, step: TorchStep, model: ir.Model, opened: Opened, which: str
+) -> tuple[TorchStep, ExportError] | bool:
+    """Compare a model on batches of a step's sizes without equal numbers.
+
+    Returns:
+        A step at which the model differs, and how; else whether any such batch was found.
+    """
+    for seed in range(_DRAWN):
+        other = drawn(step, seed)
+        try:
+            own = truth.run(other, lambda tensor: tensor)
+        except Exception:
+            # A user's module may raise anything.
+            continue
+        try:
+            _judge(truth, other, own, model, opened, which)
+        except ExportError as error:
+            if _tied(other) is None:
+                return other, error
+            continue
+        return True
+    return False
 
 
 def _alone(

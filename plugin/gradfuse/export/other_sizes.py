@@ -28,6 +28,7 @@ Axis = tuple[str, int]
 _SMALL = 1 << 16
 """A batch with so many numbers may become several times as large; others become smaller where they can."""
 _MOST_OF_ONE, _MOST_TRIED = 16, 512
+_MOST_DRAWN = 1 << 22
 _LEAST = 2
 """A size of 1 is another thing to PyTorch."""
 _MOVED = 0.1
@@ -118,6 +119,28 @@ def _resized(tensor: Tensor, sizes: Mapping[int, int], *, repeats: bool) -> Tens
             moves = 1 - _MOVED * torch.rand(more.shape, generator=generator).to(more)
             more.copy_(torch.where(more == more.round(), more, more * moves))
     return tensor
+
+
+def drawn(step: TorchStep, seed: int) -> TorchStep:
+    """Return a step with another batch: fractions near those of its own, whole numbers between the least and largest.
+
+    Whole numbers are different from each other where there are enough.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(tensor: Tensor) -> Tensor:
+        if not tensor.numel() or tensor.dtype == torch.bool or tensor.is_complex():
+            return tensor
+        if tensor.is_floating_point():
+            return tensor * (1 - _MOVED * torch.rand(tensor.shape, generator=generator).to(tensor))
+        least, count = int(tensor.min()), int(tensor.max()) - int(tensor.min()) + 1
+        if tensor.numel() <= count <= _MOST_DRAWN:
+            numbers = torch.randperm(count, generator=generator)[: tensor.numel()]
+        else:
+            numbers = torch.randint(count, (tensor.numel(),), generator=generator)
+        return (least + numbers).reshape(tensor.shape).to(tensor)
+
+    return dataclasses.replace(step, inputs=tuple(map(other, step.inputs)), targets=tuple(map(other, step.targets)))
 
 
 def _fitted(tensor: Tensor, changes: Mapping[int, int]) -> Tensor:
