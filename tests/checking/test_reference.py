@@ -85,6 +85,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Elu <alpha = 0.5>": lambda x: F.elu(x, 0.5),
     "Celu <alpha = 0.5>": lambda x: F.celu(x, 0.5),
     "LeakyRelu <alpha = 0.25>": lambda x: F.leaky_relu(x, 0.25),
+    "Shrink <lambd = 0.25, bias = 0.25>": lambda x: F.softshrink(x, 0.25),
     "Softplus": F.softplus,
     "Softsign": F.softsign,
     "Mish": F.mish,

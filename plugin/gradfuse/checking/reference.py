@@ -727,6 +727,11 @@ def _hard_sigmoid(node: ir.Node, x: _Array) -> _Array:
     return np.clip(alpha * x + beta, 0, 1)
 
 
+def _shrink(node: ir.Node, x: _Array) -> _Array:
+    lambd, bias = node.attributes.get_float("lambd", 0.5), node.attributes.get_float("bias", 0.0)
+    return np.where(np.abs(x) > lambd, x - np.sign(x) * bias, 0.0)
+
+
 def _elementwise(function: Callable[[_Array], Any]) -> Callable[..., _Array]:
     return lambda node, x: np.asarray(function(x))
 
@@ -753,6 +758,7 @@ _NUMPY: dict[str, Callable[..., _Array | tuple[_Array, ...]]] = {
     "Mish": _elementwise(lambda x: x * np.tanh(_softplus(x))),
     "PRelu": lambda node, x, slope: np.where(x < 0, slope * x, x),
     "Selu": _exponential_below(1.67326319217681884765625, 1.05070102214813232421875, 1),
+    "Shrink": _shrink,
     "Softplus": _elementwise(_softplus),
     "Softsign": _elementwise(lambda x: x / (1 + np.abs(x))),
     "ThresholdedRelu": lambda node, x: np.where(x > node.attributes.get_float("alpha", 1.0), x, 0.0),
