@@ -23,6 +23,7 @@ import gradfuse
 from gradfuse.checking import reference
 from gradfuse.checking.execution import Session
 from gradfuse.checking.reference import ReferenceSession, moved
+from gradfuse.models import memory
 
 
 def in_float64(text: str, **feeds: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -293,6 +294,26 @@ def test_weights_are_converted_part_by_part_and_outputs_taken_one_by_one(monkeyp
     for name, array in sums.items():
         assert_same(array, expected[name].sum().view(1, 1))
     np.testing.assert_array_equal(feeds["a"], a.numpy())
+
+
+def test_an_output_gives_back_its_memory_while_others_are_kept() -> None:
+    text = """<ir_version: 9, opset_import: ["" : 18]>
+        g (double[n] x) => (double[n] y, bool[n] z, double[n] w) {
+            y = Exp(x)
+            z = Greater(x, y)
+            w = Sqrt(x)
+        }
+    """
+    session = Session(ir.from_proto(onnx.parser.parse_model(text)), "model")
+    x = np.linspace(0, 1, 8 * 2**20)  # 64 MiB
+    outputs = session.run({"x": x})
+    before = memory.resident()
+    del outputs["y"]
+    after = memory.resident()
+    assert before is not None and after is not None
+    assert before - after > 2**25
+    np.testing.assert_array_equal(outputs["w"], np.sqrt(x))
+    assert not outputs["z"].any()
 
 
 def test_an_input_that_is_an_output_keeps_its_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import tempfile
@@ -132,10 +133,21 @@ def run_in_place(
         values = session.run_with_ort_values(names, given)
     else:
         values = _run_interruptibly(session, names, given)
+    values = [_alone(value) for value in values]
     arrays = [np.asarray(_Memory(value, _NUMBERS[made[name]])) for name, value in zip(names, values, strict=True)]
     # An input that is an output keeps its memory, which is the caller's.
     addresses = {value.data_ptr() for value in given.values()}
     return [array.copy() if array.ctypes.data in addresses else array for array in arrays]
+
+
+def _alone(value: Any) -> Any:
+    """Return the same tensor, where possible without a reference to the other outputs of its run.
+
+    onnxruntime gives outputs as elements of one vector, each of which keeps the whole of it.
+    """
+    if not hasattr(value, "__dlpack__") or not math.prod(value.shape()):
+        return value
+    return type(value).from_dlpack(value)
 
 
 def _run_interruptibly(session: Any, names: list[str], given: Mapping[str, Any]) -> Any:
