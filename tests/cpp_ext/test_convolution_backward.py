@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -172,7 +171,6 @@ def test_large_on_cuda(described: tuple[Any, ...]) -> None:
     check(*sizes, **attributes)
 
 
-@pytest.mark.parametrize("bad", (torch.inf, torch.nan))
 @pytest.mark.parametrize("place", [(0, 0), (0, -1), (-1, 0), (-1, -1), (4, 5)])
 @pytest.mark.parametrize("index", (0, 1))
 @pytest.mark.parametrize(
@@ -190,13 +188,12 @@ def test_large_on_cuda(described: tuple[Any, ...]) -> None:
     ],
     ids=str,
 )
-def test_nothing_is_multiplied_with_padding(
-    described: tuple[Any, ...], index: int, place: tuple[int, int], bad: float
-) -> None:
+def test_nothing_is_multiplied_with_padding(described: tuple[Any, ...], index: int, place: tuple[int, int]) -> None:
+    """An infinity times the zeros of padding would be NaN."""
     *sizes, attributes = described
     sample = arguments(sizes, attributes, torch.float32)
     tensors = [tensor.clone() for tensor in sample.inputs if tensor is not None]
-    tensors[index][0, 1, place[0], place[1]] = bad
+    tensors[index][0, 1, place[0], place[1]] = torch.inf
     outputs = run(OP, *tensors, **attributes)
     # What the element takes part in. PyTorch multiplies with the zeros of padding in some cases, and not in others.
     ones = [torch.ones_like(tensor) for tensor in tensors]
@@ -206,7 +203,7 @@ def test_nothing_is_multiplied_with_padding(
     if index == 1:
         reached = [torch.zeros_like(reached[0]), reached[1], torch.zeros_like(reached[2])]
     for output, expected in zip(outputs, reached, strict=True):
-        assert torch.equal(output.isnan() if math.isnan(bad) else output.isinf(), expected)
+        assert torch.equal(output.isinf(), expected)
         assert torch.equal(output.isfinite(), ~expected)
 
 
