@@ -144,8 +144,6 @@ Status RunTyped(const ScaledDotProductAttentionBackwardArgs& args, const Queue& 
   Workspace workspace(queue.workspace);
   Real* const row_sums = workspace.Array<Real>(rows);
   Real* const shares = workspace.Array<Real>(rows);
-  Real* const row_sums = workspace.Array<Real>(rows);
-  Real* const shares = workspace.Array<Real>(rows);
   const Params<T> params{AttentionScores<T>(args),
                          args.grad_output.Data<T>(),
                          args.output.Data<T>(),
