@@ -28,6 +28,7 @@ from gradfuse.custom_ops import (
     gru_recurrence,
     gru_recurrence_backward,
     layer_norm_backward,
+    linear_cross_entropy,
     lstm_recurrence,
     lstm_recurrence_backward,
     matmul_n_bits_backward,
@@ -75,6 +76,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             matmul_n_bits_backward,
             scaled_dot_product_attention,
             scaled_dot_product_attention_backward,
+            linear_cross_entropy,
         )
     }
 )

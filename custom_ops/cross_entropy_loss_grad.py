@@ -10,6 +10,7 @@ from gradfuse.custom_ops.operator import (
     Attribute,
     Call,
     Classes,
+    Dim,
     Input,
     Operator,
     Output,
@@ -25,12 +26,28 @@ if TYPE_CHECKING:
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def _infer(call: Call) -> list[Tensor]:
+def check_options(call: Call) -> str:
+    """Check the attributes that operators of cross entropy share; return the reduction."""
     reduction, smoothing = call.attributes["reduction"], call.attributes["label_smoothing"]
     if reduction not in _REDUCTIONS:
         raise call.error("reduction", repr(reduction), " or ".join(map(repr, _REDUCTIONS)))
     if not (isinstance(smoothing, float) and 0.0 <= smoothing <= 1.0):
         raise call.error("label_smoothing", smoothing, "a number in [0, 1]")
+    return str(reduction)
+
+
+def check_grad_loss(call: Call, reduction: str, rows: Dim) -> Dim:
+    """Check the shape of the loss' gradient; return the number of rows."""
+    grad = call.inputs["grad_loss"].shape
+    if reduction == "none":
+        return call.same("grad_loss", "N", rows, *call.shape("grad_loss", "N"))
+    if grad is not None and (len(grad) > 1 or (len(grad) == 1 and isinstance(grad[0], int) and grad[0] != 1)):
+        raise call.error("grad_loss", f"of shape {show(grad)}", f"shape () or (1) for reduction '{reduction}'")
+    return rows
+
+
+def _infer(call: Call) -> list[Tensor]:
+    reduction = check_options(call)
     if call.attributes["lse_square_scale_for_zloss"] != 0:
         found = call.attributes["lse_square_scale_for_zloss"]
         raise call.error("lse_square_scale_for_zloss", found, "0 (z-loss: not supported)")
@@ -43,11 +60,7 @@ def _infer(call: Call) -> list[Tensor]:
     classes = call.same("weight", "C", classes, *call.shape("weight", "C"))
     if classes == 0:
         raise call.error("log_prob", f"of shape {show((rows, classes))}", "C > 0")
-    grad = call.inputs["grad_loss"].shape
-    if reduction == "none":
-        rows = call.same("grad_loss", "N", rows, *call.shape("grad_loss", "N"))
-    elif grad is not None and (len(grad) > 1 or (len(grad) == 1 and isinstance(grad[0], int) and grad[0] != 1)):
-        raise call.error("grad_loss", f"of shape {show(grad)}", f"shape () or (1) for reduction '{reduction}'")
+    rows = check_grad_loss(call, reduction, rows)
     return [Tensor(OPERATOR.dtype(call), (rows, classes))]
 
 

@@ -15,6 +15,7 @@
 #include "gradfuse/ops/gru_recurrence.h"
 #include "gradfuse/ops/gru_recurrence_backward.h"
 #include "gradfuse/ops/layer_norm_backward.h"
+#include "gradfuse/ops/linear_cross_entropy.h"
 #include "gradfuse/ops/lstm_recurrence.h"
 #include "gradfuse/ops/lstm_recurrence_backward.h"
 #include "gradfuse/ops/matmul_n_bits_backward.h"
@@ -37,7 +38,7 @@ using OpTable = OpList<  //
     ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
     LayerNormBackwardArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
-    ScaledDotProductAttentionBackwardArgs>;
+    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

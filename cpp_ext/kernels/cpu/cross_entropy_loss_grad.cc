@@ -6,6 +6,7 @@
 #include "kernels/cpu/flush_subnormals.h"
 #include "kernels/cpu/streaming.h"
 #include "kernels/cpu/targets.h"
+#include "kernels/cross_entropy.h"
 #include "kernels/dispatch.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -77,34 +78,6 @@ HWY_AFTER_NAMESPACE();
 namespace gradfuse::cpu {
 namespace {
 
-// The scalars of all rows, as in the formula at CrossEntropyLossGradArgs.
-struct Coefficients {
-  double target = 0;     // q_i = target * g_i * w[y_i]
-  double smoothing = 0;  // s_i = smoothing * g_i
-  double weight_sum = 0;
-};
-
-Coefficients CoefficientsOf(const CrossEntropyLossGradArgs& args) {
-  const int64_t rows = args.log_prob.shape[0];
-  const int64_t classes = args.log_prob.shape[1];
-  const int64_t* target = args.target.Data<int64_t>();
-  const float* weight = args.weight ? args.weight->Data<float>() : nullptr;
-  double denominator = 1;
-  if (args.reduction == "mean") {
-    denominator = 0;
-    for (int64_t row = 0; row < rows; ++row) {
-      if (target[row] != args.ignore_index) denominator += weight ? weight[target[row]] : 1;
-    }
-  }
-  double weight_sum = static_cast<double>(classes);
-  if (weight) {
-    weight_sum = 0;
-    for (int64_t c = 0; c < classes; ++c) weight_sum += weight[c];
-  }
-  const double smoothing = args.label_smoothing;
-  return {(1 - smoothing) / denominator, smoothing / (denominator * static_cast<double>(classes)), weight_sum};
-}
-
 template <class T>
 void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel) {
   const int64_t rows = args.log_prob.shape[0];
@@ -115,7 +88,7 @@ void RunTyped(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel)
   const int64_t* target = args.target.Data<int64_t>();
   const float* weight = args.weight ? args.weight->Data<float>() : nullptr;
   T* out = args.grad_input.MutableData<T>();
-  const Coefficients coefficients = CoefficientsOf(args);
+  const CrossEntropyCoefficients coefficients = CoefficientsOf(args, classes, weight);
   const bool smooths = args.label_smoothing != 0;
   const int64_t bytes = 2 * args.log_prob.NumBytes();
   const bool streams = bytes >= StreamBytes() && out != log_prob;

@@ -2,8 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
+#include <new>
 #include <type_traits>
 #include <utility>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "kernels/cpu/targets.h"
 #include "kernels/dispatch.h"
@@ -250,6 +255,24 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace gradfuse::cpu {
+
+#ifdef __linux__
+void* NewLines(size_t bytes) {
+  constexpr size_t kLine = 64;
+  constexpr size_t kHugePage = 2 << 20;
+  const bool is_large = bytes >= 2 * kHugePage;
+  const size_t unit = is_large ? kHugePage : kLine;
+  void* lines = std::aligned_alloc(unit, (bytes + unit) / unit * unit);
+  if (lines == nullptr) throw std::bad_alloc();
+  if (is_large) madvise(lines, bytes, MADV_HUGEPAGE);  // else pages are small
+  return lines;
+}
+void DeleteLines(void* lines) { std::free(lines); }
+#else
+constexpr std::align_val_t kLine{64};
+void* NewLines(size_t bytes) { return ::operator new(bytes, kLine); }
+void DeleteLines(void* lines) { ::operator delete(lines, kLine); }
+#endif
 
 int64_t TileRows() { return GRADFUSE_DISPATCH(RowsOfTile)(); }
 template <class Real>

@@ -56,20 +56,22 @@ int64_t TileRows();
 template <class Real>
 int64_t TileColumns();
 
-// Numbers in lines of the cache of their own, which vectors do not cross; not set to anything.
+void* NewLines(size_t bytes);
+void DeleteLines(void* lines);
+
+// Numbers in lines of the cache of their own, which vectors do not cross; not set to anything. Many of them are in huge
+// pages where the system has them, as their memory is new with each call of a kernel.
 template <class Real>
 class Lines {
  public:
   Lines() = default;
-  explicit Lines(int64_t count)
-      : numbers_(static_cast<Real*>(::operator new(static_cast<size_t>(count) * sizeof(Real), kLine))) {}
+  explicit Lines(int64_t count) : numbers_(static_cast<Real*>(NewLines(static_cast<size_t>(count) * sizeof(Real)))) {}
 
   Real* data() const { return numbers_.get(); }
 
  private:
-  static constexpr std::align_val_t kLine{64};
   struct Free {
-    void operator()(Real* numbers) const { ::operator delete(numbers, kLine); }
+    void operator()(Real* numbers) const { DeleteLines(numbers); }
   };
   std::unique_ptr<Real, Free> numbers_;
 };

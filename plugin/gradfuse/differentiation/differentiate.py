@@ -16,6 +16,7 @@ from gradfuse.differentiation import sequences
 from gradfuse.differentiation.convolutions import fuse_convolutions
 from gradfuse.differentiation.dependence import captured_by, is_branches, repeated
 from gradfuse.differentiation.expansion import expand
+from gradfuse.differentiation.linear_cross_entropy import fuse_heads, join_heads
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
 from gradfuse.differentiation.rules import CONSTANT, FLOATS, constant_of, entry_of
@@ -149,7 +150,13 @@ def expand_on_the_way(model: ir.Model, wrt: Collection[ir.Value]) -> None:
 
 
 def append_gradients(
-    model: ir.Model, of: ir.Value, wrt: Sequence[ir.Value], *, fuse: bool, scale: tuple[ir.Value, float] | None = None
+    model: ir.Model,
+    of: ir.Value,
+    wrt: Sequence[ir.Value],
+    *,
+    fuse: bool,
+    scale: tuple[ir.Value, float] | None = None,
+    kept: Collection[ir.Value] | None = None,
 ) -> dict[ir.Value, Tensor]:
     """Append the gradients of a scalar to a graph in which all operators on the way have rules; return them.
 
@@ -157,10 +164,14 @@ def append_gradients(
         model: the model.
         of: the scalar.
         wrt: what its gradients are taken by.
-        fuse: whether operators of the domain `aclnn` may stand in them.
+        fuse: whether operators of the domain `aclnn` may stand in them, and for what the scalar is computed by.
         scale: a float32 scalar and a number, whose product the gradients are multiplied by.
+        kept: the values that are outputs at the end; None: the graph's outputs.
     """
     graph = model.graph
+    if fuse:
+        outputs = set(graph.outputs if kept is None else kept)
+        fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs)
     tape = Tape(free_prefix(graph), model.opset_imports[""])
     seed = tape.constant(np.ones([1] * len(of.shape or ())), of.dtype or ir.DataType.FLOAT)
     if scale is not None:
@@ -170,6 +181,7 @@ def append_gradients(
     if fuse:
         fold_relus(graph)
         fuse_convolutions(graph)
+        join_heads(graph)
     return found
 
 

@@ -35,6 +35,7 @@ FAMILIES = (
     "pooling",
     "normalization",
     "losses",
+    "linear_cross_entropy",
     "fourier",
     "contrib",
 )

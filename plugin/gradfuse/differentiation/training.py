@@ -238,6 +238,7 @@ def _built(
         [initializers[name] for name in asked],
         fuse=fuse,
         scale=None if scale is None else (scale, 1 / options.accumulate),
+        kept=[result, *(after.value for after in updated.values())],
     )
     parameters = _with_gradients(asked, initializers, found, choice.named)
     warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})

@@ -1,0 +1,43 @@
+#ifndef GRADFUSE_ACLNNOP_ACLNN_LINEAR_CROSS_ENTROPY_H_
+#define GRADFUSE_ACLNNOP_ACLNN_LINEAR_CROSS_ENTROPY_H_
+
+#include "acl/acl.h"
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Cross entropy of the results of a linear layer, and its gradients, which are known up to the factor gradLoss. Nothing
+ * of N x C is kept. With z = input linearWeight^T + linearBias, the logits are z, or softcap tanh(z / softcap).
+ *
+ * input: (N, H); linearWeight: (C, H), C > 0; both one of FLOAT, DOUBLE, FLOAT16 and BF16.
+ * target: INT64 (N), classes in [0, C) or ignoreIndex. On the CPU its values are read in both phases.
+ * linearBiasOptional: (C), of the type of input, or NULL for 0.
+ * weightOptional: FLOAT (C), DOUBLE where input is, or NULL for ones.
+ * gradLossOptional: () or (1), (N) for "none", of the type of input; NULL for ones.
+ * reductionOptional: "none", "mean" or "sum"; NULL is "mean".
+ * labelSmoothing: in [0, 1]. softcap: positive, or 0 for none.
+ * outputMask: four numbers, 0 or 1: which of loss and the three gradients are wanted.
+ * loss: (), (N) for "none"; gradInput, gradWeight, gradBias: of the shapes of input, linearWeight and linearBias. All
+ * are of the type of input, and of shape (0) where they are not wanted. Rows whose target is ignoreIndex are 0.
+ */
+aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, const aclTensor* linearWeight,
+                                                    const aclTensor* target, const aclTensor* linearBiasOptional,
+                                                    const aclTensor* weightOptional, const aclTensor* gradLossOptional,
+                                                    char* reductionOptional, int64_t ignoreIndex, double labelSmoothing,
+                                                    double softcap, const aclIntArray* outputMask, aclTensor* loss,
+                                                    aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
+                                                    uint64_t* workspaceSize, aclOpExecutor** executor);
+
+/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
+ * size that the first phase gave belongs to the run until the stream has come past it. */
+aclnnStatus aclnnLinearCrossEntropy(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                    aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+
+#endif

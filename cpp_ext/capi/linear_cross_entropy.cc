@@ -1,0 +1,32 @@
+#include "gradfuse/ops/linear_cross_entropy.h"
+
+#include "aclnnop/aclnn_linear_cross_entropy.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::LinearCrossEntropyArgs;
+
+aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, const aclTensor* linearWeight,
+                                                    const aclTensor* target, const aclTensor* linearBiasOptional,
+                                                    const aclTensor* weightOptional, const aclTensor* gradLossOptional,
+                                                    char* reductionOptional, int64_t ignoreIndex, double labelSmoothing,
+                                                    double softcap, const aclIntArray* outputMask, aclTensor* loss,
+                                                    aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
+                                                    uint64_t* workspaceSize, aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnLinearCrossEntropyGetWorkspaceSize",
+      {input, linearWeight, target, linearBiasOptional, weightOptional, gradLossOptional, loss, gradInput, gradWeight,
+       gradBias},
+      [&](Args& args) {
+        if (reductionOptional != nullptr) args.reduction = reductionOptional;
+        args.ignore_index = ignoreIndex;
+        args.label_smoothing = static_cast<float>(labelSmoothing);
+        args.softcap = static_cast<float>(softcap);
+        args.output_mask = gradfuse::capi::ReadNumbers("output_mask", outputMask);
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnLinearCrossEntropy(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
+                                    aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnLinearCrossEntropy", Args::kName, workspace, workspaceSize, executor, stream);
+}

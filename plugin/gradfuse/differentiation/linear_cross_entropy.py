@@ -1,0 +1,500 @@
+"""The head of a classifier, a linear layer whose results a cross entropy alone reads, by one operator.
+
+It takes the place of the loss ahead of the gradients, so that no tensor of rows times classes is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from gradfuse.custom_ops import DOMAIN
+from gradfuse.custom_ops.operator import NOTHING_IGNORED
+from gradfuse.differentiation.dependence import depending
+from gradfuse.differentiation.rules import FLOATS, Call, Gradient, constant_of, gradient
+from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.passes.reading import attribute
+
+OPERATOR = "LinearCrossEntropy"
+
+FEWEST_CLASSES = 4096
+"""The classes from which on the operator is faster than products and a softmax, or saves memory."""
+
+_LOSS, _GRADIENTS = 0, (1, 2, 3)
+_OF_INPUTS = {0: 1, 1: 2, 3: 3}
+"""The output that is the gradient of an input, by the input's index."""
+_GRAD_LOSS = 5
+_ROUNDING = 1e-6
+_VIEWS = ("Reshape", "Slice", "Identity", "Flatten", "Squeeze", "Unsqueeze")
+
+
+@gradient(OPERATOR, domain=DOMAIN, limits="its loss", fixed=(4, _GRAD_LOSS))
+def linear_cross_entropy(call: Call) -> Iterator[Gradient]:
+    dy = call.dy[_LOSS]
+    if dy is None or any(call.dy[k] is not None for k in _GRADIENTS):
+        raise call.error("a gradient is taken of its gradients; expected of its loss alone")
+    mask = [0] * 4
+    for index, output in _OF_INPUTS.items():
+        mask[output] = int(index in call.needed)
+    given = [call.input(index) for index in range(_GRAD_LOSS)]
+    options = {name: call.attribute(name) for name in ("reduction", "ignore_index", "label_smoothing", "softcap")}
+    found = call.tape.parts(OPERATOR, 4, *given, dy, domain=DOMAIN, **options, output_mask=mask)
+    for index in range(4):
+        yield found[_OF_INPUTS[index]] if index in call.needed else None
+
+
+def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Value], kept: Collection[ir.Value]) -> None:
+    """Put `aclnn::LinearCrossEntropy` in the place of losses of linear layers with many classes.
+
+    Found are `SoftmaxCrossEntropyLoss`, and its decomposition by PyTorch, behind `MatMul` or `Gemm`, with views, a
+    factor and a cap on the logits in between.
+
+    Args:
+        graph: the graph, with types and shapes.
+        prefix: what the names of new nodes begin with; nothing else in the graph begins with it.
+        opset: the version of the default domain.
+        wrt: what gradients will be taken by.
+        kept: the values that will be read by something else than the graph's nodes.
+    """
+    learning: set[ir.Value] | None = None
+    for number, node in enumerate(list(graph)):
+        if node.domain or node.op_type not in ("LogSoftmax", "SoftmaxCrossEntropyLoss"):
+            continue
+        head = _Reader(kept).head(node)
+        if head is None or head.classes < FEWEST_CLASSES:
+            continue
+        if learning is None:
+            learning = depending(list(graph), wrt)[0]
+        if head.loss.weight in learning:
+            continue
+        tape = Tape(f"{prefix}{number}/", opset)
+        result = head.written(tape).value
+        last = head.loss.value.producer()
+        assert last is not None
+        graph.insert_before(last, tape.nodes)
+        # The value stays, as others may know it.
+        last.op_type = "Identity"
+        last.attributes.clear()
+        last.resize_inputs(1)
+        last.replace_input_with(0, result)
+
+
+def join_heads(graph: ir.Graph) -> None:
+    """Let one node give a head's loss and gradients, where the gradient of the loss does not follow from the loss."""
+    nodes = list(graph)
+    position = {node: index for index, node in enumerate(nodes)}
+    for backward in nodes:
+        if not _is_head(backward) or _mask(backward)[_LOSS]:
+            continue
+        forward = next(
+            (n for n in nodes[: position[backward]] if _is_head(n) and _mask(n) == [1, 0, 0, 0] and _same(n, backward)),
+            None,
+        )
+        grad_loss = backward.inputs[_GRAD_LOSS]
+        if forward is None or grad_loss is None:
+            continue
+        for node in _behind(grad_loss, position, position[forward]):
+            _read_size_of_target(node, forward)
+        between = _behind(grad_loss, position, position[forward])
+        if forward in between:
+            continue
+        loss, joined = forward.outputs[_LOSS], backward.outputs[_LOSS]
+        joined.type, joined.shape = loss.type, loss.shape
+        backward.attributes["output_mask"] = ir.AttrInt64s("output_mask", [1, *_mask(backward)[1:]])
+        moved = [node for node in nodes if node in between] + [backward]
+        graph.remove(moved)
+        graph.insert_before(forward, moved)
+        name, loss.name = loss.name, None
+        ir.convenience.replace_all_uses_with(loss, joined, replace_graph_outputs=True)
+        joined.name = name
+        graph.remove(forward, safe=True)
+
+
+def _is_head(node: ir.Node) -> bool:
+    return node.op_type == OPERATOR and node.domain == DOMAIN
+
+
+def _mask(node: ir.Node) -> list[int]:
+    return list(attribute(node, "output_mask", [1, 1, 1, 1]))
+
+
+def _same(forward: ir.Node, backward: ir.Node) -> bool:
+    given = [*forward.inputs, *[None] * _GRAD_LOSS][:_GRAD_LOSS]
+    return given == list(backward.inputs[:_GRAD_LOSS])
+
+
+def _read_size_of_target(node: ir.Node, head: ir.Node) -> None:
+    """Let what asks for the shape of losses of rows ask for that of the target: it needs no losses."""
+    target = head.inputs[2]
+    if node.op_type not in ("Shape", "Size") or node.domain or node.inputs[0] is None or target is None:
+        return
+    dims = _dims(target)
+    if dims is not None and None not in dims and _dims(node.inputs[0]) == dims:
+        node.replace_input_with(0, target)
+
+
+def _behind(value: ir.Value, position: dict[ir.Node, int], first: int) -> set[ir.Node]:
+    """Return the nodes from a position on that a value depends on."""
+    found: set[ir.Node] = set()
+    values = [value]
+    while values:
+        node = values.pop().producer()
+        if node is None or node in found or position.get(node, -1) < first:
+            continue
+        found.add(node)
+        values += [one for one in node.inputs if one is not None]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """A loss that was found.
+
+    Attributes:
+        value: what it gives.
+        logits: (*, C), where `logits_last`, else (N, C, *).
+        target: the classes.
+        weight: C weights of classes, in any shape, or None.
+        reduction, ignore_index, label_smoothing: as of the operator.
+        reduced: what is done to the losses of rows: nodes with one input that changes.
+    """
+
+    value: ir.Value
+    logits: ir.Value
+    target: ir.Value
+    weight: ir.Value | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float = 0.0
+    reduced: Sequence[ir.Node] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """A loss and the linear layer ahead of it.
+
+    Attributes:
+        loss: the loss.
+        x, weight, bias: (*, H), (C, H) or (H, C), (C).
+        turned: whether the weight is (H, C).
+        views: what is between the results of the layer and the logits and regroups rows, in order.
+        factor, softcap: what the results are multiplied with, and then capped by; 0: they are not.
+        classes, features: C and H.
+    """
+
+    loss: _Loss
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    turned: bool
+    views: Sequence[ir.Node]
+    factor: float
+    softcap: float
+    classes: int
+    features: int
+
+    def written(self, tape: Tape) -> Tensor:
+        """Write the operator, and what reduces its losses; return the result."""
+        loss, x = self.loss, tape.of(self.x)
+        for view in self.views:
+            if view.op_type == "Slice":
+                x = x.op("Slice", *(None if one is None else tape.of(one) for one in view.inputs[1:]))
+        dims = _dims(x.value)
+        x = x if dims is not None and len(dims) == 2 else x.reshape([-1, self.features])
+        weight, target = tape.of(self.weight), tape.of(loss.target).cast(ir.DataType.INT64)
+        if self.turned:
+            weight = weight.transpose([1, 0])
+        bias = None if self.bias is None else tape.of(self.bias)
+        if self.factor != 1.0:
+            x = x * self.factor
+            # The operator adds the bias behind the factor.
+            bias = None if bias is None else bias * self.factor
+        shape = _dims(loss.target)
+        flat = target if shape is not None and len(shape) == 1 else target.reshape([-1])
+        of_classes = None
+        if loss.weight is not None:
+            wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+            of_classes = tape.of(loss.weight).cast(wide).reshape([-1])
+        inputs: list[Tensor | None] = [x, weight, flat, bias, of_classes]
+        while inputs[-1] is None:
+            inputs.pop()
+        options: dict[str, Any] = {"ignore_index": loss.ignore_index, "reduction": loss.reduction}
+        if loss.label_smoothing:
+            options["label_smoothing"] = loss.label_smoothing
+        if self.softcap:
+            options["softcap"] = self.softcap
+        result = tape.parts(OPERATOR, 4, *inputs, domain=DOMAIN, **options, output_mask=[1, 0, 0, 0])[_LOSS]
+        rows = (_dims(x.value) or (None,))[0]
+        result.value.shape = ir.Shape([rows] if loss.reduction == "none" else [])
+        if loss.reduction == "none" and flat is not target:
+            result = result.reshape(target.shape())
+        for node in loss.reduced:
+            others = [None if one is None else tape.of(one) for one in node.inputs[1:]]
+            result = result.op(node.op_type, *others, **{k: a.value for k, a in node.attributes.items()})
+            result.value.shape = node.outputs[0].shape
+        return result
+
+
+class _Reader:
+    """Reads losses and linear layers whose results nothing else reads."""
+
+    def __init__(self, kept: Collection[ir.Value]) -> None:
+        self._kept = kept
+
+    def head(self, node: ir.Node) -> _Head | None:
+        loss = self._of_operator(node) if node.op_type == "SoftmaxCrossEntropyLoss" else self._decomposed(node)
+        return None if loss is None else self._linear(loss)
+
+    def _only(self, value: ir.Value, *op_types: str) -> ir.Node | None:
+        """Return the only node that reads a value, as its first input, if it is one of these operators."""
+        uses = list(value.uses())
+        if len(uses) != 1 or value in self._kept:
+            return None
+        node, index = uses[0].node, uses[0].idx
+        return node if not node.domain and node.op_type in op_types and index == 0 else None
+
+    def _of_operator(self, node: ir.Node) -> _Loss | None:
+        logits, target = node.inputs[:2]
+        weight = node.inputs[2] if len(node.inputs) > 2 else None
+        if any(output.uses() or output in self._kept for output in node.outputs[1:]):
+            return None
+        dims = None if logits is None else _dims(logits)
+        if logits is None or target is None or dims is None:
+            return None
+        if len(dims) > 2:
+            turned = logits.producer()
+            perm = [0, len(dims) - 1, *range(1, len(dims) - 1)]
+            if turned is None or turned.op_type != "Transpose" or attribute(turned, "perm", None) != perm:
+                return None
+            if self._only(logits, node.op_type) is None:
+                return None
+            assert turned.inputs[0] is not None
+            logits = turned.inputs[0]
+            node = turned
+        elif len(dims) != 2:
+            return None
+        if self._only(logits, node.op_type) is None:
+            return None
+        (given,) = (one.node for one in target.uses() if one.node.op_type == "SoftmaxCrossEntropyLoss")
+        ignored = attribute(given, "ignore_index", NOTHING_IGNORED)
+        return _Loss(given.outputs[0], logits, target, weight, attribute(given, "reduction", "mean"), ignored)
+
+    def _decomposed(self, node: ir.Node) -> _Loss | None:
+        """Read what PyTorch makes of a cross entropy: the losses of rows, and maybe their smoothing."""
+        logits, log_prob = node.inputs[0], node.outputs[0]
+        dims = _dims(log_prob)
+        if logits is None or dims is None or len(dims) != 2 or attribute(node, "axis", -1) not in (1, -1):
+            return None
+        if self._only(logits, "LogSoftmax") is None:
+            return None
+        weight, source = None, log_prob
+        if (weighted := self._only(log_prob, "Mul")) is not None and _is_row(weighted.inputs[1], dims[1]):
+            weight, source = weighted.inputs[1], weighted.outputs[0]
+        readers = sorted((use.node for use in source.uses()), key=lambda one: one.op_type)
+        if source in self._kept or [one.op_type for one in readers] not in (
+            ["GatherElements"],
+            ["GatherElements", "ReduceSum"],
+        ):
+            return None
+        picked = self._picked(readers[0])
+        if picked is None:
+            return None
+        losses, target, is_ignored, ignored = picked
+        loss = _Loss(losses, logits, target, weight, "none", ignored)
+        return loss if len(readers) == 1 else self._smoothed(loss, readers[1], is_ignored, dims[1])
+
+    def _picked(self, gather: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
+        """Return the losses of rows, their classes, which of these are ignored and what stands for them."""
+        index = gather.inputs[1]
+        if attribute(gather, "axis", 0) != 1 or index is None:
+            return None
+        label = _source(index, "Unsqueeze")
+        squeezed = self._only(gather.outputs[0], "Squeeze")
+        negative = None if squeezed is None else self._only(squeezed.outputs[0], "Neg")
+        chosen = None if label is None else label.producer()
+        if negative is None or chosen is None or chosen.op_type != "Where" or chosen.domain:
+            return None
+        counted, target, other = chosen.inputs
+        equal = None if counted is None else _source(counted, "Not")
+        test = None if equal is None else equal.producer()
+        if test is None or test.op_type != "Equal" or test.inputs[0] is not target or target is None:
+            return None
+        ignored = _number(test.inputs[1])
+        uses = list(negative.outputs[0].uses())
+        if len(uses) != 1 or ignored is None or _number(other) is None or negative.outputs[0] in self._kept:
+            return None
+        masked = uses[0].node
+        if masked.op_type != "Where" or masked.inputs[0] is not counted or uses[0].idx != 1:
+            return None
+        dims = _dims(target)
+        if _number(masked.inputs[2]) != 0 or dims is None or len(dims) != 1 or equal is None:
+            return None
+        return masked.outputs[0], target, equal, int(ignored)
+
+    def _smoothed(self, loss: _Loss, total: ir.Node, is_ignored: ir.Value, classes: Any) -> _Loss | None:
+        """Read (1 - s) reduced losses + s / C reduced sums of all log-probabilities."""
+        axes = None if len(total.inputs) < 2 or total.inputs[1] is None else constant_of(total.inputs[1])
+        if axes is None or axes.tolist() not in ([1], [-1]) or attribute(total, "keepdims", 1):
+            return None
+        negative = self._only(total.outputs[0], "Neg")
+        if negative is None or negative.outputs[0] in self._kept or not isinstance(classes, int):
+            return None
+        uses = list(negative.outputs[0].uses())
+        if len(uses) != 1 or uses[0].node.op_type != "Where" or uses[0].idx != 2:
+            return None
+        masked = uses[0].node
+        if masked.inputs[0] is not is_ignored or _number(masked.inputs[1]) != 0:
+            return None
+        (sharp, sharp_nodes), (smooth, smooth_nodes) = self._weighed(loss.value), self._weighed(masked.outputs[0])
+        if sharp is None or smooth is None or len(sharp_nodes) != len(smooth_nodes):
+            return None
+        for one, other in zip(sharp_nodes[:-1], smooth_nodes[:-1], strict=True):
+            if one.op_type != other.op_type or one.inputs[1:] != other.inputs[1:] or one.attributes != other.attributes:
+                return None
+        ends = [nodes[-1].outputs[0] for nodes in (sharp_nodes, smooth_nodes)]
+        adding = self._only(ends[0], "Add") or self._only(ends[1], "Add")
+        if adding is None or set(adding.inputs) != set(ends) or any(end in self._kept for end in ends):
+            return None
+        smoothing = float(f"{smooth * classes:.6g}")
+        if abs(smoothing + sharp - 1) > _ROUNDING or not 0 <= smoothing <= 1:
+            return None
+        return dataclasses.replace(
+            loss, value=adding.outputs[0], label_smoothing=smoothing, reduced=tuple(sharp_nodes[:-1])
+        )
+
+    def _weighed(self, losses: ir.Value) -> tuple[float | None, list[ir.Node]]:
+        """Return the number that losses are multiplied with, and the nodes from them to the product."""
+        nodes: list[ir.Node] = []
+        value = losses
+        while (node := self._only(value, "ReduceSum", "ReduceMean", "Div", "Mul")) is not None and len(nodes) < 3:
+            nodes.append(node)
+            if node.op_type == "Mul":
+                return _number(node.inputs[1]), nodes
+            value = node.outputs[0]
+        return None, nodes
+
+    def _linear(self, loss: _Loss) -> _Head | None:
+        dims = _dims(loss.logits)
+        classes = None if dims is None else dims[-1]
+        if not isinstance(classes, int) or loss.logits.dtype not in FLOATS:
+            return None
+        views: list[ir.Node] = []
+        factor, softcap, value = 1.0, 0.0, loss.logits
+        while (node := value.producer()) is not None and not node.domain:
+            if value is not loss.logits and (len(list(value.uses())) != 1 or value in self._kept):
+                return None
+            if (read := self._layer(node, classes)) is not None:
+                x, weight, bias, turned, features = read
+                order = list(reversed(views))
+                sliced = any(view.op_type == "Slice" for view in order)
+                # Rows that are chosen along axes of the input must not have been regrouped ahead of that.
+                if sliced and order[0].op_type != "Slice":
+                    return None
+                return _Head(loss, x, weight, bias, turned, order, factor, softcap, classes, features)
+            source = node.inputs[0] if node.inputs else None
+            if node.op_type in _VIEWS and source is not None and self._keeps_rows(node, classes):
+                views.append(node)
+                value = source
+            elif (scaled := _scaled(node)) is not None:
+                number, source = scaled
+                above = source.producer()
+                if not softcap and above is not None and above.op_type == "Tanh" and not above.domain:
+                    inner = None if above.inputs[0] is None else above.inputs[0].producer()
+                    divided = None if inner is None else _scaled(inner)
+                    own = list(source.uses()), list(above.inputs[0].uses()) if above.inputs[0] is not None else []
+                    if factor != 1.0 or divided is None or abs(divided[0] * number - 1) > _ROUNDING:
+                        return None
+                    if any(len(uses) != 1 for uses in own) or source in self._kept or above.inputs[0] in self._kept:
+                        return None
+                    softcap, value = number, divided[1]
+                else:
+                    factor, value = factor * number, source
+            else:
+                return None
+        return None
+
+    def _keeps_rows(self, node: ir.Node, classes: int) -> bool:
+        source = node.inputs[0]
+        before, after = None if source is None else _dims(source), _dims(node.outputs[0])
+        if not before or not after or before[-1] != classes or after[-1] != classes:
+            return False
+        if node.op_type != "Slice":
+            return True
+        axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
+        return axes is not None and all(axis % len(before) != len(before) - 1 for axis in axes.tolist())
+
+    def _layer(self, node: ir.Node, classes: int) -> tuple[ir.Value, ir.Value, ir.Value | None, bool, int] | None:
+        """Return input, weight, bias, whether the weight is (H, C), and H."""
+        bias: ir.Value | None = None
+        turned = True
+        if node.op_type == "Add":
+            products = [one.producer() if one is not None else None for one in node.inputs]
+            index = next((k for k, one in enumerate(products) if one is not None and one.op_type == "MatMul"), None)
+            if index is None or not _is_row(node.inputs[1 - index], classes, rank=1):
+                return None
+            bias, inner = node.inputs[1 - index], products[index]
+            result = node.inputs[index]
+            if inner is None or result is None or len(list(result.uses())) != 1 or result in self._kept:
+                return None
+            node = inner
+        if node.op_type == "Gemm":
+            if attribute(node, "alpha", 1.0) != 1.0 or attribute(node, "transA", 0):
+                return None
+            bias = node.inputs[2] if len(node.inputs) > 2 else None
+            if bias is not None and (attribute(node, "beta", 1.0) != 1.0 or not _is_row(bias, classes, rank=1)):
+                return None
+            turned = not attribute(node, "transB", 0)
+        elif node.op_type != "MatMul":
+            return None
+        x, weight = node.inputs[:2]
+        above = None if weight is None else weight.producer()
+        if turned and above is not None and above.op_type == "Transpose" and not above.domain:
+            # Of a matrix it swaps the two axes, whatever it says.
+            weight, turned = above.inputs[0], False
+        dims = None if weight is None else _dims(weight)
+        if x is None or weight is None or dims is None or len(dims) != 2:
+            return None
+        features = dims[0 if turned else 1]
+        if dims[1 if turned else 0] != classes or not isinstance(features, int) or not features:
+            return None
+        return x, weight, bias, turned, features
+
+
+def _dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
+    return None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+def _source(value: ir.Value, op_type: str) -> ir.Value | None:
+    """Return the first input of the node that gives a value, if it is this operator."""
+    node = value.producer()
+    return node.inputs[0] if node is not None and node.op_type == op_type and not node.domain else None
+
+
+def _number(value: ir.Value | None) -> float | None:
+    """Return the number that a value is, all of it; None of others."""
+    array = None if value is None else constant_of(value)
+    return None if array is None or array.size != 1 else float(np.asarray(array, np.float64).reshape(()))
+
+
+def _scaled(node: ir.Node) -> tuple[float, ir.Value] | None:
+    """Return a finite factor other than 0 and what a node multiplies with it."""
+    if node.domain or node.op_type not in ("Mul", "Div"):
+        return None
+    first, second = node.inputs
+    number = _number(second)
+    if node.op_type == "Mul" and number is None:
+        first, number = second, _number(first)
+    if first is None or not number or not math.isfinite(number):
+        return None
+    return (1 / number if node.op_type == "Div" else number), first
+
+
+def _is_row(value: ir.Value | None, size: Any, rank: int = 2) -> bool:
+    """Whether a value has an element for each of the last dimension's `size`, and at most so many dimensions."""
+    dims = None if value is None else _dims(value)
+    return bool(dims) and dims is not None and len(dims) <= rank and dims[-1] == size and {*dims[:-1]} <= {1}
