@@ -158,7 +158,9 @@ constexpr int64_t kRows = 240;     // of a block: whole tiles of every instructi
 constexpr int64_t kRowsOfInput = 120;
 constexpr int64_t kFeatures = 256;
 constexpr int64_t kProductsPerByte = 4;  // that take as long as a byte that is moved
-// Logits that take no more are kept from the first pass to the second.
+constexpr int64_t kTileRows = 12;        // a whole number of tiles
+// Logits that take no more are kept from the first pass to the second; more where they are those of few rows.
+constexpr int64_t kUsuallyKept = 32 << 20;
 constexpr int64_t kMostKept = 64 << 20;
 // What the blocks of classes take that are between the two halves of the second pass.
 constexpr int64_t kMostBetween = 16 << 20;
@@ -235,11 +237,7 @@ class LinearCrossEntropy {
 
   void Run() {
     const auto kept = static_cast<int64_t>(kept_.size());
-    const int64_t size = blocks_ * kClasses * static_cast<int64_t>(sizeof(Real));  // of a row's logits
-    // Sums of gradients that are rounded to 16 bits in between would lose what PyTorch has.
-    const int64_t at_once = std::is_same_v<T, Real> ? kMostKept / size / kRows * kRows : kMostKept / size;
-    keeps_ = kept <= kMostKept / size || (std::is_same_v<T, Real> && at_once > 0);
-    const int64_t step = keeps_ && kept > kMostKept / size ? at_once : std::max<int64_t>(kept, 1);
+    const int64_t step = RowsAtOnce(kept);
     if (args_.Wants(3)) bias_sums_.resize(static_cast<size_t>(classes_));
     for (begin_ = 0; begin_ < kept || begin_ == 0; begin_ += step) {
       rows_ = std::min(step, kept - begin_);
@@ -255,6 +253,17 @@ class LinearCrossEntropy {
     Lines<Real> gradient;  // of the weights of a block of classes, where it is not of type T
     Lines<Real> logits;    // of a block
   };
+
+  // How many rows are done with before the next are begun; sets whether their logits are kept.
+  int64_t RowsAtOnce(int64_t kept) {
+    const int64_t size = blocks_ * kClasses * static_cast<int64_t>(sizeof(Real));  // of a row's logits
+    const int64_t most = size * kRows <= kMostKept ? std::max(kRows, kUsuallyKept / size) : kUsuallyKept / size;
+    // Sums of gradients that are rounded to 16 bits in between would lose what PyTorch has.
+    keeps_ = kept <= most || (std::is_same_v<T, Real> && most >= kRows);
+    if (!keeps_ || kept == 0) return std::max<int64_t>(kept, 1);
+    const int64_t parts = CeilDiv(kept, most);
+    return std::min(most, CeilDiv(CeilDiv(kept, parts), kTileRows) * kTileRows);
+  }
 
   void RunRows() {
     const bool of_input = args_.Wants(1);
