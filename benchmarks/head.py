@@ -8,8 +8,8 @@ two `MatMul`), PyTorch's `F.cross_entropy(F.linear(...))`, the same by torch.com
 `F.linear_cross_entropy`. All take turns in one process; times are medians of ratios. Memory is by how much a process of
 its own grows in a call, beyond inputs, loss and gradients. Writes FOLDER/head.md; with --quick a few sizes are printed.
 
-The prediction: above 32 MiB of logits, the operator moves the weight and its gradient once for each 32 MiB, or makes four
-products where others make three. It saves about eight passes over the logits, which take as long as a product of
+The prediction: above 32 MiB of logits, the operator moves the weight and its gradient once for each 32 MiB, or makes
+four products where others make three. It saves about eight passes over the logits, which take as long as a product of
 256 features. So it is level with the nodes at 1,024 features, ahead at 256, and ahead of both where the nodes' three
 tensors of logits do not fit; and it grows by less than 100 MiB for any number of classes.
 """

@@ -171,7 +171,9 @@ def append_gradients(
     graph = model.graph
     if fuse:
         outputs = set(graph.outputs if kept is None else kept)
-        fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs)
+        if fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs):
+            model.opset_imports[DOMAIN] = VERSION
+            infer(model)
     tape = Tape(free_prefix(graph), model.opset_imports[""])
     seed = tape.constant(np.ones([1] * len(of.shape or ())), of.dtype or ir.DataType.FLOAT)
     if scale is not None:

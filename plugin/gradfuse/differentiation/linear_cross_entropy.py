@@ -25,6 +25,7 @@ OPERATOR = "LinearCrossEntropy"
 FEWEST_CLASSES = 4096
 """The classes from which on the operator is faster than products and a softmax, or saves memory."""
 
+_ROWS_BY_FEATURE = 2
 _LOSS, _GRADIENTS = 0, (1, 2, 3)
 _OF_INPUTS = {0: 1, 1: 2, 3: 3}
 """The output that is the gradient of an input, by the input's index."""
@@ -48,8 +49,8 @@ def linear_cross_entropy(call: Call) -> Iterator[Gradient]:
         yield found[_OF_INPUTS[index]] if index in call.needed else None
 
 
-def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Value], kept: Collection[ir.Value]) -> None:
-    """Put `aclnn::LinearCrossEntropy` in the place of losses of linear layers with many classes.
+def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Value], kept: Collection[ir.Value]) -> bool:
+    """Put `aclnn::LinearCrossEntropy` in the place of losses of linear layers with many classes; return if it did.
 
     Found are `SoftmaxCrossEntropyLoss`, and its decomposition by PyTorch, behind `MatMul` or `Gemm`, with views, a
     factor and a cap on the logits in between.
@@ -62,11 +63,12 @@ def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Valu
         kept: the values that will be read by something else than the graph's nodes.
     """
     learning: set[ir.Value] | None = None
+    found = False
     for number, node in enumerate(list(graph)):
         if node.domain or node.op_type not in ("LogSoftmax", "SoftmaxCrossEntropyLoss"):
             continue
         head = _Reader(kept).head(node)
-        if head is None or head.classes < FEWEST_CLASSES:
+        if head is None or not head.pays:
             continue
         if learning is None:
             learning = depending(list(graph), wrt)[0]
@@ -82,6 +84,8 @@ def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Valu
         last.attributes.clear()
         last.resize_inputs(1)
         last.replace_input_with(0, result)
+        found = True
+    return found
 
 
 def join_heads(graph: ir.Graph) -> None:
@@ -198,6 +202,12 @@ class _Head:
     classes: int
     features: int
 
+    @property
+    def pays(self) -> bool:
+        """Whether the operator is worth it; a weight that must be turned for it has to be small beside the logits."""
+        rows = math.prod(dim if isinstance(dim, int) else 0 for dim in _dims(self.loss.logits) or ()) / self.classes
+        return self.classes >= FEWEST_CLASSES and (not self.turned or rows >= _ROWS_BY_FEATURE * self.features)
+
     def written(self, tape: Tape) -> Tensor:
         """Write the operator, and what reduces its losses; return the result."""
         loss, x = self.loss, tape.of(self.x)
@@ -292,21 +302,34 @@ class _Reader:
             return None
         if self._only(logits, "LogSoftmax") is None:
             return None
-        weight, source = None, log_prob
-        if (weighted := self._only(log_prob, "Mul")) is not None and _is_row(weighted.inputs[1], dims[1]):
-            weight, source = weighted.inputs[1], weighted.outputs[0]
-        readers = sorted((use.node for use in source.uses()), key=lambda one: one.op_type)
-        if source in self._kept or [one.op_type for one in readers] not in (
-            ["GatherElements"],
-            ["GatherElements", "ReduceSum"],
-        ):
+        if log_prob in self._kept:
             return None
-        picked = self._picked(readers[0])
+        readers: dict[str, tuple[ir.Node, ir.Value | None]] = {}
+        for use in log_prob.uses():
+            weighed = [(use.node, None)] if use.node.op_type != "Mul" else self._weighing(use.node, dims[1])
+            for reader, weight in weighed:
+                if reader.domain or reader.op_type in readers:
+                    return None
+                readers[reader.op_type] = reader, weight
+        if not readers or readers.keys() not in ({"GatherElements"}, {"GatherElements", "ReduceSum"}):
+            return None
+        gather, weight = readers["GatherElements"]
+        picked = self._picked(gather)
         if picked is None:
             return None
         losses, target, is_ignored, ignored = picked
         loss = _Loss(losses, logits, target, weight, "none", ignored)
-        return loss if len(readers) == 1 else self._smoothed(loss, readers[1], is_ignored, dims[1])
+        if len(readers) == 1:
+            return loss
+        total, of_all = readers["ReduceSum"]
+        return self._smoothed(loss, total, is_ignored, dims[1]) if _are_equal(weight, of_all) else None
+
+    def _weighing(self, node: ir.Node, classes: Any) -> list[tuple[ir.Node, ir.Value | None]]:
+        """Return the nodes that read a product with weights of classes, and these; nothing of another product."""
+        weight = node.inputs[1]
+        if node.domain or not _is_row(weight, classes) or node.outputs[0] in self._kept:
+            return [(node, None)]
+        return [(use.node, weight) for use in node.outputs[0].uses()]
 
     def _picked(self, gather: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
         """Return the losses of rows, their classes, which of these are ignored and what stands for them."""
@@ -479,6 +502,11 @@ def _number(value: ir.Value | None) -> float | None:
     """Return the number that a value is, all of it; None of others."""
     array = None if value is None else constant_of(value)
     return None if array is None or array.size != 1 else float(np.asarray(array, np.float64).reshape(()))
+
+
+def _are_equal(one: ir.Value | None, other: ir.Value | None) -> bool:
+    arrays = [None if value is None else constant_of(value) for value in (one, other)]
+    return one is other or (arrays[0] is not None and arrays[1] is not None and np.array_equal(arrays[0], arrays[1]))
 
 
 def _scaled(node: ir.Node) -> tuple[float, ir.Value] | None:

@@ -1,0 +1,188 @@
+"""Heads, linear layers with a cross entropy, in training steps: where they are one operator. Exports check numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfuse import TrainingSession, TrainingStep, build_training_step, export_training_step, losses
+from gradfuse.differentiation.linear_cross_entropy import FEWEST_CLASSES
+from gradfuse.testing import assert_gradients_close
+
+CLASSES, WIDTH = FEWEST_CLASSES, 4
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """An embedding, a layer, and a head whose results a function changes."""
+
+    def __init__(
+        self, head: nn.Module | None = None, *, tied: bool = False, after: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layer = nn.Embedding(CLASSES if tied else 9, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False) if head is None else head
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.after = after or (lambda logits: logits)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.after(self.head(self.layer(self.embedding(tokens)).tanh()))
+
+
+def of_tokens(**options: Any) -> Loss:
+    return lambda logits, target: F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), **options)
+
+
+def masked(logits: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    counts = (target.flatten() % 3 != 0).to(losses.dtype)
+    return (losses * counts).sum() / counts.sum()
+
+
+def exported(model: nn.Module, loss: Loss, **options: Any) -> TrainingStep:
+    generator = torch.Generator().manual_seed(0)
+    tokens, target = torch.randint(0, 9, (2, 5), generator=generator), torch.randint(0, CLASSES, (2, 5))
+    target[0, 1] = -100 if "ignored" in options else target[0, 1]
+    options.pop("ignored", None)
+    return export_training_step(model, loss, (tokens, target), **options)
+
+
+def nodes(step: TrainingStep, *op_types: str) -> list[onnx.NodeProto]:
+    return [node for node in step.model.graph.node if node.op_type in op_types]
+
+
+def assert_one_head(step: TrainingStep) -> onnx.NodeProto:
+    """One operator gives the loss and all gradients, and nothing has an element for each row and class."""
+    (head,) = nodes(step, "LinearCrossEntropy")
+    assert not nodes(step, "LogSoftmax", "GatherElements", "CrossEntropyLossGrad", "SoftmaxCrossEntropyLoss")
+    for value in step.model.graph.value_info:
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        assert dims[-1:] != [CLASSES] or len(dims) == 1
+    return head
+
+
+KINDS: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
+    "plain": (Model(), of_tokens(), {}),
+    "ignored rows": (Model(), of_tokens(reduction="sum"), {"ignored": True}),
+    "a bias": (Model(nn.Linear(WIDTH, CLASSES)), of_tokens(ignore_index=3), {}),
+    "tied": (Model(tied=True), of_tokens(), {}),
+    "smoothed": (Model(), of_tokens(label_smoothing=0.25), {"ignored": True}),
+    "weighted": (Model(), of_tokens(weight=torch.rand(CLASSES), label_smoothing=0.1, reduction="sum"), {}),
+    "weights of rows": (Model(), masked, {}),
+    "capped": (Model(after=lambda x: 30 * (x / 30).tanh()), of_tokens(), {}),
+    "scaled": (Model(nn.Linear(WIDTH, CLASSES), after=lambda x: x * 0.5), of_tokens(), {}),
+    "shifted": (Model(after=lambda x: x[:, :-1]), lambda x, t: of_tokens()(x, t[:, 1:]), {}),
+    "a part of the loss": (Model(), lambda x, t: 0.5 * of_tokens()(x, t) + 1.0, {}),
+    "any batch": (Model(), of_tokens(), {"dynamic_shapes": ({0: "b", 1: "t"}, {0: "b", 1: "t"})}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_is_one_operator(kind: str) -> None:
+    model, loss, options = KINDS[kind]
+    step = exported(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert_one_head(step)
+
+
+def test_the_loss_of_linear_layer_and_cross_entropy_exports() -> None:
+    """F.linear_cross_entropy: the weight is the loss's own."""
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this PyTorch has no linear_cross_entropy")
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = nn.Linear(3, WIDTH), nn.Parameter(torch.randn(CLASSES, WIDTH))
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            options = torch.nn.LinearCrossEntropyOptions()
+            return F.linear_cross_entropy(self.layer(x), self.weight, target, options=options)
+
+    batch = (torch.randn(6, 3), torch.randint(0, CLASSES, (6,)))
+    step = export_training_step(Head(), lambda loss: loss, (batch, ()))
+    assert_one_head(step)
+
+
+def test_a_gradient_that_follows_from_the_loss_is_taken_apart_from_it() -> None:
+    step = exported(Model(), lambda x, t: of_tokens()(x, t).square())
+    assert len(nodes(step, "LinearCrossEntropy")) == 2
+
+
+def small(logits: Tensor) -> Tensor:
+    return logits[..., : CLASSES - 1]
+
+
+@pytest.mark.parametrize(
+    "model, loss, options",
+    [
+        (Model(), lambda x, t: of_tokens()(x, t) + x.square().mean(), {}),
+        (Model(), of_tokens(), {"fuse": False}),
+        (Model(after=small), lambda x, t: of_tokens()(x, t.clamp(max=CLASSES - 2)), {}),
+        (Model(nn.Linear(WIDTH, CLASSES - 1)), lambda x, t: of_tokens()(x, t.clamp(max=CLASSES - 2)), {}),
+    ],
+    ids=("read by something else", "not fused", "some classes", "few classes"),
+)
+def test_other_heads_stay_as_they_are(model: Model, loss: Loss, options: dict[str, Any]) -> None:
+    step = exported(model, loss, **options)
+    assert not nodes(step, "LinearCrossEntropy") and nodes(step, "LogSoftmax")
+
+
+def test_the_evaluation_model_gives_logits() -> None:
+    step = exported(Model(), of_tokens(), evaluation=True)
+    assert_one_head(step)
+    assert step.evaluation_model is not None
+    assert [node.op_type for node in step.evaluation_model.graph.node][-1] == "MatMul"
+
+
+def test_labels_out_of_range_are_refused() -> None:
+    session = TrainingSession(exported(Model(), of_tokens()))
+    tokens = np.zeros((2, 5), np.int64)
+    with pytest.raises(Exception, match=rf"target.* is {CLASSES}|out of range|expected 0 to {CLASSES - 1}"):
+        session.step(tokens, np.full((2, 5), CLASSES))
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize("turned", (False, True))
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_heads_of_onnx_models(turned: bool, reduction: str, dtype: torch.dtype) -> None:
+    rows, kind = 20, {torch.float32: "float", torch.float64: "double"}[dtype]
+    product = (
+        "weight_t = Transpose<perm = [1, 0]>(weight) y = MatMul(h, weight_t)" if turned else "y = MatMul(h, weight)"
+    )
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 18]> head ({kind}[{rows}, 3] x) => ({kind}[{rows}, {CLASSES}] logits) '
+        f"{{ h = MatMul(x, layer)  {product}  logits = Add(y, bias) }}"
+    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"layer": (3, WIDTH), "weight": (CLASSES, WIDTH) if turned else (WIDTH, CLASSES), "bias": (CLASSES,)}
+    values = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    for name, value in values.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value.numpy(), name))
+    x, target = torch.randn(rows, 3, generator=generator).to(dtype), torch.randint(0, CLASSES, (rows,))
+    target[4] = -100
+    step = build_training_step(model, losses.CrossEntropyLoss(reduction=reduction))
+    assert_one_head(step)
+    session = TrainingSession(step)
+    loss = session.step(x.numpy(), target.numpy())
+
+    def by_pytorch(work: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {name: value.to(work, copy=True).requires_grad_() for name, value in values.items()}
+        weight = leaves["weight"].T if turned else leaves["weight"]
+        logits = x.to(work) @ leaves["layer"] @ weight + leaves["bias"]
+        found = F.cross_entropy(logits, target, reduction=reduction)
+        return found.detach(), dict(zip(leaves, torch.autograd.grad(found, tuple(leaves.values())), strict=True))
+
+    (native_loss, native), (exact_loss, exact) = by_pytorch(dtype), by_pytorch(torch.float64)
+    assert_gradients_close(np.asarray(loss, values["bias"].numpy().dtype), native_loss, exact_loss, dtype)
+    for name, gradient in session.gradients.items():
+        terms = 10 * float(exact[name].abs().max())
+        assert_gradients_close(gradient, native[name], exact[name], dtype, terms=terms)
