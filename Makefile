@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-payoff bench-export bench-onnx-ad bench-scale bench-sizes \
+.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-payoff bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (eight minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
+	@echo "make bench-head   measure a linear layer and cross entropy beside PyTorch, with memory (ten minutes)"
 	@echo "make bench-scale   measure fuse on up to 100,000 nodes, and bench-sizes; draws the curves of docs/scale.md (two hours)"
 	@echo "make bench-sizes   measure exports of up to 500 million parameters beside PyTorch (BENCH_ARGS='--only gpt-2' for some)"
 	@echo "make bench-step   measure whole training steps, plain and fused, beside PyTorch and torch.compile (a quarter of an hour)"
@@ -207,6 +208,9 @@ bench-convolutions: $(INSTALLED)
 
 bench-differentiation: $(INSTALLED)
 	$(BIN)/python benchmarks/differentiation_scale.py --page docs/onnx-training.md
+
+bench-head: $(INSTALLED)
+	$(BIN)/python benchmarks/head.py $(BENCH_ARGS)
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
