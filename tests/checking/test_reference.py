@@ -17,12 +17,15 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import ONNX_TYPES, one_node, with_bodies
+from operators import SAMPLES
 from torch import Tensor
 
 import gradfuse
 from gradfuse.checking import reference
 from gradfuse.checking.execution import Session
 from gradfuse.checking.reference import ReferenceSession, moved
+from gradfuse.custom_ops import OPS
 from gradfuse.models import memory
 
 
@@ -126,6 +129,29 @@ def test_the_statistics_of_layer_normalization() -> None:
         results, torch.native_layer_norm(x.double(), [6], scale.double(), torch.zeros(6).double(), 0.5), strict=True
     ):
         assert_same(result, expected)
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES["LinearCrossEntropy"].all_typical(torch.float32))))
+def test_heads_are_computed_some_rows_at_a_time(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another function of the model is inlined, as it has nodes for numpy."""
+    monkeypatch.setattr(reference, "_ELEMENTS_OF_BLOCK", 100)
+    samples = SAMPLES["LinearCrossEntropy"]
+    sample = samples.all_typical(torch.float32)[number]
+    expected = samples.expected(sample, torch.float64)
+    types = [None if one is None else (ONNX_TYPES[one.dtype], list(one.shape)) for one in sample.inputs]
+    model = one_node("LinearCrossEntropy", types, sample.attributes, ranks=[one.dim() for one in expected])
+    names = [value.name for value in OPS["LinearCrossEntropy"].inputs]
+    feeds = {name: one.numpy() for name, one in zip(names, sample.inputs, strict=True) if one is not None}
+    with_erf = onnx.parser.parse_function('<domain: "own", opset_import: ["": 17]> erf (x) => (y) { y = Erf(x) }')
+    for inlines in (False, True):
+        if inlines:
+            model.functions.append(with_erf)
+            model.opset_import.append(onnx.helper.make_opsetid("own", 1))
+            model.graph.node.append(onnx.helper.make_node("erf", ["input"], ["y"], domain="own"))
+            model.graph.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None))
+        found = ReferenceSession(ir.from_proto(with_bodies(model)), "model").run(feeds)
+        for result, exact in zip(found.values(), expected, strict=False):
+            assert_same(result, exact)
 
 
 def test_functions_with_float_attributes_and_subgraphs_are_widened() -> None:
