@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfuse import TrainingSession, TrainingStep, build_training_step, export_training_step, losses
-from gradfuse.differentiation.linear_cross_entropy import FEWEST_CLASSES
+from gradfuse.differentiation.linear_cross_entropy import FEWEST_CLASSES, FEWEST_ROWS
 from gradfuse.testing import assert_gradients_close
 
 CLASSES, WIDTH = FEWEST_CLASSES, 4
+SHAPE = (2, FEWEST_ROWS // 2 + 1)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -50,7 +51,7 @@ def masked(logits: Tensor, target: Tensor) -> Tensor:
 
 def exported(model: nn.Module, loss: Loss, **options: Any) -> TrainingStep:
     generator = torch.Generator().manual_seed(0)
-    tokens, target = torch.randint(0, 9, (2, 5), generator=generator), torch.randint(0, CLASSES, (2, 5))
+    tokens, target = torch.randint(0, 9, SHAPE, generator=generator), torch.randint(0, CLASSES, SHAPE)
     target[0, 1] = -100 if "ignored" in options else target[0, 1]
     options.pop("ignored", None)
     return export_training_step(model, loss, (tokens, target), **options)
@@ -107,7 +108,7 @@ def test_the_loss_of_linear_layer_and_cross_entropy_exports() -> None:
             options = torch.nn.LinearCrossEntropyOptions()
             return F.linear_cross_entropy(self.layer(x), self.weight, target, options=options)
 
-    batch = (torch.randn(6, 3), torch.randint(0, CLASSES, (6,)))
+    batch = (torch.randn(FEWEST_ROWS, 3), torch.randint(0, CLASSES, (FEWEST_ROWS,)))
     step = export_training_step(Head(), lambda loss: loss, (batch, ()))
     assert_one_head(step)
 
@@ -136,6 +137,11 @@ def test_other_heads_stay_as_they_are(model: Model, loss: Loss, options: dict[st
     assert not nodes(step, "LinearCrossEntropy") and nodes(step, "LogSoftmax")
 
 
+def test_few_rows_stay_as_they_are() -> None:
+    step = export_training_step(Model(), of_tokens(), (torch.zeros(1, 5).long(), torch.zeros(1, 5).long()))
+    assert not nodes(step, "LinearCrossEntropy")
+
+
 def test_the_evaluation_model_gives_logits() -> None:
     step = exported(Model(), of_tokens(), evaluation=True)
     assert_one_head(step)
@@ -145,16 +151,16 @@ def test_the_evaluation_model_gives_logits() -> None:
 
 def test_labels_out_of_range_are_refused() -> None:
     session = TrainingSession(exported(Model(), of_tokens()))
-    tokens = np.zeros((2, 5), np.int64)
+    tokens = np.zeros(SHAPE, np.int64)
     with pytest.raises(Exception, match=rf"target.* is {CLASSES}|out of range|expected 0 to {CLASSES - 1}"):
-        session.step(tokens, np.full((2, 5), CLASSES))
+        session.step(tokens, np.full(SHAPE, CLASSES))
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
 @pytest.mark.parametrize("turned", (False, True))
 @pytest.mark.parametrize("reduction", ("mean", "sum"))
 def test_heads_of_onnx_models(turned: bool, reduction: str, dtype: torch.dtype) -> None:
-    rows, kind = 20, {torch.float32: "float", torch.float64: "double"}[dtype]
+    rows, kind = FEWEST_ROWS, {torch.float32: "float", torch.float64: "double"}[dtype]
     product = (
         "weight_t = Transpose<perm = [1, 0]>(weight) y = MatMul(h, weight_t)" if turned else "y = MatMul(h, weight)"
     )

@@ -22,8 +22,8 @@ from gradfuse.passes.reading import attribute
 
 OPERATOR = "LinearCrossEntropy"
 
-FEWEST_CLASSES = 4096
-"""The classes from which on the operator is faster than products and a softmax, or saves memory."""
+FEWEST_CLASSES, FEWEST_ROWS = 4096, 128
+"""From which numbers on the operator is faster than products and a softmax: fewer rows do not pay for packed weights."""
 
 _ROWS_BY_FEATURE = 2
 _LOSS, _GRADIENTS = 0, (1, 2, 3)
@@ -205,8 +205,11 @@ class _Head:
     @property
     def pays(self) -> bool:
         """Whether the operator is worth it; a weight that must be turned for it has to be small beside the logits."""
-        rows = math.prod(dim if isinstance(dim, int) else 0 for dim in _dims(self.loss.logits) or ()) / self.classes
-        return self.classes >= FEWEST_CLASSES and (not self.turned or rows >= _ROWS_BY_FEATURE * self.features)
+        rows = _dims(self.loss.logits) or ()
+        known = math.prod(dim for dim in rows[:-1] if isinstance(dim, int))
+        if self.classes < FEWEST_CLASSES or (known < FEWEST_ROWS and all(isinstance(dim, int) for dim in rows)):
+            return False
+        return not self.turned or known >= _ROWS_BY_FEATURE * self.features
 
     def written(self, tape: Tape) -> Tensor:
         """Write the operator, and what reduces its losses; return the result."""
