@@ -88,6 +88,17 @@ def convolution(call: Call) -> Iterator[Gradient]:
     yield from (one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True))
 
 
+@gradient("ScaledDotProductAttention", domain="aclnn", limits="no gradient of attn_mask", fixed=(4, 5))
+def scaled_dot_product_attention(call: Call) -> Iterator[Gradient]:
+    dy, (query, key, value, *optional) = call.dy[0], call.x
+    if dy is None or call.dy[1] is not None:
+        raise call.error("the result depends on logsumexp; expected on the output only")
+    options = {name: call.attribute(name) for name in ("scale", "causal", "dropout_threshold", "draw")}
+    yield from call.tape.parts(
+        "ScaledDotProductAttentionBackward", 3, dy, query, key, value, *call.y[:2], *optional, domain="aclnn", **options
+    )
+
+
 @gradient("LstmRecurrence", domain="aclnn")
 def lstm_recurrence(call: Call) -> Iterator[Gradient]:
     x, h, c, weight, bias = [*call.x, None][:5]

@@ -16,6 +16,7 @@ from gradfuse.differentiation import sequences
 from gradfuse.differentiation.convolutions import fuse_convolutions
 from gradfuse.differentiation.dependence import captured_by, is_branches, repeated
 from gradfuse.differentiation.expansion import expand
+from gradfuse.differentiation.fused_attention import LEFT, fuse_attention
 from gradfuse.differentiation.linear_cross_entropy import fuse_heads, join_heads
 from gradfuse.differentiation.normalization import fold_relus
 from gradfuse.differentiation.reverse import gradients
@@ -170,6 +171,8 @@ def append_gradients(
     """
     graph = model.graph
     if fuse:
+        left = fuse_attention(graph, free_prefix(graph, "attention/"), model.opset_imports[""], wrt)
+        model.meta.setdefault(LEFT, []).extend(left)
         outputs = set(graph.outputs if kept is None else kept)
         if fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs):
             model.opset_imports[DOMAIN] = VERSION

@@ -85,11 +85,11 @@ def _put(graph: ir.Graph, node: ir.Node, function: Expansion, tape: Tape) -> Non
             raise call.error(f"output {k}, {output.name!r}, is used; expected that it is not")
         outputs.append(output)
         values.append(result.op("Identity").value if result.value in values else result.value)
-    nodes = _read(tape.nodes, values)
+    nodes = nodes_read(tape.nodes, values)
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, outputs, values)
 
 
-def _read(nodes: Sequence[ir.Node], values: Collection[ir.Value]) -> list[ir.Node]:
+def nodes_read(nodes: Sequence[ir.Node], values: Collection[ir.Value]) -> list[ir.Node]:
     """Return the nodes that values depend on; the others do not read anything any more."""
     kept = []
     for node in reversed(nodes):

@@ -1,0 +1,557 @@
+"""Attention that a graph writes out, softmax(scale Q K^T, masked) V, however it is spelled: its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.models.tensors import array_of
+from gradfuse.passes.algebra import UNIT, ZERO, Poly, TooComplex
+from gradfuse.passes.matching.draws import Draw, draw_of
+from gradfuse.passes.matching.rewrite import Mismatch
+from gradfuse.passes.reading import Form, Forms, Opaque
+from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute
+
+Dims = tuple[int | str | None, ...]
+
+_SOFTMAXES = {("", "Softmax"): False, ("gradfuse.export", "SafeSoftmax"): True}
+"""Operators -> whether a row that is -inf throughout gives zeros."""
+_NOTHING_BESIDE = -1e8
+"""What is added to scores that are to have no share: beside any other score the exponential of one so low is 0."""
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is done to the scores of a shape: something is added, or some of them are replaced.
+
+    Attributes:
+        value: what is added, or the condition.
+        dims: the dimensions of the scores there.
+        factor: what the scores are multiplied by afterwards.
+        fill: what takes the place of scores; None: `value` is added.
+        shows: whether scores stay where the condition holds, or where it does not.
+    """
+
+    value: ir.Value
+    dims: Dims
+    factor: float
+    fill: float | None = None
+    shows: bool = True
+
+
+@dataclass
+class Written:
+    """Attention as a graph writes it.
+
+    Attributes:
+        last: the product of probabilities and values.
+        softmax: the softmax.
+        products: the product of queries and keys.
+        query, turned_key, value: queries (*, L, E), keys (*, E, S) and values (*, S, Ev), as the products take them.
+        scale: what scores are multiplied by.
+        terms: what is done to them, the last first.
+        shapes: the dimensions of probabilities and scores wherever they have others.
+        draw: which draw decides what dropout keeps; None: there is none.
+        safe: whether a row that sees nothing gives zeros, and not NaN.
+    """
+
+    last: ir.Node
+    softmax: ir.Node
+    products: ir.Node
+    query: ir.Value
+    turned_key: ir.Value
+    value: ir.Value
+    scale: float
+    terms: list[Term]
+    shapes: list[Dims]
+    draw: Draw | None
+    safe: bool
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What each row sees.
+
+    Attributes:
+        causal: 0, or 1 and 2 as the operator's attribute.
+        shown: booleans, all of which must hold where a row sees a key, with the dimensions of the scores; each with
+            whether it holds where that is so, or where it is not.
+        added: what is added to the scores, with their dimensions and a factor of it.
+        uniform: whether rows that see nothing see everything alike, as what takes the place of scores is finite.
+        may_see_nothing: whether a row may see nothing at all.
+    """
+
+    causal: int = 0
+    shown: Sequence[tuple[ir.Value, Dims, bool]] = ()
+    added: Sequence[tuple[ir.Value, Dims, float]] = ()
+    uniform: bool = False
+    may_see_nothing: bool = False
+
+
+def dims_of(value: ir.Value) -> Dims | None:
+    """Return the dimensions of a value: sizes, names, or None where nothing is known."""
+    if value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+
+
+def is_candidate(node: ir.Node) -> bool:
+    """Whether a node may be the product of probabilities and values."""
+    return node.op_type == "MatMul" and not node.domain
+
+
+def is_softmax(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) in _SOFTMAXES
+
+
+def written(forms: Forms, last: ir.Node) -> Written | None:
+    """Return the attention of which a node is the last product; None where it is none.
+
+    Raises:
+        Mismatch: it is attention but for something that the operator does not do.
+    """
+    probabilities, value = last.inputs
+    if probabilities is None or value is None:
+        return None
+    shapes: list[Dims] = []
+    way = _to_softmax(forms, probabilities, shapes)
+    if way is None:
+        return None
+    softmax, gain, kept = way
+    scores = softmax.inputs[0]
+    rank = _rank(scores)
+    if scores is None or rank is None or attribute(softmax, "axis", -1) % rank != rank - 1:
+        return None
+    terms: list[Term] = []
+    found = _to_products(forms, scores, 1.0, shapes, terms)
+    if found is None:
+        return None
+    products, scale = found
+    query, turned_key = products.inputs
+    assert query is not None and turned_key is not None
+    draw = None
+    if len(kept) > 1:
+        raise Mismatch("its probabilities are dropped more than once")
+    if kept:
+        draw = draw_of(forms, kept[0])
+        if draw is None:
+            raise Mismatch("its probabilities are multiplied by a mask that is no dropout's")
+    wanted = 1.0 if draw is None else 1.0 / (1.0 - draw.threshold / 2**31)
+    if abs(gain - wanted) > _ROUNDING * wanted:
+        raise Mismatch(f"its probabilities are multiplied by {gain:.6g}")
+    types = {one.dtype for one in (query, turned_key, value, last.outputs[0])}
+    if len(types) != 1 or not types <= FLOATS:
+        raise Mismatch("its queries, keys and values are of several types")
+    safe = _SOFTMAXES[softmax.domain, softmax.op_type]
+    return Written(last, softmax, products, query, turned_key, value, scale, terms, shapes, draw, safe)
+
+
+def _to_softmax(forms: Forms, value: ir.Value, shapes: list[Dims]) -> tuple[ir.Node, float, list[ir.Value]] | None:
+    """Return the softmax of which a value is a multiple, the factor, and booleans that it is multiplied by."""
+    gain, kept = 1.0, list[ir.Value]()
+    while True:
+        _note(shapes, value)
+        node = value.producer()
+        if node is None:
+            return None
+        if is_softmax(node):
+            return node, gain, kept
+        source = _through_view(node)
+        if source is not None:
+            value = source
+            continue
+        product = factors(forms, node)
+        if product is None:
+            return None
+        number, rest = product
+        gain *= number
+        if len(rest) == 2:
+            masks = [_boolean(one) for one in rest]
+            if (masks[0] is None) == (masks[1] is None):
+                return None
+            kept += [one for one in masks if one is not None]
+            rest = [one for one, mask in zip(rest, masks, strict=True) if mask is None]
+        (value,) = rest
+
+
+def _to_products(
+    forms: Forms, value: ir.Value, factor: float, shapes: list[Dims], terms: list[Term]
+) -> tuple[ir.Node, float] | None:
+    """Return the product of queries and keys that scores are made of, and their factor; note what is done to them."""
+    while True:
+        _note(shapes, value)
+        node = value.producer()
+        if node is None:
+            return None
+        if is_candidate(node):
+            return node, factor
+        dims = dims_of(value)
+        if dims is None:
+            return None
+        source = _through_view(node)
+        if source is not None:
+            value = source
+            continue
+        if node.domain:
+            return None
+        if node.op_type in ("Add", "Sub", "Sum") and len(node.inputs) == 2:
+            for own, other, sign in _operands(node):
+                if dims_of(own) != dims:
+                    continue
+                before = len(shapes), len(terms)
+                terms.append(Term(other, dims, factor * sign))
+                found = _to_products(forms, own, factor, shapes, terms)
+                if found is not None:
+                    return found
+                del shapes[before[0] :], terms[before[1] :]
+            return None
+        if node.op_type == "Where":
+            condition, chosen, other = node.inputs
+            assert condition is not None and chosen is not None and other is not None
+            for scores, filling, shows in ((chosen, other, True), (other, chosen, False)):
+                fill = _number(forms, filling)
+                if fill is not None and fill < 0 < factor and dims_of(scores) == dims:
+                    terms.append(Term(condition, dims, factor, fill * factor, shows))
+                    value = scores
+                    break
+            else:
+                return None
+            continue
+        product = factors(forms, node)
+        if product is None or len(product[1]) != 1:
+            return None
+        factor *= product[0]
+        (value,) = product[1]
+
+
+def _operands(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, float]]:
+    first, second = node.inputs
+    if first is None or second is None:
+        return
+    yield first, second, -1.0 if node.op_type == "Sub" else 1.0
+    if node.op_type != "Sub":
+        yield second, first, 1.0
+
+
+def factors(forms: Forms, node: ir.Node) -> tuple[float, list[ir.Value]] | None:
+    """Return the numbers and the tensors of which a node computes the product; None of another node."""
+    if node.domain or node.op_type not in ("Mul", "Div") or None in node.inputs:
+        return None
+    first, second = (one for one in node.inputs if one is not None)
+    numbers = [_number(forms, one) for one in (first, second)]
+    if numbers[1] is not None and (node.op_type == "Mul" or numbers[1]):
+        return numbers[1] if node.op_type == "Mul" else 1.0 / numbers[1], [first]
+    if node.op_type == "Div":
+        return None
+    return (1.0, [first, second]) if numbers[0] is None else (numbers[0], [second])
+
+
+def _number(forms: Forms, value: ir.Value) -> float | None:
+    """Return the number that is every element of a constant."""
+    array = forms.constant(value)
+    if array is None or array.size == 0 or not is_real(array):
+        return None
+    first = array.flat[0]
+    return float(first) if array.size == 1 or bool((array == first).all()) else None
+
+
+def is_real(array: npt.NDArray[np.generic]) -> bool:
+    return array.dtype.kind in "fiu" or array.dtype == ml_dtypes.bfloat16
+
+
+def _boolean(value: ir.Value) -> ir.Value | None:
+    """Return the booleans that a value is, as 0 and 1."""
+    node = value.producer()
+    while node is not None and not node.domain and node.op_type in ("Cast", "Identity"):
+        source = node.inputs[0]
+        if source is None:
+            return None
+        if source.dtype == ir.DataType.BOOL:
+            return source
+        node = source.producer()
+    return None
+
+
+def _through_view(node: ir.Node) -> ir.Value | None:
+    """Return what a node gives in another type, or with other dimensions ahead of the last two; None of others."""
+    source = node.inputs[0] if node.inputs else None
+    if node.domain or source is None:
+        return None
+    if node.op_type == "Identity" or (
+        node.op_type == "Cast" and source.dtype in FLOATS and node.outputs[0].dtype in FLOATS
+    ):
+        return source
+    if node.op_type not in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+        return None
+    before, after = dims_of(source), dims_of(node.outputs[0])
+    if before is None or after is None or len(before) < 2 or len(after) < 2:
+        return None
+    return source if before[-2:] == after[-2:] and None not in before[-2:] else None
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def _note(shapes: list[Dims], value: ir.Value) -> None:
+    dims = dims_of(value)
+    if dims is not None and dims not in shapes:
+        shapes.append(dims)
+
+
+# Masks
+
+
+def masks(forms: Forms, found: Written) -> Masks:
+    """Return what each row of an attention sees.
+
+    Raises:
+        Mismatch: the operator has no mask that does the same.
+    """
+    reader = _MaskReader(forms)
+    for term in found.terms:
+        reader.read(term)
+    return reader.result()
+
+
+@dataclass
+class _MaskReader:
+    forms: Forms
+    causal: set[int] = field(default_factory=set)
+    causal_is_hard: bool = True
+    shown: list[tuple[ir.Value, Dims, bool]] = field(default_factory=list)
+    hard: set[bool] = field(default_factory=set)
+    low: list[tuple[int, tuple[ir.Value, Dims, float]]] = field(default_factory=list)
+    added: list[tuple[ir.Value, Dims, float]] = field(default_factory=list)
+
+    def read(self, term: Term) -> None:
+        if term.fill is None:
+            self._add(term)
+            return
+        self._show(term.value, term.dims, term.shows, term.fill)
+
+    def result(self) -> Masks:
+        # Beside another mask, a row may be one in which what is added is low everywhere.
+        if self.shown or self.added:
+            self.added += [one for _, one in self.low]
+        else:
+            self.causal.update(kind for kind, _ in self.low)
+        if len(self.causal) > 1:
+            raise Mismatch("two masks of its rows contradict each other")
+        causal = next(iter(self.causal), 0)
+        if not self.shown and not self.added:
+            return Masks(causal=causal)
+        if causal and not self.causal_is_hard and self.added:
+            raise Mismatch("rows that see nothing are not alike: a finite number takes the place of scores")
+        if len(self.hard) > 1 or (self.shown and causal and self.causal_is_hard is not next(iter(self.hard))):
+            raise Mismatch("several numbers take the place of its scores")
+        if False in self.hard:
+            if self.added:
+                raise Mismatch("a finite number takes the place of its scores, and something is added")
+            return Masks(causal=causal, shown=self.shown, uniform=True)
+        open_ = any(not self._shows_all_rows(*one) for one in self.shown) or bool(self.shown and causal)
+        open_ = open_ or any(not self._is_finite(value) for value, *_ in self.added)
+        return Masks(causal=causal, shown=self.shown, added=self.added, may_see_nothing=open_)
+
+    def _show(self, condition: ir.Value, dims: Dims, shows: bool, fill: float) -> None:
+        """Note that a number takes the place of scores where a condition holds, or where it does not."""
+        if fill > _NOTHING_BESIDE:
+            raise Mismatch(f"{fill:.6g} takes the place of its scores; expected a number below {_NOTHING_BESIDE:.0e}")
+        is_hard = math.isinf(fill)
+        for one, holds in _conjuncts(condition, shows):
+            form = self.forms.get(one)
+            if form is not None and form.poly == (UNIT if holds else ZERO):
+                continue
+            kind = self._triangle(one, _itself if holds else _opposite, not holds)
+            if kind:
+                self.causal.add(kind)
+                self.causal_is_hard = self.causal_is_hard and is_hard
+            else:
+                self.shown.append((one, dims, holds))
+                self.hard.add(is_hard)
+
+    def _add(self, term: Term) -> None:
+        value, factor = term.value, term.factor
+        if value.dtype not in FLOATS:
+            raise Mismatch("what is added to its scores is no float")
+        dims = dims_of(value)
+        if dims is None or len(dims) > len(term.dims):
+            raise Mismatch("the shape of what is added to its scores is unknown")
+        condition = self._choice(value, factor)
+        if condition is not None:
+            self._show(condition[0], term.dims, condition[1], -math.inf)
+            return
+        if factor > 0:
+            for low in (-math.inf, None):
+                kind = self._triangle(value, partial(self._shown_by, value, low, factor), None)
+                if kind and low is None:
+                    self.low.append((kind, (value, term.dims, factor)))
+                elif kind:
+                    self.causal.add(kind)
+                if kind:
+                    return
+        node = value.producer()
+        if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
+            value = node.inputs[0]
+        self.added.append((value, term.dims, factor))
+
+    def _choice(self, value: ir.Value, factor: float) -> tuple[ir.Value, bool] | None:
+        """Return the condition where 0 is added and -inf elsewhere, and True; or False where it is the other way."""
+        node = value.producer()
+        if node is None or node.domain or node.op_type != "Where" or None in node.inputs or factor <= 0:
+            return None
+        condition, *parts = (one for one in node.inputs if one is not None)
+        numbers = tuple(_number(self.forms, part) for part in parts)
+        if numbers == (0.0, -math.inf):
+            return condition, True
+        return (condition, False) if numbers == (-math.inf, 0.0) else None
+
+    def _shown_by(self, value: ir.Value, low: float | None, factor: float, added: Poly) -> Poly | None:
+        """Return where 0 is added, for an addend that is else -inf, or where that is None, a very low number."""
+        algebra = self.forms.algebra
+        if low is None:
+            numbers = set(added.terms.values())
+            if len(numbers) != 1 or not (number := numbers.pop()) * factor <= _NOTHING_BESIDE:
+                return None
+            return UNIT - added.scaled(1 / number)
+        assert value.dtype is not None
+        infinite = self.forms.constants.form(np.asarray(low, value.dtype.numpy())).poly
+        (monomial,) = infinite.terms
+        if len(added) != 1 or not monomial:
+            return None
+        hidden = algebra.divide_monomial(added, monomial)
+        return None if algebra.tensors(hidden) else UNIT - hidden
+
+    def _triangle(self, value: ir.Value, shown_by: Callable[[Poly], Poly | None], hides: bool | None) -> int:
+        """Return 1 if each row l sees keys up to l, 2 if up to l + S - L, for masks of (*, L, S); else 0.
+
+        Args:
+            value: the mask.
+            shown_by: from an element of it, where a key is seen.
+            hides: whether True hides a key; None: the mask is added.
+        """
+        try:
+            form = self.forms.form(value)
+            if self._is_triangle_of_constants(value, form, hides):
+                return 1
+            shown = shown_by(form.poly)
+            return 0 if shown is None else self._kind(form, shown)
+        except (Opaque, TooComplex, Unreadable):
+            return 0
+
+    def _kind(self, form: Form, shown: Poly) -> int:
+        algebra = self.forms.algebra
+        if len(form.groups) < 2 or any(len(group) != 1 for group in form.groups[-2:]):
+            return 0
+        rank = len(form.groups)
+        (row,), (column,) = form.variables(rank - 2), form.variables(rank - 1)
+        ahead = self.forms.extent(form.groups[-1]) - self.forms.extent(form.groups[-2])
+        hidden = UNIT - shown
+        for kind, offset in ((1, ZERO), (2, ahead)):
+            if hidden == algebra.less_than_zero(algebra.var(row) - algebra.var(column) + offset):
+                # Rows ahead of the first key would see nothing.
+                return kind if kind == 1 or (ahead.constant is not None and ahead.constant >= 0) else 0
+        return 0
+
+    def _is_triangle_of_constants(self, value: ir.Value, form: Form, hides: bool | None) -> bool:
+        """Whether a mask is the upper left part of a table that shows what is not right of the diagonal."""
+        if len(form.groups) < 2:
+            return False
+        table = self._table(value)
+        if table is None:
+            return False
+        rows, columns = table.shape
+        triangle = np.tri(rows, columns, dtype=np.bool_)
+        if hides is not None:
+            return table.dtype == np.bool_ and bool((table != triangle).all() if hides else (table == triangle).all())
+        low = table[~triangle]
+        return is_real(table) and not table[triangle].any() and bool(low.size and (low == -math.inf).all())
+
+    def _table(self, value: ir.Value) -> npt.NDArray[np.generic] | None:
+        """Return a table of constants of which a value is the upper left part; None where it is none."""
+        constant = value.const_value
+        node = value.producer()
+        if node is None:
+            if constant is None or value.is_graph_input() or any(n != 1 for n in constant.shape.numpy()[:-2]):
+                return None
+            array = array_of(constant)
+            return array.reshape(array.shape[-2:]) if array.ndim >= 2 and 1 not in array.shape[-2:] else None
+        if node.domain or not node.inputs or node.inputs[0] is None:
+            return None
+        if node.op_type in ("Identity", "Unsqueeze", "Squeeze"):
+            table = self._table(node.inputs[0])
+            after = dims_of(value)
+            return table if after is not None and 1 not in after[-2:] else None
+        if node.op_type == "Slice":
+            starts = self.forms.constant(node.inputs[1])
+            steps = self.forms.constant(node.inputs[4]) if len(node.inputs) > 4 else np.ones(1)
+            if starts is None or np.any(starts) or steps is None or np.any(steps != 1):
+                return None
+            return self._table(node.inputs[0])
+        if node.op_type in ("Not", "Cast"):
+            table = self._table(node.inputs[0])
+            if table is None or value.dtype is None:
+                return None
+            return np.logical_not(table) if node.op_type == "Not" else table.astype(value.dtype.numpy())
+        if node.op_type in ("Equal", "Greater", "Less") and node.inputs[1] is not None:
+            number, table = _number(self.forms, node.inputs[1]), self._table(node.inputs[0])
+            if number is None or table is None or table.dtype == np.bool_:
+                return None
+            compare = {"Equal": np.equal, "Greater": np.greater, "Less": np.less}[node.op_type]
+            found: npt.NDArray[np.generic] = compare(table, number)
+            return found
+        return None
+
+    def _shows_all_rows(self, value: ir.Value, dims: Dims, holds: bool) -> bool:
+        """Whether each row of a constant mask sees some key."""
+        array = self.forms.constant(value)
+        return array is not None and array.ndim > 0 and bool((array == holds).any(axis=-1).all())
+
+    def _is_finite(self, value: ir.Value) -> bool:
+        """Whether a mask has no infinities, as far as that is sure."""
+        array = self.forms.constant(value)
+        if array is not None:
+            return not is_real(array) or bool(np.isfinite(array.astype(np.float64)).all())
+        node = value.producer()
+        if node is None or node.domain:
+            return value.dtype not in FLOATS
+        read = [one for one in node.inputs if one is not None]
+        if node.op_type in ("Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Transpose", "Slice", "Cast"):
+            return self._is_finite(read[0])
+        if node.op_type in ("Mul", "Sub", "Add", "Where", "Neg"):
+            return all(self._is_finite(one) for one in read)
+        return value.dtype not in FLOATS
+
+
+def _itself(shown: Poly) -> Poly:
+    return shown
+
+
+def _opposite(hidden: Poly) -> Poly:
+    return UNIT - hidden
+
+
+def _conjuncts(condition: ir.Value, holds: bool) -> Iterator[tuple[ir.Value, bool]]:
+    """Yield conditions of which all must hold, or not hold, for another one to hold, or not to hold."""
+    node = condition.producer()
+    if node is not None and not node.domain and None not in node.inputs:
+        read = [one for one in node.inputs if one is not None]
+        if node.op_type == "Not":
+            yield from _conjuncts(read[0], not holds)
+            return
+        if node.op_type == ("And" if holds else "Or"):
+            for one in read:
+                yield from _conjuncts(one, holds)
+            return
+        if node.op_type in ("Expand", "Identity"):
+            yield from _conjuncts(read[0], holds)
+            return
+    yield condition, holds

@@ -1,0 +1,174 @@
+"""Masks of dropout that a hash of a seed decides, as exported steps write them, read back from their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.passes.reading import Forms
+from gradfuse.training import draws
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which draw of a step a mask is.
+
+    Attributes:
+        seed: the seed of the step.
+        layer: the number of the draw.
+        before: what is added to that number, if anything is.
+        threshold: the least of 31 random bits that are kept.
+    """
+
+    seed: ir.Value
+    layer: int
+    before: ir.Value | None
+    threshold: int
+
+
+def draw_of(forms: Forms, kept: ir.Value) -> Draw | None:
+    """Return the draw that decides a mask of booleans, one an element in row-major order; None of another value."""
+    walk = _Walk(forms)
+    try:
+        return walk.mask(kept)
+    except _Other:
+        return None
+
+
+class _Other(Exception):
+    """Nodes compute something else."""
+
+
+class _Walk:
+    """The way up through the nodes of `draws.KEPT`, whatever of it was computed ahead of time."""
+
+    def __init__(self, forms: Forms) -> None:
+        self._forms = forms
+
+    def mask(self, kept: ir.Value) -> Draw:
+        line = self._input(kept, "Reshape")
+        bits, limit = self._inputs(line, "GreaterOrEqual")
+        threshold = self._number(limit)
+        high, shift = self._inputs(self._input(bits, "Cast"), "BitShift")
+        self._require(self._number(shift) == 1 and threshold is not None)
+        word = self._times(self._input(high, "Cast"), draws.FACTORS[2])
+        word = self._times(self._mixed(word, 1), draws.FACTORS[1])
+        seed, layer, before = None, 0, None
+        for one in self._terms(word):
+            if self._is_place(one):
+                continue
+            self._require(seed is None)
+            seed, layer, before = self._key(one)
+        assert threshold is not None
+        if seed is None:
+            raise _Other
+        return Draw(seed, layer, before, threshold)
+
+    def _key(self, value: ir.Value) -> tuple[ir.Value, int, ir.Value | None]:
+        """Read what the hashes of a draw begin with."""
+        shifted, half = self._inputs(self._input(value, "Cast"), "Sub")
+        terms, whole = self._inputs(shifted, "Mod")
+        self._require(self._number(half) == draws.WORD // 2 and self._number(whole) == draws.WORD)
+        constant, seed, before = -draws.WORD // 2, None, None
+        for term in self._terms(terms):
+            number = self._number(term)
+            if number is not None:
+                constant += number
+                continue
+            for factor, inner in self._products(term):
+                if factor == draws.SEED_FACTOR:
+                    seed, span = self._inputs(inner, "Mod")
+                    self._require(self._number(span) == draws.WORD // 2)
+                elif factor == draws.LAYER_FACTOR:
+                    for part in self._terms(inner):
+                        first = self._number(part)
+                        if first is not None:
+                            constant += first * draws.LAYER_FACTOR
+                        else:
+                            self._require(before is None)
+                            before = part
+                else:
+                    raise _Other
+        self._require(seed is not None and constant % draws.LAYER_FACTOR == 0 and constant >= 0)
+        assert seed is not None
+        return seed, constant // draws.LAYER_FACTOR, before
+
+    def _is_place(self, value: ir.Value) -> bool:
+        """Whether a value is the hash of each element's place, before the seed comes in."""
+        array = self._array(value)
+        if array is not None:
+            return array.ndim == 1 and array.dtype == np.int32 and np.array_equal(array, _places(array.size))
+        try:
+            place = self._times(self._mixed(value, 0), draws.FACTORS[0])
+        except _Other:
+            return False
+        array = self._array(place)
+        if array is not None:
+            return array.ndim == 1 and np.array_equal(array, np.arange(array.size))
+        first, _, step = self._inputs(place, "Range")
+        return self._number(first) == 0 and self._number(step) == 1
+
+    def _mixed(self, value: ir.Value, round_: int) -> ir.Value:
+        """Return the word of which the xor with itself, shifted to the right, is a value."""
+        first, second = self._inputs(self._input(value, "Cast"), "BitwiseXor")
+        for bits, high in ((first, second), (second, first)):
+            node = high.producer()
+            if node is not None and node.op_type == "BitShift" and node.inputs[0] is bits:
+                self._require(self._number(node.inputs[1]) == draws.SHIFTS[round_])
+                return self._input(bits, "Cast")
+        raise _Other
+
+    def _times(self, value: ir.Value, factor: int) -> ir.Value:
+        for found, other in self._products(value):
+            if found is not None and found % draws.WORD == factor:
+                return other
+        raise _Other
+
+    def _products(self, value: ir.Value) -> Iterator[tuple[int | None, ir.Value]]:
+        """Yield the constant and the other factor of a product; the factor 1 and the value itself of another node."""
+        first, second = self._inputs(value, "Mul")
+        for one, other in ((first, second), (second, first)):
+            number = self._number(one)
+            if number is not None:
+                yield number, other
+                return
+        raise _Other
+
+    def _terms(self, value: ir.Value) -> list[ir.Value]:
+        node = value.producer()
+        if node is None or node.domain or node.op_type != "Add":
+            return [value]
+        return [term for one in self._inputs(value, "Add") for term in self._terms(one)]
+
+    def _inputs(self, value: ir.Value, op_type: str) -> list[ir.Value]:
+        node = value.producer()
+        if node is None or node.domain or node.op_type != op_type:
+            raise _Other
+        found = [one for one in node.inputs if one is not None]
+        self._require(len(found) == len(node.inputs))
+        return found
+
+    def _input(self, value: ir.Value, op_type: str) -> ir.Value:
+        return self._inputs(value, op_type)[0]
+
+    def _array(self, value: ir.Value | None) -> npt.NDArray[np.generic] | None:
+        return self._forms.constant(value)
+
+    def _number(self, value: ir.Value | None) -> int | None:
+        array = self._array(value)
+        return int(array.item()) if array is not None and array.size == 1 else None
+
+    @staticmethod
+    def _require(holds: bool) -> None:
+        if not holds:
+            raise _Other
+
+
+def _places(count: int) -> npt.NDArray[np.int32]:
+    """The hashes of places as int32, which is how products wrap around."""
+    word = np.arange(count, dtype=np.uint32) * np.uint32(draws.FACTORS[0])
+    return (word ^ (word >> np.uint32(draws.SHIFTS[0]))).view(np.int32)
