@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -214,9 +215,9 @@ def _to_products(
                 del shapes[before[0] :], terms[before[1] :]
             return None
         if node.op_type == "Where":
-            condition, chosen, other = node.inputs
-            assert condition is not None and chosen is not None and other is not None
-            for scores, filling, shows in ((chosen, other, True), (other, chosen, False)):
+            condition, chosen, rest = node.inputs
+            assert condition is not None and chosen is not None and rest is not None
+            for scores, filling, shows in ((chosen, rest, True), (rest, chosen, False)):
                 fill = _number(forms, filling)
                 if fill is not None and fill < 0 < factor and dims_of(scores) == dims:
                     terms.append(Term(condition, dims, factor, fill * factor, shows))
@@ -263,7 +264,7 @@ def _number(forms: Forms, value: ir.Value) -> float | None:
     return float(first) if array.size == 1 or bool((array == first).all()) else None
 
 
-def is_real(array: npt.NDArray[np.generic]) -> bool:
+def is_real(array: npt.NDArray[Any]) -> bool:
     return array.dtype.kind in "fiu" or array.dtype == ml_dtypes.bfloat16
 
 
@@ -281,7 +282,7 @@ def _boolean(value: ir.Value) -> ir.Value | None:
 
 
 def _through_view(node: ir.Node) -> ir.Value | None:
-    """Return what a node gives in another type, or with other dimensions ahead of the last two; None of others."""
+    """Return what a node gives in another type, or with other dimensions ahead of the rows and keys; None of others."""
     source = node.inputs[0] if node.inputs else None
     if node.domain or source is None:
         return None
@@ -289,12 +290,22 @@ def _through_view(node: ir.Node) -> ir.Value | None:
         node.op_type == "Cast" and source.dtype in FLOATS and node.outputs[0].dtype in FLOATS
     ):
         return source
+    before, after = dims_of(source), dims_of(node.outputs[0])
+    if before is None or after is None:
+        return None
+    if node.op_type == "Transpose":
+        perm = attribute(node, "perm", range(len(before))[::-1])
+        moved = [axis for axis in perm if before[axis] != 1]
+        return source if moved == sorted(moved) else None
     if node.op_type not in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
         return None
-    before, after = dims_of(source), dims_of(node.outputs[0])
-    if before is None or after is None or len(before) < 2 or len(after) < 2:
-        return None
-    return source if before[-2:] == after[-2:] and None not in before[-2:] else None
+    ends = _ends(before)
+    return source if ends == _ends(after) and len(ends) == 2 and None not in ends else None
+
+
+def _ends(dims: Dims) -> Dims:
+    """Return the last two of the dimensions that are not 1."""
+    return tuple(dim for dim in dims if dim != 1)[-2:]
 
 
 def _rank(value: ir.Value | None) -> int | None:
@@ -302,8 +313,9 @@ def _rank(value: ir.Value | None) -> int | None:
 
 
 def _note(shapes: list[Dims], value: ir.Value) -> None:
+    """Note a shape whose last dimensions are (L, S)."""
     dims = dims_of(value)
-    if dims is not None and dims not in shapes:
+    if dims is not None and dims not in shapes and dims[-2:] == _ends(dims):
         shapes.append(dims)
 
 
@@ -370,7 +382,7 @@ class _MaskReader:
             form = self.forms.get(one)
             if form is not None and form.poly == (UNIT if holds else ZERO):
                 continue
-            kind = self._triangle(one, _itself if holds else _opposite, not holds)
+            kind = self._triangle(one, _itself if holds else _opposite, partial(_held, holds))
             if kind:
                 self.causal.add(kind)
                 self.causal_is_hard = self.causal_is_hard and is_hard
@@ -391,7 +403,9 @@ class _MaskReader:
             return
         if factor > 0:
             for low in (-math.inf, None):
-                kind = self._triangle(value, partial(self._shown_by, value, low, factor), None)
+                kind = self._triangle(
+                    value, partial(self._shown_by, value, low, factor), partial(_where_zero, low, factor)
+                )
                 if kind and low is None:
                     self.low.append((kind, (value, term.dims, factor)))
                 elif kind:
@@ -430,18 +444,32 @@ class _MaskReader:
         hidden = algebra.divide_monomial(added, monomial)
         return None if algebra.tensors(hidden) else UNIT - hidden
 
-    def _triangle(self, value: ir.Value, shown_by: Callable[[Poly], Poly | None], hides: bool | None) -> int:
+    def _triangle(
+        self,
+        value: ir.Value,
+        shown_by: Callable[[Poly], Poly | None],
+        shown_in: Callable[[npt.NDArray[Any]], npt.NDArray[Any] | None],
+    ) -> int:
         """Return 1 if each row l sees keys up to l, 2 if up to l + S - L, for masks of (*, L, S); else 0.
 
         Args:
             value: the mask.
             shown_by: from an element of it, where a key is seen.
-            hides: whether True hides a key; None: the mask is added.
+            shown_in: the same, from a table.
         """
         try:
             form = self.forms.form(value)
-            if self._is_triangle_of_constants(value, form, hides):
-                return 1
+            if len(form.groups) < 2 or any(len(group) != 1 for group in form.groups[-2:]):
+                return 0
+            table = self._table(value)
+            seen = None if table is None else shown_in(table)
+            if seen is not None:
+                # The mask is its upper left part, or the whole.
+                rows, keys = seen.shape
+                if np.array_equal(seen, np.tri(rows, keys, dtype=np.bool_)):
+                    return 1
+                whole = rows <= keys and (dims_of(value) or ())[-2:] == seen.shape
+                return 2 if whole and np.array_equal(seen, np.tri(rows, keys, keys - rows, dtype=np.bool_)) else 0
             shown = shown_by(form.poly)
             return 0 if shown is None else self._kind(form, shown)
         except (Opaque, TooComplex, Unreadable):
@@ -449,8 +477,6 @@ class _MaskReader:
 
     def _kind(self, form: Form, shown: Poly) -> int:
         algebra = self.forms.algebra
-        if len(form.groups) < 2 or any(len(group) != 1 for group in form.groups[-2:]):
-            return 0
         rank = len(form.groups)
         (row,), (column,) = form.variables(rank - 2), form.variables(rank - 1)
         ahead = self.forms.extent(form.groups[-1]) - self.forms.extent(form.groups[-2])
@@ -461,21 +487,7 @@ class _MaskReader:
                 return kind if kind == 1 or (ahead.constant is not None and ahead.constant >= 0) else 0
         return 0
 
-    def _is_triangle_of_constants(self, value: ir.Value, form: Form, hides: bool | None) -> bool:
-        """Whether a mask is the upper left part of a table that shows what is not right of the diagonal."""
-        if len(form.groups) < 2:
-            return False
-        table = self._table(value)
-        if table is None:
-            return False
-        rows, columns = table.shape
-        triangle = np.tri(rows, columns, dtype=np.bool_)
-        if hides is not None:
-            return table.dtype == np.bool_ and bool((table != triangle).all() if hides else (table == triangle).all())
-        low = table[~triangle]
-        return is_real(table) and not table[triangle].any() and bool(low.size and (low == -math.inf).all())
-
-    def _table(self, value: ir.Value) -> npt.NDArray[np.generic] | None:
+    def _table(self, value: ir.Value) -> npt.NDArray[Any] | None:
         """Return a table of constants of which a value is the upper left part; None where it is none."""
         constant = value.const_value
         node = value.producer()
@@ -506,7 +518,7 @@ class _MaskReader:
             if number is None or table is None or table.dtype == np.bool_:
                 return None
             compare = {"Equal": np.equal, "Greater": np.greater, "Less": np.less}[node.op_type]
-            found: npt.NDArray[np.generic] = compare(table, number)
+            found: npt.NDArray[Any] = compare(table, number)
             return found
         return None
 
@@ -537,6 +549,19 @@ def _itself(shown: Poly) -> Poly:
 
 def _opposite(hidden: Poly) -> Poly:
     return UNIT - hidden
+
+
+def _held(holds: bool, table: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    return table == holds if table.dtype == np.bool_ else None
+
+
+def _where_zero(low: float | None, factor: float, table: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """Return where a table has 0, if it is else -inf, or where that is None, very low."""
+    if not is_real(table):
+        return None
+    numbers = table if table.dtype == np.float64 else table.astype(np.float32)
+    is_low = numbers == -math.inf if low is not None else numbers * factor <= _NOTHING_BESIDE
+    return numbers == 0 if ((numbers == 0) | is_low).all() else None
 
 
 def _conjuncts(condition: ir.Value, holds: bool) -> Iterator[tuple[ir.Value, bool]]:

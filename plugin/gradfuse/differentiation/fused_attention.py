@@ -83,6 +83,8 @@ class _Placing:
 
     def _layout(self) -> tuple[Dims, int | str | None, int | str | None]:
         """Return the dimensions ahead of (L, S) that masks are made for, L and S."""
+        if not self._found.shapes:
+            raise Mismatch("it has one query or one key")
         deepest = max(self._found.shapes, key=len)
         if any(len(dims) == len(deepest) and dims != deepest for dims in self._found.shapes):
             raise Mismatch("its scores are arranged in several ways")
@@ -127,7 +129,9 @@ class _Placing:
             inputs.pop()
         output, _ = self._attended(inputs, options)
         if masks.may_see_nothing and not found.safe:
-            output = self._seen(q, key, mask, causal).where(output, math.nan)
+            seen = self._seen(q, key, mask, causal)
+            # A factor, as NaN spreads to gradients as well.
+            output = output * seen.where(self._tape.constant(1.0, output.dtype), math.nan)
         self._put(output)
 
     def _attended(self, inputs: Sequence[Tensor | None], options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -367,7 +371,7 @@ class _Placing:
     def _aligned(self, value: ir.Value, dims: Dims) -> Tensor:
         """Return a mask of scores of some dimensions for scores (B, H, L, S), as far as it is not whole."""
         own, tensor = dims_of(value), self._tape.of(value)
-        if own is None or None in own or len(own) > len(dims):
+        if own is None or None in own or len(own) > len(dims) or dims[-2:] != (self._rows, self._keys):
             raise Mismatch(f"the shape of the mask {value.name!r} is unknown")
         if len(own) < 2:
             return tensor.unsqueeze(*range(2 - len(own)))

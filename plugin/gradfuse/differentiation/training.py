@@ -31,6 +31,7 @@ from gradfuse.differentiation.differentiate import (
     named_output,
     values_of,
 )
+from gradfuse.differentiation.fused_attention import LEFT
 from gradfuse.differentiation.indexing import mark_embeddings
 from gradfuse.differentiation.parameters import choose, separate, warn
 from gradfuse.differentiation.parameters import tie as tie_tensors
@@ -263,6 +264,7 @@ def _built(
     report = None
     if fuse:
         loaded, report = fusion.fuse_loaded(reading.owned(work))
+        report.near_misses[:0] = work.meta.get(LEFT, ())
         work = loaded.ir
     if check is not False:
         scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}

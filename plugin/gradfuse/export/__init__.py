@@ -185,6 +185,7 @@ def _exported(
     import onnx_ir as ir
 
     from gradfuse.differentiation.differentiate import free_prefix
+    from gradfuse.differentiation.fused_attention import LEFT
     from gradfuse.export import branches, comparing_sizes, indices, onnx_model, steadiness, tracing, verifying, watching
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.python_state import PythonState
@@ -247,7 +248,7 @@ def _exported(
         if wants_evaluation:
             try:
                 evaluating = evaluation_model(
-                    step, shapes, native.changed, sizes, shared, python, in_float64=in_float64
+                    step, shapes, native.changed, sizes, shared, python, fuse=fuse, in_float64=in_float64
                 )
             except ExportError as error:
                 if evaluation or sizes.made_general:
@@ -267,6 +268,7 @@ def _exported(
                 truth.compare(unfused, which)
         parts.begin("fusing")
         (model, report), which = onnx_model.fused(exported), "fused"
+        report.near_misses[:0] = translated.meta.get(LEFT, ())
     else:
         model, report = onnx_model.plain(exported), None
 

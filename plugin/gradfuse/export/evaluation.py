@@ -49,6 +49,7 @@ def evaluation_model(
     shared: tuple[ir.Model, Sequence[str]] | None,
     state: PythonState,
     *,
+    fuse: bool,
     in_float64: bool = True,
 ) -> onnx.ModelProto:
     """Export the module as a model of the parameters and buffers that it uses, and leave it in eval mode.
@@ -65,6 +66,7 @@ def evaluation_model(
         shared: a translated model with these outputs and the names of its inputs, parameters and buffers first, if the
             step gives one.
         state: Python's state, which is as before at the end.
+        fuse: whether operators of gradfuse may stand in it.
         in_float64: whether it is compared in float64 as well.
 
     Raises:
@@ -99,7 +101,7 @@ def evaluation_model(
     assert shared is not None
     model, names = shared
     free = [name for name in step.state if name in step.trainable or name in changed]
-    model = onnx_model.completed(model, step, [name for name in names if name in step.state], free)
+    model = onnx_model.completed(model, step, [name for name in names if name in step.state], free, fuse=fuse)
     left = [name for name in names if name in free or name not in step.state]
     onnx_model.arrange_evaluation(model, step, left, native, shapes)
     replace_scatter_nd(model)

@@ -19,7 +19,8 @@ from torch.export import ExportedProgram
 
 from gradfuse import fusion
 from gradfuse.custom_ops import functions
-from gradfuse.differentiation.differentiate import infer
+from gradfuse.differentiation.differentiate import free_prefix, infer
+from gradfuse.differentiation.fused_attention import fuse_attention
 from gradfuse.errors import ExportError, ModelError, one_line
 from gradfuse.export import _torch_private as private
 from gradfuse.export import (
@@ -117,7 +118,7 @@ def completed(
         order: the names of the tensors.
         free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
         trained: by how many of the first inputs gradients of the first result are taken, as further outputs.
-        fuse: whether operators of gradfuse may stand in the gradients.
+        fuse: whether operators of gradfuse may stand in it.
 
     Raises:
         ExportError: an operator has no gradient rule.
@@ -135,6 +136,9 @@ def completed(
             model = gradients.append(model, trained, fuse=fuse)
         except ModelError as error:
             raise refusal(one_line(error)) from error
+    elif fuse:
+        simplify(model)
+        fuse_attention(model.graph, free_prefix(model.graph, "attention/"), model.opset_imports[""], ())
     own_gradients.resolve(model)
     standins.put_bodies_in(model)
     simplify(model)
