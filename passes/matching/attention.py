@@ -18,7 +18,7 @@ from gradfuse.passes.algebra import UNIT, ZERO, Poly, TooComplex
 from gradfuse.passes.matching.draws import Draw, draw_of
 from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.reading import Form, Forms, Opaque
-from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute
+from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, through_casts
 
 Dims = tuple[int | str | None, ...]
 
@@ -123,7 +123,8 @@ def written(forms: Forms, last: ir.Node) -> Written | None:
     if probabilities is None or value is None:
         return None
     shapes: list[Dims] = []
-    way = _to_softmax(forms, probabilities, shapes)
+    zeroed: list[tuple[ir.Value, bool]] = []
+    way = _to_softmax(forms, probabilities, shapes, zeroed)
     if way is None:
         return None
     softmax, gain, kept = way
@@ -152,11 +153,18 @@ def written(forms: Forms, last: ir.Node) -> Written | None:
     if len(types) != 1 or not types <= FLOATS:
         raise Mismatch("its queries, keys and values are of several types")
     safe = _SOFTMAXES[softmax.domain, softmax.op_type]
+    if zeroed:
+        terms, safe = _without_rows_that_see_nothing(forms, terms, *zeroed[0]), True
     return Written(last, softmax, products, query, turned_key, value, scale, terms, shapes, draw, safe)
 
 
-def _to_softmax(forms: Forms, value: ir.Value, shapes: list[Dims]) -> tuple[ir.Node, float, list[ir.Value]] | None:
-    """Return the softmax of which a value is a multiple, the factor, and booleans that it is multiplied by."""
+def _to_softmax(
+    forms: Forms, value: ir.Value, shapes: list[Dims], zeroed: list[tuple[ir.Value, bool]]
+) -> tuple[ir.Node, float, list[ir.Value]] | None:
+    """Return the softmax of which a value is a multiple, the factor, and booleans that it is multiplied by.
+
+    `zeroed` gets a condition under which elements are kept, or made 0.
+    """
     gain, kept = 1.0, list[ir.Value]()
     while True:
         _note(shapes, value)
@@ -168,6 +176,15 @@ def _to_softmax(forms: Forms, value: ir.Value, shapes: list[Dims]) -> tuple[ir.N
         source = _through_view(node)
         if source is not None:
             value = source
+            continue
+        if node.op_type == "Where" and not node.domain and not zeroed:
+            condition, chosen, rest_ = node.inputs
+            assert condition is not None and chosen is not None and rest_ is not None
+            shows = _number(forms, rest_) == 0.0
+            if not shows and _number(forms, chosen) != 0.0:
+                return None
+            zeroed.append((condition, shows))
+            value = chosen if shows else rest_
             continue
         product = factors(forms, node)
         if product is None:
@@ -181,6 +198,42 @@ def _to_softmax(forms: Forms, value: ir.Value, shapes: list[Dims]) -> tuple[ir.N
             kept += [one for one in masks if one is not None]
             rest = [one for one, mask in zip(rest, masks, strict=True) if mask is None]
         (value,) = rest
+
+
+def _without_rows_that_see_nothing(forms: Forms, terms: list[Term], condition: ir.Value, keeps: bool) -> list[Term]:
+    """Return what is done to scores, where afterwards probabilities become 0 that are of rows that see nothing.
+
+    Raises:
+        Mismatch: those are other ones.
+    """
+    if len(terms) == 1:
+        (term,) = terms
+        if term.fill == -math.inf and keeps and term.shows and _sees_or_all(term.value, condition):
+            return [Term(condition, term.dims, term.factor, term.fill)]
+        if term.fill is None and not keeps and term.factor > 0:
+            first, second = _read(condition, "Equal")
+            (largest, *_) = _read(first, "ReduceMax")
+            if largest is not None and second is not None and _number(forms, second) == -math.inf:
+                if through_casts(largest) is through_casts(term.value):
+                    return terms
+    raise Mismatch("its probabilities are masked")
+
+
+def _sees_or_all(condition: ir.Value, shown: ir.Value) -> bool:
+    """Whether a condition is that another one holds, or holds nowhere in the row."""
+    for nowhere in _read(condition, "Or"):
+        count, _ = _read(_read(nowhere, "Not")[0], "Greater")
+        number = _read(_read(count, "ReduceSum")[0], "Cast")[0]
+        if number is shown and shown in _read(condition, "Or"):
+            return True
+    return False
+
+
+def _read(value: ir.Value | None, op_type: str) -> Sequence[ir.Value | None]:
+    """Return the two first inputs of the node of some operator that computes a value; None in place of missing ones."""
+    node = None if value is None else value.producer()
+    found = () if node is None or node.domain or node.op_type != op_type else node.inputs
+    return [*found, None, None][:2]
 
 
 def _to_products(
@@ -247,7 +300,10 @@ def factors(forms: Forms, node: ir.Node) -> tuple[float, list[ir.Value]] | None:
     if node.domain or node.op_type not in ("Mul", "Div") or None in node.inputs:
         return None
     first, second = (one for one in node.inputs if one is not None)
-    numbers = [_number(forms, one) for one in (first, second)]
+    dims = dims_of(node.outputs[0])
+    numbers = [
+        None if dims_of(other) != dims else _number(forms, one) for one, other in ((first, second), (second, first))
+    ]
     if numbers[1] is not None and (node.op_type == "Mul" or numbers[1]):
         return numbers[1] if node.op_type == "Mul" else 1.0 / numbers[1], [first]
     if node.op_type == "Div":
@@ -256,9 +312,18 @@ def factors(forms: Forms, node: ir.Node) -> tuple[float, list[ir.Value]] | None:
 
 
 def _number(forms: Forms, value: ir.Value) -> float | None:
-    """Return the number that is every element of a constant."""
+    """Return the number that every element of a value always is."""
+    node = value.producer()
+    while node is not None and node.op_type in ("Cast", "CastLike", "Identity") and not node.domain and node.inputs[0]:
+        if value.dtype not in FLOATS or node.inputs[0].dtype not in FLOATS:
+            break
+        value = node.inputs[0]
+        node = value.producer()
     array = forms.constant(value)
-    if array is None or array.size == 0 or not is_real(array):
+    if array is None:
+        form = forms.get(value)
+        return None if form is None or value.dtype not in FLOATS else form.poly.constant
+    if array.size == 0 or not is_real(array):
         return None
     first = array.flat[0]
     return float(first) if array.size == 1 or bool((array == first).all()) else None
@@ -395,6 +460,9 @@ class _MaskReader:
         if value.dtype not in FLOATS:
             raise Mismatch("what is added to its scores is no float")
         dims = dims_of(value)
+        form = self.forms.get(value)
+        if form is not None and form.poly == ZERO:
+            return
         if dims is None or len(dims) > len(term.dims):
             raise Mismatch("the shape of what is added to its scores is unknown")
         condition = self._choice(value, factor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,20 +78,19 @@ class _Walk:
             if number is not None:
                 constant += number
                 continue
-            for factor, inner in self._products(term):
-                if factor == draws.SEED_FACTOR:
-                    seed, span = self._inputs(inner, "Mod")
-                    self._require(self._number(span) == draws.WORD // 2)
-                elif factor == draws.LAYER_FACTOR:
-                    for part in self._terms(inner):
-                        first = self._number(part)
-                        if first is not None:
-                            constant += first * draws.LAYER_FACTOR
-                        else:
-                            self._require(before is None)
-                            before = part
+            factor, inner = self._product(term)
+            if factor == draws.SEED_FACTOR:
+                seed, span = self._inputs(inner, "Mod")
+                self._require(self._number(span) == draws.WORD // 2)
+                continue
+            self._require(factor == draws.LAYER_FACTOR)
+            for part in self._terms(inner):
+                first = self._number(part)
+                if first is not None:
+                    constant += first * draws.LAYER_FACTOR
                 else:
-                    raise _Other
+                    self._require(before is None)
+                    before = part
         self._require(seed is not None and constant % draws.LAYER_FACTOR == 0 and constant >= 0)
         assert seed is not None
         return seed, constant // draws.LAYER_FACTOR, before
@@ -123,19 +121,17 @@ class _Walk:
         raise _Other
 
     def _times(self, value: ir.Value, factor: int) -> ir.Value:
-        for found, other in self._products(value):
-            if found is not None and found % draws.WORD == factor:
-                return other
-        raise _Other
+        found, other = self._product(value)
+        self._require(found % draws.WORD == factor)
+        return other
 
-    def _products(self, value: ir.Value) -> Iterator[tuple[int | None, ir.Value]]:
-        """Yield the constant and the other factor of a product; the factor 1 and the value itself of another node."""
+    def _product(self, value: ir.Value) -> tuple[int, ir.Value]:
+        """Return the constant and the other factor of a product."""
         first, second = self._inputs(value, "Mul")
         for one, other in ((first, second), (second, first)):
             number = self._number(one)
             if number is not None:
-                yield number, other
-                return
+                return number, other
         raise _Other
 
     def _terms(self, value: ir.Value) -> list[ir.Value]:
@@ -159,8 +155,15 @@ class _Walk:
         return self._forms.constant(value)
 
     def _number(self, value: ir.Value | None) -> int | None:
+        """Return the integer that a value always is."""
         array = self._array(value)
-        return int(array.item()) if array is not None and array.size == 1 else None
+        if array is not None:
+            return int(array.item()) if array.size == 1 else None
+        node = None if value is None else value.producer()
+        if node is None or node.domain or node.op_type != "Mul":
+            return None
+        first, second = (self._number(one) for one in node.inputs)
+        return None if first is None or second is None else first * second
 
     @staticmethod
     def _require(holds: bool) -> None:

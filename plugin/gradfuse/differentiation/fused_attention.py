@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,28 @@ def fuse_attention(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.
         opset: the version of the default domain.
         wrt: what gradients will be taken by: the operator has none for masks.
     """
-    left: list[NearMiss] = []
     if not any(map(attention.is_softmax, graph)):
-        return left
-    forms = Forms(graph)
+        return []
+    with _unknown(wrt):
+        forms = Forms(graph)
+        return _fused(graph, forms, prefix, opset, wrt)
+
+
+@contextlib.contextmanager
+def _unknown(values: Collection[ir.Value]) -> Iterator[None]:
+    """Let initializers that will change be no constants."""
+    contents = {value: value.const_value for value in values}
+    for value in contents:
+        value.const_value = None
+    try:
+        yield
+    finally:
+        for value, content in contents.items():
+            value.const_value = content
+
+
+def _fused(graph: ir.Graph, forms: Forms, prefix: str, opset: int, wrt: Collection[ir.Value]) -> list[NearMiss]:
+    left: list[NearMiss] = []
     learning = depending(list(graph), wrt)[0]
     number = 0
     for node in list(graph):
@@ -98,7 +117,7 @@ class _Placing:
         masks = attention.masks(self._forms, found)
         for addend, *_ in masks.added:
             if addend in self._learning:
-                raise Mismatch(f"{addend.name!r}, which is added to its scores, learns")
+                raise Mismatch("what is added to its scores learns")
         if found.products not in _dead(found.last):
             raise Mismatch("its scores or probabilities are read by something else")
         query, of_query = self._scaled(found.query)
