@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -411,7 +412,12 @@ class _MaskReader:
 
     def read(self, term: Term) -> None:
         if term.fill is None:
-            self._add(term)
+            before = len(self.added)
+            addends = list(_addends(term.value))
+            for value in addends:
+                self._add(dataclasses.replace(term, value=value))
+            if len(self.added) - before == len(addends):
+                self.added[before:] = [(_unexpanded(term.value), term.dims, term.factor)]
             return
         self._show(term.value, term.dims, term.shows, term.fill)
 
@@ -480,9 +486,6 @@ class _MaskReader:
                     self.causal.add(kind)
                 if kind:
                     return
-        node = value.producer()
-        if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
-            value = node.inputs[0]
         self.added.append((value, term.dims, factor))
 
     def _choice(self, value: ir.Value, factor: float) -> tuple[ir.Value, bool] | None:
@@ -630,6 +633,26 @@ def _where_zero(low: float | None, factor: float, table: npt.NDArray[Any]) -> np
     numbers = table if table.dtype == np.float64 else table.astype(np.float32)
     is_low = numbers == -math.inf if low is not None else numbers * factor <= _NOTHING_BESIDE
     return numbers == 0 if ((numbers == 0) | is_low).all() else None
+
+
+def _unexpanded(value: ir.Value) -> ir.Value:
+    node = value.producer()
+    expands = node is not None and node.op_type == "Expand" and not node.domain
+    return node.inputs[0] if node is not None and expands and node.inputs[0] is not None else value
+
+
+def _addends(value: ir.Value) -> Iterator[ir.Value]:
+    """Yield the tensors of which one is the sum."""
+    node = value.producer()
+    if node is not None and not node.domain and node.inputs[0] is not None:
+        if node.op_type == "Add" and node.inputs[1] is not None:
+            yield from _addends(node.inputs[0])
+            yield from _addends(node.inputs[1])
+            return
+        if node.op_type in ("Identity", "Cast", "CastLike", "Expand") and node.inputs[0].dtype == value.dtype:
+            yield from _addends(node.inputs[0])
+            return
+    yield value
 
 
 def _conjuncts(condition: ir.Value, holds: bool) -> Iterator[tuple[ir.Value, bool]]:

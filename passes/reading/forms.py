@@ -42,16 +42,28 @@ class Forms(KnownForms):
     """The canonical forms of the values of one graph (or function body)."""
 
     def __init__(
-        self, graph: ir.Graph, progress: Progress | None = None, invented: Collection[str] = frozenset()
+        self,
+        graph: ir.Graph,
+        progress: Progress | None = None,
+        invented: Collection[str] = frozenset(),
+        *,
+        names_operands: bool = True,
     ) -> None:
-        """`invented`: names of dimensions that say nothing but that the inference of shapes had no better one."""
+        """The forms of a graph.
+
+        Args:
+            graph: the graph.
+            progress: is told how far the reading is.
+            invented: names of dimensions that say nothing but that the inference of shapes had no better one.
+            names_operands: whether the operands of softmaxes and the like get names, however they are computed.
+        """
         super().__init__(graph, invented)
         self._relative: _Relative | None = None
         self._examples: dict[object, tuple[tuple[object, ...], list[Form | None]]] = {}
         self._row_operands = {
             through_casts(node.inputs[0])
             for node in graph
-            if node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
+            if names_operands and node.op_type in _ROW_OPERATORS and node.inputs and node.inputs[0] is not None
         }
         self._order: dict[ir.Node, tuple[int, ...]] = {node: (k,) for k, node in enumerate(graph)}
         run = set(live(graph))

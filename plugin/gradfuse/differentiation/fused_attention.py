@@ -48,7 +48,7 @@ def fuse_attention(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.
     if not any(map(attention.is_softmax, graph)):
         return []
     with _unknown(wrt):
-        forms = Forms(graph)
+        forms = Forms(graph, names_operands=False)
         return _fused(graph, forms, prefix, opset, wrt)
 
 
