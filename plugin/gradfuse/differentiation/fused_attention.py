@@ -274,6 +274,10 @@ class _Placing:
         node, dims = value.producer(), dims_of(value)
         if node is None or node.domain or dims is None or not node.inputs or node.inputs[0] is None:
             return None
+        if node.op_type == "Expand":
+            before = dims_of(node.inputs[0])
+            alone = tuple(1 if k == axis else dim for k, dim in enumerate(dims))
+            return self._tape.of(node.inputs[0]) if before == alone else None
         if node.op_type == "Gather" and attribute(node, "axis", 0) % _RANK == axis and node.inputs[1] is not None:
             source, places = node.inputs[0], self._forms.constant(node.inputs[1])
             before = dims_of(source)
