@@ -1,4 +1,4 @@
-"""Attention in modules, however it is written, as one operator of an exported step: where, and with PyTorch's numbers."""
+"""Attention in modules, however it is written, as one operator of an exported step, and with PyTorch's numbers."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,6 +159,7 @@ def append_gradients(
     fuse: bool,
     scale: tuple[ir.Value, float] | None = None,
     kept: Collection[ir.Value] | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[ir.Value, Tensor]:
     """Append the gradients of a scalar to a graph in which all operators on the way have rules; return them.
 
@@ -168,10 +170,11 @@ def append_gradients(
         fuse: whether operators of the domain `aclnn` may stand in them, and for what the scalar is computed by.
         scale: a float32 scalar and a number, whose product the gradients are multiplied by.
         kept: the values that are outputs at the end; None: the graph's outputs.
+        sizes: what named dimensions are taken to be where that decides what is faster.
     """
     graph = model.graph
     if fuse:
-        left = fuse_attention(graph, free_prefix(graph, "attention/"), model.opset_imports[""], wrt)
+        left = fuse_attention(graph, free_prefix(graph, "attention/"), model.opset_imports[""], wrt, sizes)
         model.meta.setdefault(LEFT, []).extend(left)
         outputs = set(graph.outputs if kept is None else kept)
         if fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs):

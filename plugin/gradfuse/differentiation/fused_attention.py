@@ -16,6 +16,7 @@ from gradfuse.differentiation.expansion import nodes_read
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.passes.matching import Mismatch, attention
 from gradfuse.passes.matching.attention import Dims, Written, dims_of
+from gradfuse.passes.matching.cost import ASSUMED_DIM
 from gradfuse.passes.reading import Forms
 from gradfuse.passes.reading.nodes import attribute
 from gradfuse.passes.report import NearMiss
@@ -31,12 +32,14 @@ _RANK = 4
 _ROUNDING = 1e-6
 
 
-def pays(rows: int | str | None, keys: int | str | None) -> bool:
-    """Whether the operator is worth it for so many queries and keys; what is not known may be many."""
-    return not isinstance(rows, int) or not isinstance(keys, int) or rows * keys >= FEWEST_SCORES
+def pays(rows: int, keys: int) -> bool:
+    """Whether the operator is worth it for so many queries and keys."""
+    return rows * keys >= FEWEST_SCORES
 
 
-def fuse_attention(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Value]) -> list[NearMiss]:
+def fuse_attention(
+    graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Value], sizes: Mapping[str, int]
+) -> list[NearMiss]:
     """Put `aclnn::ScaledDotProductAttention` where a graph writes attention out; return what was left, and why.
 
     Args:
@@ -44,12 +47,13 @@ def fuse_attention(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.
         prefix: what the names of new nodes begin with; nothing else in the graph begins with it.
         opset: the version of the default domain.
         wrt: what gradients will be taken by: the operator has none for masks.
+        sizes: what named dimensions are taken to be.
     """
     if not any(map(attention.is_softmax, graph)):
         return []
     with _unknown(wrt):
         forms = Forms(graph, names_operands=False)
-        return _fused(graph, forms, prefix, opset, wrt)
+        return _fused(graph, forms, prefix, opset, wrt, sizes)
 
 
 @contextlib.contextmanager
@@ -65,7 +69,9 @@ def _unknown(values: Collection[ir.Value]) -> Iterator[None]:
             value.const_value = content
 
 
-def _fused(graph: ir.Graph, forms: Forms, prefix: str, opset: int, wrt: Collection[ir.Value]) -> list[NearMiss]:
+def _fused(
+    graph: ir.Graph, forms: Forms, prefix: str, opset: int, wrt: Collection[ir.Value], sizes: Mapping[str, int]
+) -> list[NearMiss]:
     left: list[NearMiss] = []
     learning = depending(list(graph), wrt)[0]
     number = 0
@@ -78,7 +84,7 @@ def _fused(graph: ir.Graph, forms: Forms, prefix: str, opset: int, wrt: Collecti
             found = attention.written(forms, node)
             if found is None:
                 continue
-            _Placing(graph, forms, found, learning, tape).place()
+            _Placing(graph, forms, found, learning, tape).place(sizes)
         except (Mismatch, _Short) as reason:
             nodes_read(tape.nodes, [])
             match = "attention" if isinstance(reason, _Short) else ""
@@ -112,7 +118,13 @@ class _Placing:
         *lead, rows, keys = deepest
         return tuple(lead), rows, keys
 
-    def place(self) -> None:
+    def place(self, sizes: Mapping[str, int]) -> None:
+        """Put the operator into the graph.
+
+        Raises:
+            Mismatch: it would compute something else.
+            _Short: it is not worth it.
+        """
         found, tape = self._found, self._tape
         masks = attention.masks(self._forms, found)
         for addend, *_ in masks.added:
@@ -125,7 +137,10 @@ class _Placing:
         scale = found.scale * of_query * of_key
         q = self._by_head(query, "queries")
         key, value = self._keys_and_values(turned_key, found.value)
-        if not pays(self._rows, self._keys):
+        counts = (
+            dim if isinstance(dim, int) else sizes.get(dim or "", ASSUMED_DIM) for dim in (self._rows, self._keys)
+        )
+        if not pays(*counts):
             raise _Short(f"not profitable: {self._rows} queries and {self._keys} keys are few")
         mask = self._mask(masks)
         sees: Tensor | None = None

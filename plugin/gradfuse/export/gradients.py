@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
 from gradfuse.differentiation.differentiate import append_gradients, expand_on_the_way, free_prefix, prepared
@@ -10,13 +12,14 @@ from gradfuse.differentiation.tensors import Tape
 from gradfuse.models import reading
 
 
-def append(model: ir.Model, count: int, *, fuse: bool) -> ir.Model:
+def append(model: ir.Model, count: int, *, fuse: bool, sizes: Mapping[str, int]) -> ir.Model:
     """Return a model with the gradients of its first output, with respect to its first inputs, as further outputs.
 
     Args:
         model: the translation of a forward program.
         count: how many inputs these are.
-        fuse: whether operators of gradfuse may stand in the gradients.
+        fuse: whether operators of gradfuse may stand in it.
+        sizes: what named dimensions are in the batch.
 
     Raises:
         ModelError: an operator has no gradient rule.
@@ -27,7 +30,7 @@ def append(model: ir.Model, count: int, *, fuse: bool) -> ir.Model:
     for node in graph:
         node.meta[FUSES] = fuse
     expand_on_the_way(work, chosen)
-    found = append_gradients(work, graph.outputs[0], chosen, fuse=fuse)
+    found = append_gradients(work, graph.outputs[0], chosen, fuse=fuse, sizes=sizes)
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     # PyTorch has gradients of 0 where no rule has any, as behind a rounding.
     gradients = [found[value] if value in found else tape.of(value).zeros() for value in chosen]

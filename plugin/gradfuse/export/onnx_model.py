@@ -130,21 +130,33 @@ def completed(
             value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)
             model.graph.register_initializer(value)
     # Only now: before, the parameters would have been taken for constants.
+    sizes = _sizes(model, step, [*(name for name in order if name in free), *step.batch])
     if trained:
         simplify(model)
         try:
-            model = gradients.append(model, trained, fuse=fuse)
+            model = gradients.append(model, trained, fuse=fuse, sizes=sizes)
         except ModelError as error:
             raise refusal(one_line(error)) from error
     elif fuse:
         simplify(model)
-        fuse_attention(model.graph, free_prefix(model.graph, "attention/"), model.opset_imports[""], ())
+        fuse_attention(model.graph, free_prefix(model.graph, "attention/"), model.opset_imports[""], (), sizes)
     own_gradients.resolve(model)
     standins.put_bodies_in(model)
     simplify(model)
     narrow_types.compute_wider(model, step)
     functions.attach(model)
     return model
+
+
+def _sizes(model: ir.Model, step: TorchStep, names: Sequence[str]) -> dict[str, int]:
+    """Return the sizes that named dimensions of a model's inputs, tensors of the step and the batch, have there."""
+    return {
+        dim.value: size
+        for name, value in zip(names, model.graph.inputs, strict=False)
+        if name in step.batch and value.shape is not None
+        for dim, size in zip(value.shape, step.batch[name].shape, strict=False)
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    }
 
 
 def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: DynamicShapes) -> None:
