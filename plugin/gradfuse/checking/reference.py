@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 
+from gradfuse import custom_ops, library
 from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, run_in_place, widened
 from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
 from gradfuse.differentiation.dependence import captured_by
@@ -37,6 +38,7 @@ _EXACT = frozenset(
     """.split()
 )
 """Operators whose results are values of their inputs, or whole numbers."""
+_BY_KERNEL = frozenset({"ScaledDotProductAttention", "ScaledDotProductAttentionBackward"})
 _LARGEST_WINDOWS = 2**25
 """So many elements of overlapping windows are laid out at once."""
 _LARGE = 2**16
@@ -51,6 +53,9 @@ _LARGEST_VALUES = 2**25
 
 class ReferenceSession:
     """A model in which every narrower floating point type is float64, functions being what their bodies say.
+
+    Attention's operators are run by their kernels where there is a compiled library: their bodies make tensors of
+    queries times keys.
 
     Nodes for which onnxruntime's CPU provider has no float64 kernel are computed by numpy, and those between them by
     onnxruntime.
@@ -329,14 +334,16 @@ class _Sessions:
         content = proto.SerializeToString(deterministic=True)
         session = self._open.get(content)
         if session is None:
-            session = self._opened(content)
+            session = self._opened(content, any(map(_by_kernel, nodes)))
             if is_shared:
                 self._open[content] = session
         return session
 
-    def _opened(self, content: bytes) -> Any:
+    def _opened(self, content: bytes, by_kernel: bool) -> Any:
         onnxruntime = import_onnxruntime()
         options = onnxruntime.SessionOptions()
+        if by_kernel:
+            library.register(options)
         options.log_severity_level = 4
         options.intra_op_num_threads = self._threads
         # Each would keep what its largest results took, and there are as many sessions as kinds of layers.
@@ -444,7 +451,7 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
     for node in model.graph:
         names = (*_reads(node), *(str(value.name) for value in node.outputs))
         more = {name: sizes[name] for name in names if sizes.get(name, 0) > _LARGE}
-        alone = _in_numpy(node)
+        alone = _in_numpy(node) or _by_kernel(node)
         together = large | more
         weights = sum(size for name, size in together.items() if name in outside)
         if nodes and (alone or weights > _LARGEST_PART or sum(together.values()) - weights > _LARGEST_VALUES):
@@ -519,6 +526,10 @@ def _as_float64(array: _Array) -> _Array:
 
 def _in_numpy(node: ir.Node) -> bool:
     return (node.domain == "" and node.op_type in _NUMPY) or (node.domain, node.op_type) in _BY_BLOCKS
+
+
+def _by_kernel(node: ir.Node) -> bool:
+    return node.domain == custom_ops.DOMAIN and node.op_type in _BY_KERNEL and library.find_library() is not None
 
 
 def _ints(node: ir.Node, name: str, default: Sequence[int]) -> list[int]:
