@@ -563,10 +563,13 @@ class _MaskReader:
         constant = value.const_value
         node = value.producer()
         if node is None:
-            if constant is None or value.is_graph_input() or any(n != 1 for n in constant.shape.numpy()[:-2]):
+            if constant is None or value.is_graph_input() or len(constant.shape) < 2 or not constant.size:
                 return None
             array = array_of(constant)
-            return array.reshape(array.shape[-2:]) if array.ndim >= 2 and 1 not in array.shape[-2:] else None
+            tables = array.reshape(-1, *array.shape[-2:])
+            return (
+                tables[0] if 1 not in array.shape[-2:] and all((one == tables[0]).all() for one in tables[1:]) else None
+            )
         if node.domain or not node.inputs or node.inputs[0] is None:
             return None
         if node.op_type in ("Identity", "Unsqueeze", "Squeeze"):
