@@ -240,7 +240,11 @@ def _read(value: ir.Value | None, op_type: str) -> Sequence[ir.Value | None]:
 def _to_products(
     forms: Forms, value: ir.Value, factor: float, shapes: list[Dims], terms: list[Term]
 ) -> tuple[ir.Node, float] | None:
-    """Return the product of queries and keys that scores are made of, and their factor; note what is done to them."""
+    """Return the product of queries and keys that scores are made of, and their factor; note what is done to them.
+
+    Raises:
+        Mismatch: something is done to them that the operator does not do.
+    """
     while True:
         _note(shapes, value)
         node = value.producer()
@@ -280,8 +284,14 @@ def _to_products(
             else:
                 return None
             continue
+        if node.op_type == "Tanh":
+            raise Mismatch("its scores are capped")
         product = factors(forms, node)
-        if product is None or len(product[1]) != 1:
+        if product is None:
+            return None
+        if len(product[1]) > 1:
+            if any(dims_of(one) == dims and _to_products(forms, one, 1.0, [], []) for one in product[1]):
+                raise Mismatch("its scale is a tensor")
             return None
         factor *= product[0]
         (value,) = product[1]

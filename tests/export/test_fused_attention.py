@@ -218,8 +218,8 @@ ALMOST: dict[str, tuple[Attend, tuple[Tensor, ...], str]] = {
         (),
         "what is added to its scores learns",
     ),
-    "a learned scale": (lambda m, q, k, v: softmax(q @ k.mT * m.bias[0, 0]) @ v, (), ""),
-    "a cap": (lambda m, q, k, v: softmax(5 * (q @ k.mT / 5).tanh()) @ v, (), ""),
+    "a learned scale": (lambda m, q, k, v: softmax(q @ k.mT * m.bias[0, 0]) @ v, (), "its scale is a tensor"),
+    "a cap": (lambda m, q, k, v: softmax(5 * (q @ k.mT / 5).tanh()) @ v, (), "its scores are capped"),
     "several numbers fill": (
         lambda m, q, k, v, seen: (
             softmax(
