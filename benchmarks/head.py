@@ -11,7 +11,7 @@ its own grows in a call, beyond inputs, loss and gradients. Writes FOLDER/head.m
 The prediction: above 32 MiB of logits, the operator moves the weight and its gradient once for each 32 MiB, or makes
 four products where others make three. It saves about eight passes over the logits, which take as long as a product of
 256 features. So it is level with the nodes at 1,024 features, ahead at 256, and ahead of both where the nodes' three
-tensors of logits do not fit; and it grows by less than 100 MiB for any number of classes.
+tensors of logits do not fit; and it grows by less than 200 MiB for any number of classes.
 """
 
 from __future__ import annotations

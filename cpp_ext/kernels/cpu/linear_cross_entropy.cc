@@ -161,7 +161,7 @@ constexpr int64_t kProductsPerByte = 4;  // that take as long as a byte that is 
 constexpr int64_t kTileRows = 12;        // a whole number of tiles
 // Logits that take no more are kept from the first pass to the second; more where they are those of few rows.
 constexpr int64_t kUsuallyKept = 32 << 20;
-constexpr int64_t kMostKept = 64 << 20;
+constexpr int64_t kMostKept = 128 << 20;
 // What the blocks of classes take that are between the two halves of the second pass.
 constexpr int64_t kMostBetween = 16 << 20;
 constexpr int64_t kMostTogether = 64;
