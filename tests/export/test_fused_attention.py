@@ -402,3 +402,13 @@ def test_returned_weights_are_left_as_they_are() -> None:
         step, target = exported(module, inputs)
         assert len(placed(step)) == (not need)
         assert_trains_like_torch(step, module, inputs, target)
+
+
+def test_masks_of_float32_are_added_in_float32() -> None:
+    """Under autocast queries and keys are narrower than a mask, whose least number they do not have."""
+    attend, more, options, _ = WRITTEN["heads and batch are one"]
+    torch.manual_seed(0)
+    step, _ = exported(Attention(attend, **options), batch_of(more), autocast=torch.bfloat16)
+    (node,) = placed(step, OPERATORS[1])
+    types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
+    assert {types[name] for name in node.input[:6]} == {onnx.TensorProto.FLOAT}

@@ -72,8 +72,9 @@ class ReferenceSession:
     def __init__(self, model: ir.Model, source: str, outputs: Sequence[str] | None = None) -> None:
         import_onnxruntime()
         copy = widened(model, ir.DataType.DOUBLE)
-        if any(_in_numpy(node) for function in copy.functions.values() for node in function.all_nodes()):
-            inline(copy, lambda function: (function.domain, function.name) not in _BY_BLOCKS)
+        bodies = [function for function in copy.functions.values() if not _is_whole(function)]
+        if any(_in_numpy(node) for function in bodies for node in function.all_nodes()):
+            inline(copy, lambda function: not _is_whole(function))
         self._source = source
         self._outputs = [str(value.name) for value in model.graph.outputs] if outputs is None else list(outputs)
         # In their own types, as large ones are converted when they are read.
@@ -334,7 +335,7 @@ class _Sessions:
         content = proto.SerializeToString(deterministic=True)
         session = self._open.get(content)
         if session is None:
-            session = self._opened(content, any(map(_by_kernel, nodes)))
+            session = self._opened(content, any(_by_kernel(node.domain, node.op_type) for node in nodes))
             if is_shared:
                 self._open[content] = session
         return session
@@ -451,7 +452,7 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
     for node in model.graph:
         names = (*_reads(node), *(str(value.name) for value in node.outputs))
         more = {name: sizes[name] for name in names if sizes.get(name, 0) > _LARGE}
-        alone = _in_numpy(node) or _by_kernel(node)
+        alone = _in_numpy(node) or _by_kernel(node.domain, node.op_type)
         together = large | more
         weights = sum(size for name, size in together.items() if name in outside)
         if nodes and (alone or weights > _LARGEST_PART or sum(together.values()) - weights > _LARGEST_VALUES):
@@ -528,8 +529,13 @@ def _in_numpy(node: ir.Node) -> bool:
     return (node.domain == "" and node.op_type in _NUMPY) or (node.domain, node.op_type) in _BY_BLOCKS
 
 
-def _by_kernel(node: ir.Node) -> bool:
-    return node.domain == custom_ops.DOMAIN and node.op_type in _BY_KERNEL and library.find_library() is not None
+def _is_whole(function: ir.Function) -> bool:
+    """Tell whether calls of a function are computed otherwise than by its body, which makes too large tensors."""
+    return _by_kernel(function.domain, function.name) or (function.domain, function.name) in _BY_BLOCKS
+
+
+def _by_kernel(domain: str, name: str) -> bool:
+    return domain == custom_ops.DOMAIN and name in _BY_KERNEL and library.find_library() is not None
 
 
 def _ints(node: ir.Node, name: str, default: Sequence[int]) -> list[int]:

@@ -148,12 +148,14 @@ class _Placing:
             # A row of zeros has equal scores, and no gradient.
             sees = mask.cast(ir.DataType.FLOAT).op("ReduceMax", *self._last_axis(), keepdims=1, **self._last_axes())
             sees = sees > 0.0
-            dims, q = q.value.shape, q.masked(sees)
-            q.value.shape, mask = dims, mask.op("Or", sees.op("Not"))
+            q, mask = self._like(q.masked(sees), q), mask.op("Or", sees.op("Not"))
         causal = 0 if masks.uniform else masks.causal
         options: dict[str, Any] = {"causal": causal or None, "scale": self._scale(scale, q)}
         if found.draw is not None:
             options |= {"dropout_threshold": found.draw.threshold, "draw": found.draw.layer or None}
+        own = q.dtype
+        if mask is not None and mask.dtype not in (own, ir.DataType.BOOL):
+            q, key, value = (self._like(one.cast(mask.dtype), one) for one in (q, key, value))
         inputs: list[Tensor | None] = [q, key, value, mask]
         if found.draw is not None:
             inputs.append(tape.of(found.draw.seed))
@@ -162,11 +164,17 @@ class _Placing:
         while inputs[-1] is None:
             inputs.pop()
         output, _ = self._attended(inputs, options)
+        output = self._like(output.cast(own), output)
         if masks.may_see_nothing and not found.safe:
             seen = self._seen(q, key, mask, causal)
             # A factor, as NaN spreads to gradients as well.
             output = output * seen.where(self._tape.constant(1.0, output.dtype), math.nan)
         self._put(output)
+
+    @staticmethod
+    def _like(tensor: Tensor, other: Tensor) -> Tensor:
+        tensor.value.shape = other.value.shape
+        return tensor
 
     def _attended(self, inputs: Sequence[Tensor | None], options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         tape, query, value = self._tape, inputs[0], inputs[2]
@@ -389,10 +397,13 @@ class _Placing:
         for one in conditions:
             shown = one if shown is None else shown.op("And", one)
         added: Tensor | None = None
+        wide = any(value.dtype != dtype for value, *_ in masks.added)
         for value, dims, factor in masks.added:
-            if value.dtype != dtype:
+            if value.dtype not in (dtype, ir.DataType.FLOAT):
                 raise Mismatch(f"what is added to its scores is {value.dtype}; expected {dtype}")
-            one = self._aligned(value, dims) * factor
+            one = self._aligned(value, dims)
+            # In 16 bits the least number of float32 is none.
+            one = (one.cast(ir.DataType.FLOAT) if wide else one) * factor
             added = one if added is None else added + one
         if shown is None or added is None:
             return shown if added is None else added
