@@ -11,7 +11,7 @@ import torch
 from backends import ONNX_TYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operators import SAMPLES, as_tuple
+from operators import SAMPLES, as_tuple, attention
 from operators.cross_entropy_loss_grad import cross_entropy_loss_grad
 from operators.mse_loss_backward import mse_loss_backward
 from torch import Tensor
@@ -218,6 +218,21 @@ def test_a_missing_derivative_is_an_error(operator: Operator) -> None:
         (out,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^derivative for aclnn::\w+ is not implemented$"):
         torch.autograd.grad(out.sum(), leaf)
+
+
+def test_attention_has_the_derivative_of_pytorchs() -> None:
+    torch.manual_seed(0)
+    sample = attention.arguments((2, 4, 2, 9, 12, 8, 8), torch.float32, mask="shown", mask_shape=(9, 12), causal=2)
+    query, key, value = (one.clone().requires_grad_() for one in sample.inputs[:3] if one is not None)
+    output, logsumexp = aclnn.scaled_dot_product_attention(query, key, value, sample.inputs[3], causal=2)
+    assert not logsumexp.requires_grad
+    grad = torch.randn(output.shape)
+    found = torch.autograd.grad(output, (query, key, value), grad)
+    given = [grad, *sample.inputs[:3], output.detach(), logsumexp, sample.inputs[3]]
+    terms = attention.terms(given, sample.attributes, grads=True)
+    native, exact = (attention.by_autograd(sample, grad, dtype) for dtype in (torch.float32, torch.float64))
+    for triple in zip([output, *found], native, exact, strict=True):
+        assert_gradients_close(*triple, torch.float32, terms=terms)
 
 
 def test_what_torch_library_has_no_derivatives_for_is_an_error() -> None:
