@@ -177,7 +177,7 @@ def append_gradients(
         left = fuse_attention(graph, free_prefix(graph, "attention/"), model.opset_imports[""], wrt, sizes)
         model.meta.setdefault(LEFT, []).extend(left)
         outputs = set(graph.outputs if kept is None else kept)
-        if fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs):
+        if fuse_heads(graph, free_prefix(graph, "head/"), model.opset_imports[""], wrt, outputs, sizes):
             model.opset_imports[DOMAIN] = VERSION
             infer(model)
     tape = Tape(free_prefix(graph), model.opset_imports[""])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,14 @@ def linear_cross_entropy(call: Call) -> Iterator[Gradient]:
         yield found[_OF_INPUTS[index]] if index in call.needed else None
 
 
-def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Value], kept: Collection[ir.Value]) -> bool:
+def fuse_heads(
+    graph: ir.Graph,
+    prefix: str,
+    opset: int,
+    wrt: Collection[ir.Value],
+    kept: Collection[ir.Value],
+    sizes: Mapping[str, int],
+) -> bool:
     """Put `aclnn::LinearCrossEntropy` in the place of losses of linear layers with many classes; return if it did.
 
     Found are `SoftmaxCrossEntropyLoss`, and its decomposition by PyTorch, behind `MatMul` or `Gemm`, with views, a
@@ -61,6 +68,7 @@ def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Valu
         opset: the version of the default domain.
         wrt: what gradients will be taken by.
         kept: the values that will be read by something else than the graph's nodes.
+        sizes: what named dimensions are taken to be where that decides what is faster.
     """
     learning: set[ir.Value] | None = None
     found = False
@@ -68,7 +76,7 @@ def fuse_heads(graph: ir.Graph, prefix: str, opset: int, wrt: Collection[ir.Valu
         if node.domain or node.op_type not in ("LogSoftmax", "SoftmaxCrossEntropyLoss"):
             continue
         head = _Reader(kept).head(node)
-        if head is None or not head.pays:
+        if head is None or not head.pays(sizes):
             continue
         if learning is None:
             learning = depending(list(graph), wrt)[0]
@@ -202,14 +210,18 @@ class _Head:
     classes: int
     features: int
 
-    @property
-    def pays(self) -> bool:
-        """Whether the operator is worth it; a weight that must be turned for it has to be small beside the logits."""
-        rows = _dims(self.loss.logits) or ()
-        known = math.prod(dim for dim in rows[:-1] if isinstance(dim, int))
-        if self.classes < FEWEST_CLASSES or (known < FEWEST_ROWS and all(isinstance(dim, int) for dim in rows)):
+    def pays(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the operator is worth it; a weight that must be turned for it has to be small beside the logits.
+
+        Args:
+            sizes: what named dimensions are taken to be.
+        """
+        dims = [sizes.get(dim) if isinstance(dim, str) else dim for dim in (_dims(self.loss.logits) or ())[:-1]]
+        known = [dim for dim in dims if dim is not None]
+        rows = math.prod(known) if len(known) == len(dims) else None
+        if self.classes < FEWEST_CLASSES or (rows is not None and rows < FEWEST_ROWS):
             return False
-        return not self.turned or known >= _ROWS_BY_FEATURE * self.features
+        return not self.turned or (rows is not None and rows >= _ROWS_BY_FEATURE * self.features)
 
     def written(self, tape: Tape) -> Tensor:
         """Write the operator, and what reduces its losses; return the result."""
