@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
-#include <new>
 #include <type_traits>
 #include <utility>
 #ifdef __linux__
@@ -256,23 +254,16 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace gradfuse::cpu {
 
+void AskForHugePages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
 #ifdef __linux__
-void* NewLines(size_t bytes) {
-  constexpr size_t kLine = 64;
-  constexpr size_t kHugePage = 2 << 20;
-  const bool is_large = bytes >= 2 * kHugePage;
-  const size_t unit = is_large ? kHugePage : kLine;
-  void* lines = std::aligned_alloc(unit, (bytes + unit) / unit * unit);
-  if (lines == nullptr) throw std::bad_alloc();
-  if (is_large) madvise(lines, bytes, MADV_HUGEPAGE);  // else pages are small
-  return lines;
-}
-void DeleteLines(void* lines) { std::free(lines); }
-#else
-constexpr std::align_val_t kLine{64};
-void* NewLines(size_t bytes) { return ::operator new(bytes, kLine); }
-void DeleteLines(void* lines) { ::operator delete(lines, kLine); }
+  constexpr size_t kMany = 4 << 20;
+  constexpr uintptr_t kPage = 4096;
+  if (bytes < kMany) return;
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(memory) % kPage;
+  const uintptr_t skipped = behind == 0 ? 0 : kPage - behind;
+  madvise(static_cast<char*>(memory) + skipped, bytes - skipped, MADV_HUGEPAGE);  // else pages are small
 #endif
+}
 
 int64_t TileRows() { return GRADFUSE_DISPATCH(RowsOfTile)(); }
 template <class Real>

@@ -56,22 +56,25 @@ int64_t TileRows();
 template <class Real>
 int64_t TileColumns();
 
-void* NewLines(size_t bytes);
-void DeleteLines(void* lines);
+// Lets memory that is new with each call of a kernel be in huge pages, where it is much and the system has them.
+void AskForHugePages(void* memory, size_t bytes);
 
-// Numbers in lines of the cache of their own, which vectors do not cross; not set to anything. Many of them are in huge
-// pages where the system has them, as their memory is new with each call of a kernel.
+// Numbers in lines of the cache of their own, which vectors do not cross; not set to anything.
 template <class Real>
 class Lines {
  public:
   Lines() = default;
-  explicit Lines(int64_t count) : numbers_(static_cast<Real*>(NewLines(static_cast<size_t>(count) * sizeof(Real)))) {}
+  explicit Lines(int64_t count)
+      : numbers_(static_cast<Real*>(::operator new(static_cast<size_t>(count) * sizeof(Real), kLine))) {
+    AskForHugePages(numbers_.get(), static_cast<size_t>(count) * sizeof(Real));
+  }
 
   Real* data() const { return numbers_.get(); }
 
  private:
+  static constexpr std::align_val_t kLine{64};
   struct Free {
-    void operator()(Real* numbers) const { DeleteLines(numbers); }
+    void operator()(Real* numbers) const { ::operator delete(numbers, kLine); }
   };
   std::unique_ptr<Real, Free> numbers_;
 };
