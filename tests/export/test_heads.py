@@ -118,6 +118,40 @@ def test_a_gradient_that_follows_from_the_loss_is_taken_apart_from_it() -> None:
     assert len(nodes(step, "LinearCrossEntropy")) == 2
 
 
+def test_a_slice_behind_a_view_stays_as_it_is() -> None:
+    """Of the rows that a view has regrouped, the input has no slice."""
+    model = Model(after=lambda x: x[:, 1:].reshape(-1, 8, CLASSES)[1:])
+    rows = SHAPE[1] // 8 * 16
+    step = export_training_step(
+        model, of_tokens(), (torch.zeros(2, SHAPE[1] // 8 * 8 + 1).long(), torch.ones(rows - 8).long())
+    )
+    assert not nodes(step, "LinearCrossEntropy")
+
+
+def test_losses_with_classes_in_the_middle() -> None:
+    """SoftmaxCrossEntropyLoss of (N, C, L), for the results (N, L, C) of a layer."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 18]> head (float[2, {FEWEST_ROWS}, 3] x)'
+        f"=> (float[2, {CLASSES}, {FEWEST_ROWS}] y) {{ turned = Transpose<perm = [1, 0]>(weight)"
+        f"logits = MatMul(x, turned)  y = Transpose<perm = [0, 2, 1]>(logits) }}"
+    )
+    weight = torch.randn(CLASSES, 3, generator=torch.Generator().manual_seed(0))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight.numpy(), "weight"))
+    x, target = torch.randn(2, FEWEST_ROWS, 3), torch.randint(0, CLASSES, (2, FEWEST_ROWS))
+    step = build_training_step(model, losses.CrossEntropyLoss(ignore_index=7))
+    assert_one_head(step)
+    session = TrainingSession(step)
+    session.step(x.numpy(), target.numpy())
+    found = []
+    for work in (torch.float32, torch.float64):
+        leaf = weight.to(work, copy=True).requires_grad_()
+        loss = F.cross_entropy((x.to(work) @ leaf.T).transpose(1, 2), target, ignore_index=7)
+        found.append(torch.autograd.grad(loss, leaf)[0])
+    native, exact = found
+    terms = 10 * float(exact.abs().max())
+    assert_gradients_close(session.gradients["weight"], native, exact, torch.float32, terms=terms)
+
+
 def small(logits: Tensor) -> Tensor:
     return logits[..., : CLASSES - 1]
 

@@ -294,20 +294,18 @@ class _Reader:
         if len(dims) > 2:
             turned = logits.producer()
             perm = [0, len(dims) - 1, *range(1, len(dims) - 1)]
-            if turned is None or turned.op_type != "Transpose" or attribute(turned, "perm", None) != perm:
+            if turned is None or turned.op_type != "Transpose" or list(attribute(turned, "perm", [])) != perm:
                 return None
             if self._only(logits, node.op_type) is None:
                 return None
             assert turned.inputs[0] is not None
             logits = turned.inputs[0]
-            node = turned
         elif len(dims) != 2:
             return None
-        if self._only(logits, node.op_type) is None:
+        if self._only(logits, "Transpose" if len(dims) > 2 else node.op_type) is None:
             return None
-        (given,) = (one.node for one in target.uses() if one.node.op_type == "SoftmaxCrossEntropyLoss")
-        ignored = attribute(given, "ignore_index", NOTHING_IGNORED)
-        return _Loss(given.outputs[0], logits, target, weight, attribute(given, "reduction", "mean"), ignored)
+        ignored = attribute(node, "ignore_index", NOTHING_IGNORED)
+        return _Loss(node.outputs[0], logits, target, weight, attribute(node, "reduction", "mean"), ignored)
 
     def _decomposed(self, node: ir.Node) -> _Loss | None:
         """Read what PyTorch makes of a cross entropy: the losses of rows, and maybe their smoothing."""
@@ -401,6 +399,8 @@ class _Reader:
         smoothing = float(f"{smooth * classes:.6g}")
         if abs(smoothing + sharp - 1) > _ROUNDING or not 0 <= smoothing <= 1:
             return None
+        if not _fits(smoothing, loss.logits.dtype):
+            return None
         return dataclasses.replace(
             loss, value=adding.outputs[0], label_smoothing=smoothing, reduced=tuple(sharp_nodes[:-1])
         )
@@ -429,9 +429,9 @@ class _Reader:
             if (read := self._layer(node, classes)) is not None:
                 x, weight, bias, turned, features = read
                 order = list(reversed(views))
-                sliced = any(view.op_type == "Slice" for view in order)
+                kinds = [view.op_type == "Slice" for view in order if view.op_type != "Identity"]
                 # Rows that are chosen along axes of the input must not have been regrouped ahead of that.
-                if sliced and order[0].op_type != "Slice":
+                if kinds != sorted(kinds, reverse=True):
                     return None
                 return _Head(loss, x, weight, bias, turned, order, factor, softcap, classes, features)
             source = node.inputs[0] if node.inputs else None
@@ -449,7 +449,9 @@ class _Reader:
                         return None
                     if any(len(uses) != 1 for uses in own) or source in self._kept or above.inputs[0] in self._kept:
                         return None
-                    softcap, value = number, divided[1]
+                    softcap, value = abs(number), divided[1]
+                    if not _fits(softcap, loss.logits.dtype):
+                        return None
                 else:
                     factor, value = factor * number, source
             else:
@@ -517,6 +519,11 @@ def _number(value: ir.Value | None) -> float | None:
     """Return the number that a value is, all of it; None of others."""
     array = None if value is None else constant_of(value)
     return None if array is None or array.size != 1 else float(np.asarray(array, np.float64).reshape(()))
+
+
+def _fits(number: float, dtype: ir.DataType | None) -> bool:
+    """Whether an attribute, which has float32's digits, has those of a number that tensors of a type need."""
+    return dtype != ir.DataType.DOUBLE or float(np.float32(number)) == number
 
 
 def _are_equal(one: ir.Value | None, other: ir.Value | None) -> bool:
