@@ -84,6 +84,9 @@ class Replayed:
         return self._given[self.at - 1]
 
     def __getattr__(self, name: str) -> Any:
+        # A copy has no attributes yet when it is asked for what copies it.
+        if _is_special(name):
+            raise AttributeError(name)
         return getattr(self.iterator, name)
 
     def go(self, count: int) -> None:

@@ -90,8 +90,10 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 f"step would repeat in every call; expected torch's random numbers or none{branches.settings(step)}"
             )
         changed = state.changed()
+        begin = time.monotonic()
         with _Seeding() as seeding_again, _elsewhere_in_memory(), ties.Ties() as found:
             second = _again(step, changed)
+        seconds = time.monotonic() - begin
         del held
         own_draws, numbers = state.draws(), state.numbers()
         _compare(step, state, first, second, changed)
@@ -108,7 +110,7 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 "call; an exported step draws others: expected no seed, or a buffer with the numbers"
             )
         if changed or state.is_endless:
-            for _ in _more_runs():
+            for _ in _more_runs(_MORE_SECONDS - seconds):
                 _compare(step, state, first, _again(step, changed), changed)
         if any(times):
             _compare_at_other_times(step, state, first, changed)
@@ -190,11 +192,11 @@ def _run(
         return step.run(updated=updated, held=held)
 
 
-def _more_runs() -> Iterator[int]:
-    """Yield numbers as long as there is time for one more run, but one at least."""
-    end = time.monotonic() + _MORE_SECONDS
+def _more_runs(seconds: float, least: int = 0) -> Iterator[int]:
+    """Yield numbers as long as there is time for one more run, and so many at least."""
+    end = time.monotonic() + seconds
     for number in range(_MORE_RUNS):
-        if not number or time.monotonic() < end:
+        if number < least or time.monotonic() < end:
             yield number
 
 
@@ -221,7 +223,7 @@ def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcom
     held: list[Tensor] = []
     fresh = _recorded(lambda: _run(step, held=held))
     # Else threads add up in another order, and the rest follows from that.
-    for _ in _more_runs():
+    for _ in _more_runs(_MORE_SECONDS, least=1):
         found = _first_difference(step, fresh, _recorded(lambda: _run(step)))
         if found is not None:
             raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
