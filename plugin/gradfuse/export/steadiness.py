@@ -110,7 +110,7 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
                 "call; an exported step draws others: expected no seed, or a buffer with the numbers"
             )
         if changed or state.is_endless:
-            for _ in _more_runs(_MORE_SECONDS - seconds):
+            for _ in _more_runs(_MORE_SECONDS - seconds, least=int(state.is_endless)):
                 _compare(step, state, first, _again(step, changed), changed)
         if any(times):
             _compare_at_other_times(step, state, first, changed)
