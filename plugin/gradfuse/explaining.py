@@ -11,7 +11,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.fusion import gain, without_functions
+from gradfuse.fusion import is_better, without_functions
 from gradfuse.models import reading
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.diagnosis import CONTRACTIONS
@@ -118,7 +118,7 @@ def explain(model: Any) -> Explanation:
     whole = without_functions(original)
     if whole is not None:
         inlined = _reported(whole)
-        if gain(inlined) > gain(report):
+        if is_better(inlined, report, original):
             original, report = whole, inlined
     return Explanation(tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings))
 

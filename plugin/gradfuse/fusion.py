@@ -97,7 +97,7 @@ def fuse_loaded(
     fused, report = loaded.ir, _run(loaded.ir, policy, only, skip, progress)
     if whole is not None:
         inlined = _run(whole, policy, only, skip, progress)
-        if gain(inlined) > gain(report):
+        if is_better(inlined, report, loaded.ir):
             fused, report = whole, replace(inlined, before=report.before)
     if report.fusions or any(functions.aclnn_nodes(fused)):
         # Fused nodes that the model came with, as from gradfuse.onnx_translation_table, need bodies as well.
@@ -121,9 +121,13 @@ def _run(
     return pipeline.report
 
 
-def gain(report: Report) -> tuple[int, int]:
-    """What is compared where a model can be fused in several ways: how many fusions there are, and what they save."""
-    return len(report.fusions), sum(fusion.bytes_saved for fusion in report.fusions)
+def is_better(inlined: Report, report: Report, model: ir.Model) -> bool:
+    """Whether more is fused without functions, or as much with more gain where that leaves the opset as it is."""
+    count, other = len(inlined.fusions), len(report.fusions)
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    if count != other or len({one.opset_imports.get("") for one in holders} - {None}) > 1:
+        return count > other
+    return sum(one.bytes_saved for one in inlined.fusions) > sum(one.bytes_saved for one in report.fusions)
 
 
 def without_functions(model: ir.Model) -> ir.Model | None:
