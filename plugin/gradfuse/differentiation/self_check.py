@@ -233,7 +233,8 @@ class _Point:
 
     def _loss(self, direction: Arrays, step: float) -> float:
         moved = {
-            name: (self.parameters[name] + step * change).astype(self.feeds[name].dtype)
+            # A sum of single numbers is no array.
+            name: np.asarray(self.parameters[name] + step * change, self.feeds[name].dtype)
             for name, change in direction.items()
         }
         return float(self.losses.run({**self.feeds, **moved})[LOSS])
@@ -276,7 +277,7 @@ def _smaller(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 def _moved(array: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any]:
     size = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) if array.size else 0.0
     moved = array.astype(np.float64) + _MOVED * (size or 1.0) * rng.standard_normal(array.shape)
-    return moved.astype(array.dtype)
+    return np.asarray(moved, array.dtype)
 
 
 def _first_run(session: _Runs, fixed: Arrays, batches: Iterator[Mapping[str, Any]]) -> tuple[Arrays, Arrays]:
