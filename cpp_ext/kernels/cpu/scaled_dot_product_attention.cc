@@ -28,10 +28,10 @@ namespace {
 // Of rows that have seen some keys. Where those are none, or all hidden, largest is -inf and sum 0.
 template <class Real>
 struct RowStates {
-  Real largest[kBlockRows];  // score
-  Real shift[kBlockRows];    // the same, and 0 for -inf
-  Real sum[kBlockRows];      // of exp(score - shift)
-  Real factor[kBlockRows];   // exp(shift before - shift) of the last keys
+  Real largest[kBlockRows] = {};  // score
+  Real shift[kBlockRows] = {};    // the same, and 0 for -inf
+  Real sum[kBlockRows] = {};      // of exp(score - shift)
+  Real factor[kBlockRows] = {};   // exp(shift before - shift) of the last keys
   bool begun = false;
 };
 
@@ -196,23 +196,23 @@ class Kernel {
     const auto exponentials = GRADFUSE_DISPATCH(Exponentials<T, kKind>);
     const auto multiply_rows_by = GRADFUSE_DISPATCH(MultiplyRowsBy<Real>);
     const int64_t end = blocks_.causal().Seen(first_row + row_count - 1);
-    for (int64_t key = 0; key < end; key += kBlockKeys) {
-      const int64_t count = std::min(kBlockKeys, sizes_.keys - key);
-      PackRight<T>({keys + key * width, 1, width}, width, count, packed_keys.data());
-      PackRight<T>({values + key * value_width, value_width, 1}, count, value_width, packed_values.data());
+    for (int64_t first_key = 0; first_key < end; first_key += kBlockKeys) {
+      const int64_t key_count = std::min(kBlockKeys, sizes_.keys - first_key);
+      PackRight<T>({keys + first_key * width, 1, width}, width, key_count, packed_keys.data());
+      PackRight<T>({values + first_key * value_width, value_width, 1}, key_count, value_width, packed_values.data());
       for (int64_t b = 0; b < row_blocks; ++b) {
         const int64_t rows = rows_of(b);
-        const ScoreBlock<T> block = blocks_.Block(head, first_row + b * kBlockRows, rows, key, count);
+        const ScoreBlock<T> block = blocks_.Block(head, first_row + b * kBlockRows, rows, first_key, key_count);
         if (!block.any_seen) continue;
         RowStates<Real>& state = states[b];
         Real* const block_sums = sums + b * kBlockRows * value_width;
-        MultiplyPacked(packed_query.data() + b * query_size, packed_keys.data(), rows, count, width, products.data(),
-                       kBlockKeys, false);
+        MultiplyPacked(packed_query.data() + b * query_size, packed_keys.data(), rows, key_count, width,
+                       products.data(), kBlockKeys, false);
         if (raise(block, products.data(), state) && state.begun) {
           multiply_rows_by(state.factor, rows, value_width, block_sums);
         }
         exponentials(block, products.data(), state);
-        MultiplyRows(products.data(), kBlockKeys, packed_values.data(), rows, value_width, count, block_sums,
+        MultiplyRows(products.data(), kBlockKeys, packed_values.data(), rows, value_width, key_count, block_sums,
                      value_width, state.begun);
         state.begun = true;
       }

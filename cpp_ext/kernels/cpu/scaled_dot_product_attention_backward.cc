@@ -251,7 +251,7 @@ class Kernel {
     const int64_t value_width = sizes_.value_width;
     std::fill_n(part.grad_key + part.first_key * width, part.key_count * width, Real{0});
     std::fill_n(part.grad_value + part.first_key * value_width, part.key_count * value_width, Real{0});
-    const int64_t block_size = kBlockRows * std::max<int64_t>(1, std::max(width, value_width));
+    const int64_t block_size = kBlockRows * std::max<int64_t>({1, width, value_width});
     const int64_t most_blocks = std::max<int64_t>(1, kPackedNumbers / block_size);
     const int64_t blocks_together = std::min(most_blocks, CeilDiv(sizes_.rows, kBlockRows));
     const Work work(blocks_together, width, value_width);
@@ -300,29 +300,30 @@ class Kernel {
     Real* const grads = work.grads.data();
     const int64_t part_end = part.first_key + part.key_count;
     const int64_t end = std::min(part_end, blocks_.causal().Seen(first_row + row_count - 1));
-    for (int64_t key = part.first_key; key < end; key += kBlockKeys) {
-      const int64_t count = std::min(kBlockKeys, part_end - key);
-      const Matrix<T> key_rows{keys + key * width, width, 1};
-      const Matrix<T> value_rows{values + key * value_width, value_width, 1};
-      PackRight<T>(key_rows.Transposed(), width, count, work.keys_turned.data());
-      PackRight<T>(key_rows, count, width, work.keys.data());
-      PackRight<T>(value_rows.Transposed(), value_width, count, work.values_turned.data());
+    for (int64_t first_key = part.first_key; first_key < end; first_key += kBlockKeys) {
+      const int64_t key_count = std::min(kBlockKeys, part_end - first_key);
+      const Matrix<T> key_rows{keys + first_key * width, width, 1};
+      const Matrix<T> value_rows{values + first_key * value_width, value_width, 1};
+      PackRight<T>(key_rows.Transposed(), width, key_count, work.keys_turned.data());
+      PackRight<T>(key_rows, key_count, width, work.keys.data());
+      PackRight<T>(value_rows.Transposed(), value_width, key_count, work.values_turned.data());
       for (int64_t b = 0; b < row_blocks; ++b) {
-        const int64_t row = first_row + b * kBlockRows;
-        const int64_t rows = std::min(kBlockRows, first_row + row_count - row);
-        const ScoreBlock<T> block = blocks_.Block(head, row, rows, key, count);
+        const int64_t top = first_row + b * kBlockRows;
+        const int64_t height = std::min(kBlockRows, first_row + row_count - top);
+        const ScoreBlock<T> block = blocks_.Block(head, top, height, first_key, key_count);
         if (!block.any_seen) continue;
-        MultiplyPacked(work.query_left.data() + b * query_left_size, work.keys_turned.data(), rows, count, width,
+        MultiplyPacked(work.query_left.data() + b * query_left_size, work.keys_turned.data(), height, key_count, width,
                        products, kBlockKeys, false);
-        MultiplyPacked(work.grad_left.data() + b * grad_left_size, work.values_turned.data(), rows, count, value_width,
-                       grads, kBlockKeys, false);
-        grad_scores(block, logsumexp + row, work.shares.data() + b * kBlockRows, work.row_sums.data() + b * kBlockRows,
+        MultiplyPacked(work.grad_left.data() + b * grad_left_size, work.values_turned.data(), height, key_count,
+                       value_width, grads, kBlockKeys, false);
+        grad_scores(block, logsumexp + top, work.shares.data() + b * kBlockRows, work.row_sums.data() + b * kBlockRows,
                     products, grads);
-        MultiplyColumns(products, kBlockKeys, work.grad_right.data() + b * grad_right_size, count, value_width, rows,
-                        part.grad_value + key * value_width, value_width, true);
-        MultiplyColumns(grads, kBlockKeys, work.query_right.data() + b * query_right_size, count, width, rows,
-                        part.grad_key + key * width, width, true);
-        MultiplyRows(grads, kBlockKeys, work.keys.data(), rows, width, count, grad_query + row * width, width, true);
+        MultiplyColumns(products, kBlockKeys, work.grad_right.data() + b * grad_right_size, key_count, value_width,
+                        height, part.grad_value + first_key * value_width, value_width, true);
+        MultiplyColumns(grads, kBlockKeys, work.query_right.data() + b * query_right_size, key_count, width, height,
+                        part.grad_key + first_key * width, width, true);
+        MultiplyRows(grads, kBlockKeys, work.keys.data(), height, width, key_count, grad_query + top * width, width,
+                     true);
       }
     }
   }
@@ -338,15 +339,16 @@ class Kernel {
       const T* const keys = args_.key.Data<T>() + part.key_head * sizes_.keys * sizes_.width;
       const Lines<Real> sums(row_count);
       std::fill_n(sums.data(), row_count, Real{0});
-      for (int64_t key = 0; key < sizes_.keys; key += kBlockKeys) {
-        const int64_t count = std::min(kBlockKeys, sizes_.keys - key);
-        const Matrix<T> key_rows{keys + key * sizes_.width, sizes_.width, 1};
-        PackRight<T>(key_rows.Transposed(), sizes_.width, count, work.keys_turned.data());
+      for (int64_t first_key = 0; first_key < sizes_.keys; first_key += kBlockKeys) {
+        const int64_t key_count = std::min(kBlockKeys, sizes_.keys - first_key);
+        const Matrix<T> key_rows{keys + first_key * sizes_.width, sizes_.width, 1};
+        PackRight<T>(key_rows.Transposed(), sizes_.width, key_count, work.keys_turned.data());
         for (int64_t row = 0; row < row_count; row += kBlockRows) {
           const int64_t rows = std::min(kBlockRows, row_count - row);
           MultiplyPacked(work.query_left.data() + row / kBlockRows * PackedLeftSize<Real>(kBlockRows, sizes_.width),
-                         work.keys_turned.data(), rows, count, sizes_.width, work.products.data(), kBlockKeys, false);
-          add(blocks_.Block(head, first_row + row, rows, key, count), logsumexp + row, work.products.data(),
+                         work.keys_turned.data(), rows, key_count, sizes_.width, work.products.data(), kBlockKeys,
+                         false);
+          add(blocks_.Block(head, first_row + row, rows, first_key, key_count), logsumexp + row, work.products.data(),
               sums.data() + row);
         }
       }
