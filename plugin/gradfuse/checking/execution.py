@@ -91,7 +91,7 @@ class Session:
         """
         names = [output.name for output in self._session.get_outputs()] if outputs is None else list(outputs)
         wide = {
-            name: array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+            name: np.asarray(array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array)
             for name, array in feeds.items()
         }
         try:
