@@ -13,12 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfuse import TrainingSession, TrainingStep, build_training_step, export_training_step, losses
+from gradfuse.differentiation import linear_cross_entropy
 from gradfuse.differentiation.linear_cross_entropy import FEWEST_CLASSES, FEWEST_ROWS
 from gradfuse.testing import assert_gradients_close
 
 CLASSES, WIDTH = FEWEST_CLASSES, 4
 SHAPE = (2, FEWEST_ROWS // 2 + 1)
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operator stand where it saves no memory yet."""
+    monkeypatch.setattr(linear_cross_entropy, "FEWEST_LOGITS", 0)
 
 
 class Model(nn.Module):
@@ -169,6 +176,11 @@ def small(logits: Tensor) -> Tensor:
 def test_other_heads_stay_as_they_are(model: Model, loss: Loss, options: dict[str, Any]) -> None:
     step = exported(model, loss, **options)
     assert not nodes(step, "LinearCrossEntropy") and nodes(step, "LogSoftmax")
+
+
+def test_few_logits_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "FEWEST_LOGITS", SHAPE[0] * SHAPE[1] * CLASSES + 1)
+    assert not nodes(exported(Model(), of_tokens()), "LinearCrossEntropy")
 
 
 def test_few_rows_stay_as_they_are() -> None:

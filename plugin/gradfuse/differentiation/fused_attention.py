@@ -25,7 +25,7 @@ OPERATOR = "ScaledDotProductAttention"
 LEFT = "gradfuse.attention"
 """In the `meta` of a model: why attention in it was left as it is written, as near misses."""
 
-FEWEST_SCORES = 512 * 512
+FEWEST_SCORES = 256 * 256
 """The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
 
 _RANK = 4

@@ -25,6 +25,9 @@ OPERATOR = "LinearCrossEntropy"
 FEWEST_CLASSES, FEWEST_ROWS = 4096, 128
 """From which numbers on the operator is faster than products and a softmax, or saves memory for as much time."""
 
+FEWEST_LOGITS = 2**25
+"""From which number on their tensor is larger than what the operator takes for itself, 32 to 128 MiB."""
+_ASSUMED_ROWS = 512
 _ROWS_BY_FEATURE = 2
 _LOSS, _GRADIENTS = 0, (1, 2, 3)
 _OF_INPUTS = {0: 1, 1: 2, 3: 3}
@@ -220,6 +223,8 @@ class _Head:
         known = [dim for dim in dims if dim is not None]
         rows = math.prod(known) if len(known) == len(dims) else None
         if self.classes < FEWEST_CLASSES or (rows is not None and rows < FEWEST_ROWS):
+            return False
+        if self.classes * (_ASSUMED_ROWS if rows is None else rows) < FEWEST_LOGITS:
             return False
         return not self.turned or (rows is not None and rows >= _ROWS_BY_FEATURE * self.features)
 
