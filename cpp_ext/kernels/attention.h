@@ -97,8 +97,7 @@ struct AttentionDropout {
 namespace internal {
 
 template <class Args>
-Status CheckAttentionMask(const Args& args) {
-  const Tensor& mask = *args.attn_mask;
+Status CheckAttentionMask(const Args& args, const Tensor& mask) {
   const int rank = mask.shape.rank();
   const Shape whole{args.query.shape[0], args.query.shape[1], args.query.shape[2], args.key.shape[2]};
   bool fits = rank >= 2 && rank <= 4;
@@ -136,7 +135,7 @@ Status CheckAttention(const Args& args) {
   const bool heads_fit = key[1] == 0 ? query[1] == 0 : query[1] % key[1] == 0;
   GRADFUSE_EXPECT(heads_fit, "query", "of H " + std::to_string(query[1]),
                   "a multiple of key's G " + std::to_string(key[1]));
-  if (args.attn_mask) GRADFUSE_RETURN_IF_ERROR(internal::CheckAttentionMask(args));
+  if (args.attn_mask) GRADFUSE_RETURN_IF_ERROR(internal::CheckAttentionMask(args, *args.attn_mask));
   GRADFUSE_RETURN_IF_ERROR(internal::CheckNumber("seed", args.seed));
   GRADFUSE_RETURN_IF_ERROR(internal::CheckNumber("drawn", args.drawn));
   GRADFUSE_EXPECT(args.causal >= 0 && args.causal <= 2, "causal", std::to_string(args.causal), "0, 1 or 2");

@@ -48,7 +48,7 @@ class ScoreBlocks {
       mask_.emplace(*args.attn_mask);
       kind_ = args.attn_mask->dtype == DType::kBool ? MaskKind::kShown : MaskKind::kAdded;
     }
-    if (args.dropout_threshold != 0) {
+    if (args.dropout_threshold != 0 && args.seed) {
       const int64_t drawn = args.drawn ? *args.drawn->template Data<int64_t>() : 0;
       dropout_.emplace(args.dropout_threshold, *args.seed->template Data<int64_t>(), args.draw + drawn);
     }
