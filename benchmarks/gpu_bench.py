@@ -197,7 +197,7 @@ def _of_case(device: Device, case: Case) -> Work:
                 inputs.append(Operand(values.bits, values.dtype, values.bits.shape))
             else:
                 inputs.append(None if values is None else device.upload(values))
-        outputs = [device.empty(exact.shape, case.dtype) for exact in case.expected]
+        outputs = [device.empty(exact.shape, type_) for exact, type_ in zip(case.expected, case.dtypes(), strict=True)]
         return device.prepare(case.op, [*inputs, *outputs], **case.attributes)
 
     return Work(case.op, case.name[:28], case.dtype, _bytes(case), prepare, None)
