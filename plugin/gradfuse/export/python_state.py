@@ -266,7 +266,8 @@ class PythonState:
                 )
                 yield from ((base.__name__, base) for base in value.__bases__)
         elif type(value).__module__ == "functools":
-            if hasattr(value, "cache_info"):
+            code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
+            if hasattr(value, "cache_info") and code is not None and explaining.is_users(code.co_filename):
                 self._holders.append(_Results(name, value))
             yield name, getattr(value, "__wrapped__", None)
         elif isinstance(value, _OF_LIBRARY):
@@ -455,7 +456,7 @@ class _Keyed(_Holder):
             if before is None and self._makes_entries and (_is_number(value) or _is_decimal(value)):
                 # It is made in the first call.
                 before = type(value)(0)
-            if _is_number(before) and _is_number(value) and before != value:
+            if _are_other_numbers(before, value):
                 yield self._shown(key), before, value, functools.partial(self._set, key)
             elif isinstance(before, Tensor) and before is not value and _is_single(before) and _is_single(value):
                 yield self._shown(key), before.item(), value.item(), functools.partial(self._put_into, key, value)
@@ -472,7 +473,7 @@ class _Keyed(_Holder):
             yield self._shown(key), len(before), len(value), lambda count: self._set(key, _lengthened(value, count))
         elif isinstance(value, tuple):
             for place, (one, other) in enumerate(zip(before, value, strict=True)):
-                if _is_number(one) and _is_number(other) and one != other:
+                if _are_other_numbers(one, other):
 
                     def put(number: Any, place: int = place) -> None:
                         parts = [*value[:place], number, *value[place + 1 :]]
@@ -484,7 +485,7 @@ class _Keyed(_Holder):
         """Yield those of an object that stands in the place of another one, as a dataclass that is replaced."""
         for name in (*getattr(value, "__dict__", ()), *_slots(type(value))):
             one, other = getattr(before, name, None), getattr(value, name, None)
-            if _is_number(one) and _is_number(other) and one != other:
+            if _are_other_numbers(one, other):
 
                 def put(number: Any, name: str = name) -> None:
                     changed = copy.copy(value)
@@ -920,6 +921,11 @@ def _lengthened(value: Any, count: int) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (numbers.Number, np.number)) and not isinstance(value, bool)
+
+
+def _are_other_numbers(one: Any, other: Any) -> bool:
+    """Whether two values are numbers that differ; NaN is no other number than NaN."""
+    return _is_number(one) and _is_number(other) and one != other and not (one != one and other != other)
 
 
 def _is_decimal(value: Any) -> bool:
