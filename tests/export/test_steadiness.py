@@ -816,3 +816,35 @@ def test_numbers_by_a_seed_that_forward_sets_are_the_same_in_each_call() -> None
     export_training_step(module, nn.MSELoss(), more, evaluation=False)
     with pytest.raises(ExportError, match="draws random numbers by numpy"):
         export_training_step(Seeded(False), nn.MSELoss(), batch, evaluation=False)
+
+
+LIMITS, device_module = {"NaN": float("nan")}, torch.get_device_module
+
+
+class Printing(nn.Module):
+    """Prints that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        print("run")
+        return self.layer(x)
+
+
+class OfLibraries(Printing):
+    """Fills a cache of torch's as well, and reads a number that is none."""
+
+    def forward(self, x: Tensor) -> Any:
+        device_module("cpu")
+        return super().forward(x) if LIMITS["NaN"] != 0 else x
+
+
+def test_what_libraries_keep_costs_no_more_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    device_module.cache_clear()
+    counts = []
+    for module in (OfLibraries(), Printing()):
+        export_training_step(module, F.mse_loss, (torch.randn(2, 2), torch.randn(2, 2)), verify="quick")
+        counts.append(capsys.readouterr().out.count("run\n"))
+    assert counts[0] == counts[1] > 0
