@@ -132,9 +132,8 @@ def test_the_statistics_of_layer_normalization() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES["LinearCrossEntropy"].all_typical(torch.float32))))
-def test_heads_are_computed_some_rows_at_a_time(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_computed_by_their_kernel(number: int) -> None:
     """Also where another function of the model is inlined, as it has nodes for numpy."""
-    monkeypatch.setattr(reference, "_ELEMENTS_OF_BLOCK", 100)
     samples = SAMPLES["LinearCrossEntropy"]
     sample = samples.all_typical(torch.float32)[number]
     expected = samples.expected(sample, torch.float64)

@@ -6,7 +6,9 @@
 #include <optional>
 
 #include "gradfuse/float16.h"
+#include "gradfuse/parallel.h"
 #include "kernels/attention.h"
+#include "kernels/dispatch.h"
 
 // What the loops of attention see: a block of scores, of some rows of a head and some keys, in the cache.
 namespace gradfuse::cpu {
@@ -91,5 +93,16 @@ class ScoreBlocks {
   MaskKind kind_ = MaskKind::kNone;
   std::optional<AttentionDropout> dropout_;
 };
+
+// Runs a pass of attention in the type of its query and for the kind of its mask.
+template <template <class, MaskKind> class Kernel, class Args>
+void RunKernel(const Args& args, const ParallelFor& parallel) {
+  WithFloatType(args.query.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (!args.attn_mask) return Kernel<T, MaskKind::kNone>(args, parallel).Run();
+    if (args.attn_mask->dtype == DType::kBool) return Kernel<T, MaskKind::kShown>(args, parallel).Run();
+    return Kernel<T, MaskKind::kAdded>(args, parallel).Run();
+  });
+}
 
 }  // namespace gradfuse::cpu

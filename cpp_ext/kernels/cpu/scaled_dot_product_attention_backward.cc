@@ -7,7 +7,6 @@
 #include "kernels/cpu/flush_subnormals.h"
 #include "kernels/cpu/matrix_products.h"
 #include "kernels/cpu/targets.h"
-#include "kernels/dispatch.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/scaled_dot_product_attention_backward.cc"
@@ -367,12 +366,7 @@ class Kernel {
 }  // namespace
 
 void Run(const ScaledDotProductAttentionBackwardArgs& args, const ParallelFor& parallel) {
-  WithFloatType(args.query.dtype, [&](auto type) {
-    using T = decltype(type);
-    if (!args.attn_mask) return Kernel<T, MaskKind::kNone>(args, parallel).Run();
-    if (args.attn_mask->dtype == DType::kBool) return Kernel<T, MaskKind::kShown>(args, parallel).Run();
-    return Kernel<T, MaskKind::kAdded>(args, parallel).Run();
-  });
+  RunKernel<Kernel>(args, parallel);
 }
 
 }  // namespace gradfuse::cpu

@@ -38,7 +38,8 @@ _EXACT = frozenset(
     """.split()
 )
 """Operators whose results are values of their inputs, or whole numbers."""
-_BY_KERNEL = frozenset({"ScaledDotProductAttention", "ScaledDotProductAttentionBackward"})
+_BY_KERNEL = frozenset({"LinearCrossEntropy", "ScaledDotProductAttention", "ScaledDotProductAttentionBackward"})
+"""Operators whose bodies make tensors that nothing needs as a whole."""
 _LARGEST_WINDOWS = 2**25
 """So many elements of overlapping windows are laid out at once."""
 _LARGE = 2**16
@@ -54,8 +55,8 @@ _LARGEST_VALUES = 2**25
 class ReferenceSession:
     """A model in which every narrower floating point type is float64, functions being what their bodies say.
 
-    Attention's operators are run by their kernels where there is a compiled library: their bodies make tensors of
-    queries times keys.
+    Operators of attention and of heads are run by their kernels where there is a compiled library: their bodies make
+    tensors of queries times keys, or of rows times classes.
 
     Nodes for which onnxruntime's CPU provider has no float64 kernel are computed by numpy, and those between them by
     onnxruntime.
@@ -72,9 +73,9 @@ class ReferenceSession:
     def __init__(self, model: ir.Model, source: str, outputs: Sequence[str] | None = None) -> None:
         import_onnxruntime()
         copy = widened(model, ir.DataType.DOUBLE)
-        bodies = [function for function in copy.functions.values() if not _is_whole(function)]
+        bodies = [function for function in copy.functions.values() if not _by_kernel(function.domain, function.name)]
         if any(_in_numpy(node) for function in bodies for node in function.all_nodes()):
-            inline(copy, lambda function: not _is_whole(function))
+            inline(copy, lambda function: not _by_kernel(function.domain, function.name))
         self._source = source
         self._outputs = [str(value.name) for value in model.graph.outputs] if outputs is None else list(outputs)
         # In their own types, as large ones are converted when they are read.
@@ -396,7 +397,7 @@ class _Part:
             (node,) = self._nodes
             arguments = [None if value is None else inputs[str(value.name)] for value in node.inputs]
             try:
-                results = (_BY_BLOCKS.get((node.domain, node.op_type)) or _NUMPY[node.op_type])(node, *arguments)
+                results = _NUMPY[node.op_type](node, *arguments)
             except MemoryError:
                 raise
             except Exception as error:
@@ -526,12 +527,7 @@ def _as_float64(array: _Array) -> _Array:
 
 
 def _in_numpy(node: ir.Node) -> bool:
-    return (node.domain == "" and node.op_type in _NUMPY) or (node.domain, node.op_type) in _BY_BLOCKS
-
-
-def _is_whole(function: ir.Function) -> bool:
-    """Tell whether calls of a function are computed otherwise than by its body, which makes too large tensors."""
-    return _by_kernel(function.domain, function.name) or (function.domain, function.name) in _BY_BLOCKS
+    return node.domain == "" and node.op_type in _NUMPY
 
 
 def _by_kernel(domain: str, name: str) -> bool:
@@ -756,73 +752,6 @@ def _elementwise(function: Callable[[_Array], Any]) -> Callable[..., _Array]:
 def _softplus(x: _Array) -> _Array:
     return np.asarray(np.logaddexp(x, 0.0))
 
-
-_ELEMENTS_OF_BLOCK = 2**23
-
-
-def _linear_cross_entropy(
-    node: ir.Node,
-    x: _Array,
-    weight: _Array,
-    target: _Array,
-    bias: _Array | None = None,
-    of_classes: _Array | None = None,
-    grad_loss: _Array | None = None,
-) -> tuple[_Array, ...]:
-    """Some rows at a time, as all rows times classes may not fit."""
-    rows, classes = len(x), len(weight)
-    reduction = node.attributes.get_string("reduction", "mean")
-    smoothing = node.attributes.get_float("label_smoothing", 0.0)
-    cap = node.attributes.get_float("softcap", 0.0)
-    counts = target != node.attributes.get_int("ignore_index", -100)
-    label = np.where(counts, target, 0)
-    if rows and not 0 <= label.min() <= label.max() < classes:
-        raise IndexError("target is out of range")
-    weights = np.ones(classes) if of_classes is None else of_classes
-    of_rows = np.where(counts, weights[label], 0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        total = of_rows.sum() if reduction == "mean" else np.float64(1.0)
-        given = np.broadcast_to(1.0 if grad_loss is None else grad_loss.reshape(-1), (rows,)) / total
-    losses, of_input = np.zeros(rows), np.zeros_like(x)
-    of_weight, of_bias = np.zeros_like(weight), np.zeros(classes)
-    step = max(1, _ELEMENTS_OF_BLOCK // classes)
-    for begin in range(0, rows, step):
-        part = np.arange(begin, min(begin + step, rows))[counts[begin : begin + step]]
-        at_label = np.arange(len(part)), label[part]
-        logits = x[part] @ weight.T + (0.0 if bias is None else bias)
-        if cap:
-            logits = cap * np.tanh(logits / cap)
-            slope = 1 - (logits / cap) ** 2
-        shifted = logits - logits.max(1, keepdims=True)
-        log_prob = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-        sharp = (1 - smoothing) * of_rows[part]
-        losses[part] = -sharp * log_prob[at_label]
-        gradient = np.exp(log_prob)
-        if smoothing:
-            losses[part] -= smoothing / classes * (log_prob @ weights)
-            gradient *= (sharp + smoothing / classes * weights.sum())[:, None]
-            gradient -= smoothing / classes * weights
-        else:
-            gradient *= sharp[:, None]
-        gradient[at_label] -= sharp
-        gradient *= given[part][:, None]
-        if cap:
-            gradient *= slope
-        of_input[part] = gradient @ weight
-        of_weight += gradient.T @ x[part]
-        of_bias += gradient.sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        loss = losses if reduction == "none" else np.asarray(losses.sum() / total)
-    found = (loss, of_input, of_weight, of_bias)
-    return tuple(
-        one if wanted else np.zeros(0) for one, wanted in zip(found, _ints(node, "output_mask", [1] * 4), strict=True)
-    )
-
-
-_BY_BLOCKS: dict[tuple[str, str], Callable[..., tuple[_Array, ...]]] = {
-    ("aclnn", "LinearCrossEntropy"): _linear_cross_entropy,
-}
-"""Operators with bodies that make tensors which nothing needs as a whole."""
 
 _NUMPY: dict[str, Callable[..., _Array | tuple[_Array, ...]]] = {
     "AveragePool": _average_pool,

@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.errors import ModelError, one_line
+from gradfuse.models import zeros
 from gradfuse.models.zeros import Zeros
 
 PROTOBUF_LIMIT = 2**31 - 1
@@ -249,13 +250,16 @@ def to_mapped_proto(model: ir.Model) -> onnx.ModelProto:
 
 
 def serialized(model: ir.Model) -> onnx.ModelProto:
-    """Return an `onnx.ModelProto` whose external tensors stay in their files.
+    """Return an `onnx.ModelProto` whose external tensors stay in their files, and which has `Zeros` without elements.
 
     Raises:
         ModelError: the model is malformed.
     """
+    model, empty = without_zeros(model)
     try:
-        return ir.to_proto(model)
+        proto: onnx.ModelProto = ir.to_proto(model)
+        zeros.put(proto.graph, empty)
+        return proto
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
