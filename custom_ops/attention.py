@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from onnx import TensorProto
 
+from gradfuse.custom_ops import draws
 from gradfuse.custom_ops.operator import (
     Attribute,
     Call,
@@ -18,7 +19,6 @@ from gradfuse.custom_ops.operator import (
     show,
     type_string,
 )
-from gradfuse.training import draws
 
 BIASES_HAVE_NO_GRADIENT = "There is no gradient w.r.t. attn_mask."
 FLOAT_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")

@@ -56,7 +56,7 @@ def inference_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _translations_are_collected_once() -> Iterator[None]:
     """torch.onnx.export reads the sources of all its translations in each call, which takes a quarter of the time."""
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
 
     with private.translations_read_once():
         yield

@@ -21,12 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-torch"
 TESTS = (
-    "test_torch_private",
-    "test_translation",
-    "test_decomposing",
-    "test_watching",
-    "test_dropout",
-    "test_export_training_step",
+    "plugin/test_torch_private",
+    "export/test_translation",
+    "export/test_decomposing",
+    "export/test_watching",
+    "export/test_dropout",
+    "export/test_export_training_step",
 )
 OF_CUDA = re.compile(r"(__)?(cu|nccl|nvml|nvrtc|nvshmem)")
 NO_DEVICE = 100
@@ -108,7 +108,7 @@ def main(versions: Sequence[str]) -> int:
     for version in versions:
         python = environment(version)
         told = "import torch; print('PyTorch', torch.__version__)"
-        tests = [f"tests/export/{name}.py" for name in TESTS]
+        tests = [f"tests/{name}.py" for name in TESTS]
         for options in (["-c", told], ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]):
             if subprocess.run([str(python), *options], cwd=ROOT, check=False).returncode != 0:
                 failed.append(version)

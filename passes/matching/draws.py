@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from gradfuse.custom_ops import draws
 from gradfuse.passes.reading import Forms
-from gradfuse.training import draws
 
 
 @dataclass(frozen=True)

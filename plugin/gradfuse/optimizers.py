@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, GradfuseError
 from gradfuse.training.optimizers import LossScaling, Optimizer, ParameterGroup
 
 __all__ = ["SGD", "Adam", "AdamW", "GradScaler", "OptimizerOptions"]
@@ -120,3 +121,28 @@ class GradScaler:
     def described(self) -> LossScaling:
         """Return the scaling at the beginning of training."""
         return LossScaling(self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
+
+
+def loss_scaling(grad_scaler: Any, refusal: Callable[[str], GradfuseError]) -> LossScaling | None:
+    """Return how a `GradScaler` or a `torch.amp.GradScaler` scales; None where it is not enabled, or there is none.
+
+    Args:
+        grad_scaler: the scaler, with the state to begin at.
+        refusal: makes the error that is raised where it is something else.
+    """
+    if grad_scaler is None:
+        return None
+    if isinstance(grad_scaler, GradScaler):
+        return grad_scaler.described()
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise refusal(
+            f"grad_scaler is {type(grad_scaler).__name__}; "
+            "expected gradfuse.optimizers.GradScaler or torch.amp.GradScaler"
+        )
+    state = grad_scaler.state_dict()
+    if not state:  # of one that is not enabled
+        return None
+    return LossScaling(
+        *(state[name] for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
+    )

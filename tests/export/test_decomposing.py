@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export import decomposing
 from gradfuse.export.decompositions import forward
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from training_models import autograd, run
 
 from gradfuse import ExportError, export_training_step
+from gradfuse.custom_ops import draws
 from gradfuse.export import dropout
 from gradfuse.testing import assert_gradients_close
-from gradfuse.training import draws
 
 ITEMS = 200_000
 

@@ -156,7 +156,8 @@ def _warm() -> None:
     import torch
     import torch.testing._internal.common_methods_invocations
 
-    from gradfuse.export import _torch_private, branches, evaluation, onnx_model, tracing, verifying  # noqa: F401
+    from gradfuse import _torch_private  # noqa: F401
+    from gradfuse.export import branches, evaluation, onnx_model, tracing, verifying  # noqa: F401
 
     torch.set_num_threads(1)
     onnxruntime.set_default_logger_severity(4)
@@ -167,7 +168,7 @@ def _run(name: str, begin: int, pipe: Connection) -> None:
 
     from op_db.samples import operators, samples_of
 
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     warnings.simplefilter("ignore")
@@ -246,7 +247,7 @@ def terms(step: TrainingStep, sample: Sample, exact: Arrays) -> Arrays:
     from op_db.samples import loss
     from training_models import autograd
 
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
     from gradfuse.export.dropout import SeededDropout
     from gradfuse.export.rounding import Rounding
     from gradfuse.training.step import DROPOUT_SEED

@@ -6,7 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,10 +41,10 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements([*node.body, *handlers, *node.orelse, *node.finalbody])
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
+def imports(path: Path, known: dict[str, Path], nodes: Iterable[ast.AST] | None = None) -> set[str]:
     """The modules of the package that a module imports; of a package, its submodules rather than itself."""
     found = set()
-    for node in statements(ast.parse(path.read_text()).body):
+    for node in statements(ast.parse(path.read_text()).body) if nodes is None else nodes:
         match node:
             case ast.Import(names=aliases):
                 found |= {alias.name for alias in aliases}
@@ -54,6 +54,33 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
             case ast.ImportFrom():
                 pytest.fail(f"{path}:{node.lineno}: expected an absolute import")
     return found & set(known)
+
+
+ORDER = (
+    "errors testing library environment _torch_private custom_ops models passes checking fusion explaining terminal "
+    "training optimizers losses differentiation torch export lora ort_training cli __main__"
+).split()
+"""The parts of the package. Each imports itself and earlier ones alone, wherever the import stands."""
+
+
+def test_every_import_leads_down() -> None:
+    known = modules()
+    upwards = []
+    for name, path in known.items():
+        if name == "gradfuse":
+            continue
+        tree = ast.parse(path.read_text())
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        at = ORDER.index(name.split(".")[1])
+        for imported in imports(path, known, (node for node in ast.walk(tree) if node not in for_types)) - {"gradfuse"}:
+            if ORDER.index(imported.split(".")[1]) > at:
+                upwards.append(f"{name} imports {imported}")
+    assert not upwards
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -31,8 +31,8 @@ from sweeping import Outcome
 from torch import Tensor, nn
 
 import gradfuse
+from gradfuse import _torch_private as private
 from gradfuse.errors import GradfuseError
-from gradfuse.export import _torch_private as private
 from gradfuse.testing import assert_gradients_close
 
 Array = npt.NDArray[Any]

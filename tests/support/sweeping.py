@@ -94,7 +94,7 @@ def _prepared(kind: str) -> Callable[[int], Outcome]:
     import fuzzing_modules
     import torch
 
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
 
     torch.set_num_threads(1)
     private.translations_read_once().__enter__()

@@ -438,7 +438,11 @@ def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., to
         (lambda m: SGD(m.parameters()), {"max_grad_norm": -1}, "max_grad_norm is -1; expected a positive number"),
         (lambda m: SGD(m.parameters()), {"accumulate": 0}, "accumulate is 0; expected a positive integer"),
         (lambda m: None, {"accumulate": 2}, "optimizer is None; expected one with max_grad_norm, accumulate or"),
-        (lambda m: SGD(m.parameters()), {"grad_scaler": 8.0}, "grad_scaler is float; expected torch.amp.GradScaler"),
+        (
+            lambda m: SGD(m.parameters()),
+            {"grad_scaler": 8.0},
+            "grad_scaler is float; expected gradfuse.optimizers",
+        ),
         (
             lambda m: SGD(m.parameters()),
             {"autocast": torch.float64},

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from gradfuse.differentiation.rules import FLOATS, entry_of
-from gradfuse.models.inlining import graphs_of
+from gradfuse.models.inlining import captured_by, graphs_of
 
 Lost = dict[ir.Value, ir.Node]
 """Values that depend on something through a node that refuses to be differentiated, with that node."""
@@ -64,24 +64,6 @@ def repeated(node: ir.Node) -> Repeated | None:
 def is_branches(node: ir.Node) -> bool:
     """Whether a node is an If."""
     return node.op_type == "If" and node.domain in ("", "ai.onnx")
-
-
-def captured_by(node: ir.Node) -> list[ir.Value]:
-    """Return the values outside a node's subgraphs that these read."""
-    graphs = graphs_of(node)
-    if not graphs:
-        return []
-    inside: set[ir.Value] = set()
-    read: dict[ir.Value, None] = {}
-    while graphs:
-        graph = graphs.pop()
-        inside.update(graph.inputs, graph.initializers.values())
-        read |= dict.fromkeys(graph.outputs)
-        for inner in graph:
-            inside.update(inner.outputs)
-            read |= dict.fromkeys(value for value in inner.inputs if value is not None)
-            graphs += graphs_of(inner)
-    return [value for value in read if value not in inside]
 
 
 def depending(

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation import sequences
 from gradfuse.differentiation.convolutions import fuse_convolutions
-from gradfuse.differentiation.dependence import captured_by, is_branches, repeated
+from gradfuse.differentiation.dependence import is_branches, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.fused_attention import LEFT, fuse_attention
 from gradfuse.differentiation.linear_cross_entropy import fuse_heads, join_heads
@@ -26,7 +26,7 @@ from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions, raise_opset
-from gradfuse.models.inlining import Names, graphs_of, inline, put_branch
+from gradfuse.models.inlining import Names, captured_by, graphs_of, inline, put_branch
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import with_small_tensors_in_memory
 from gradfuse.passes import shapes

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from gradfuse.differentiation.control_flow import of_branches, of_turns
-from gradfuse.differentiation.dependence import captured_by, depending, is_branches, is_constant, repeated
+from gradfuse.differentiation.dependence import depending, is_branches, is_constant, repeated
 from gradfuse.differentiation.rules import Call, Entry, Gradient, entry_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ModelError, listed
+from gradfuse.models.inlining import captured_by
 
 
 def gradients(

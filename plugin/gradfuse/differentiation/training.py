@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,6 +45,7 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
+from gradfuse.optimizers import loss_scaling
 from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
@@ -136,7 +136,8 @@ def build_training_step(
         raise ArgumentError(
             f"{_WHO}: float64 is False; expected fuse=False with it, as bodies of fused operators are in float64"
         )
-    options = _Options(optimizer, max_grad_norm, accumulate, _loss_scaling(grad_scaler), float64)
+    scaling = loss_scaling(grad_scaler, lambda text: ArgumentError(f"{_WHO}: {text}"))
+    options = _Options(optimizer, max_grad_norm, accumulate, scaling, float64)
     with collection_paused():
         # What has been read is held by nobody here, so that it is gone at the end.
         return _built(
@@ -304,24 +305,6 @@ def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: in
         given = {"max_grad_norm": max_grad_norm is not None, "accumulate": accumulate > 1, "grad_scaler": True}
         name = next(name for name, is_given in given.items() if is_given)
         raise ArgumentError(f"{_WHO}: {name} is given without an optimizer; expected both or neither")
-
-
-def _loss_scaling(grad_scaler: Any) -> optimizers.LossScaling | None:
-    from gradfuse.optimizers import GradScaler
-
-    if grad_scaler is None:
-        return None
-    if isinstance(grad_scaler, GradScaler):
-        return grad_scaler.described()
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise ArgumentError(
-            f"{_WHO}: grad_scaler is {type(grad_scaler).__name__}; "
-            "expected gradfuse.optimizers.GradScaler or torch.amp.GradScaler"
-        )
-    from gradfuse.export.optimizer import loss_scaling
-
-    return loss_scaling(grad_scaler)
 
 
 def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[str]]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradfuse.export.torch_step import TorchStep
     from gradfuse.models.arrays import Arrays
     from gradfuse.models.spilling import Shelf
+    from gradfuse.optimizers import GradScaler
     from gradfuse.passes.progress import Progress
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
@@ -43,7 +44,7 @@ def export_training_step(
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
-    grad_scaler: torch.amp.GradScaler | None = None,
+    grad_scaler: torch.amp.GradScaler | GradScaler | None = None,
     evaluation: bool | None = None,
     float64: bool = True,
     verify: Literal["full", "quick"] = "full",
@@ -92,8 +93,9 @@ def export_training_step(
         accumulate: over how many calls the gradients are averaged for one update; the other calls change buffers only.
         autocast: module and loss run under `torch.autocast` with this type, float16 or bfloat16; parameters and update
             keep their types. None: no autocast.
-        grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, starting from its state, and an update
-            whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
+        grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, starting from its state, or this
+            `gradfuse.optimizers.GradScaler`, and an update whose gradients are not finite is skipped. None, or one that
+            is not enabled: the loss is not scaled.
         evaluation: whether to export `TrainingStep.evaluation_model`, without autocast. None: if there is an
             optimizer, and the module has one; else a warning says why it is left out.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
@@ -117,7 +119,7 @@ def export_training_step(
         raise ExportError(
             f"export_training_step: {error.name} is not installed; expected what gradfuse[torch] installs"
         ) from error
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
     from gradfuse.export import explaining, verifying
     from gradfuse.export import optimizer as optimizers
     from gradfuse.export.dynamic_shapes import DynamicShapes
@@ -318,7 +320,7 @@ def _bytes(module: Any) -> int:
     """Return how much parameters and buffers take."""
     import torch
 
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
 
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not private.is_lazy(tensor))

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradfuse import _torch_private as private
 from gradfuse.errors import few
-from gradfuse.export import _torch_private as private
 from gradfuse.export.reporting import kind, refusal
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.standins import STOP_GRADIENT
 from gradfuse.torch.ops import register_ops
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export import batch_norms, dropout, explaining, host_draws, own_gradients
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed

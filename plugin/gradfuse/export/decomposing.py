@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 
 aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
+from gradfuse.custom_ops import draws
 from gradfuse.export import host_draws, standins
 from gradfuse.export.translation import function_caller
-from gradfuse.training import draws
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from gradfuse import _torch_private as private
 from gradfuse.checking.condensing import condensed
 from gradfuse.errors import ExportError
-from gradfuse.export import _torch_private as private
 from gradfuse.export import (
     branches,
     comparing_sizes,

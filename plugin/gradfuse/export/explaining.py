@@ -22,9 +22,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-import gradfuse
+from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, cut, one_line
-from gradfuse.export import _torch_private as private
 from gradfuse.export.reporting import WHO
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from gradfuse.export.other_sizes import OtherSizes
     from gradfuse.export.torch_step import TorchStep
 
-_PACKAGES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, gradfuse))
+_PACKAGES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = f"site-packages{os.sep}"
 _TOOLS = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 
 _MOST, _MOST_FRACTIONS = 4096, 64
 """Tensors with more whole numbers, or with more fractions, are no settings."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.translation import LOCAL_DOMAIN
 from gradfuse.training.index_checks import Index
 

@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from gradfuse.export._torch_private import known_true
+from gradfuse._torch_private import known_true
 
 aten = torch.ops.aten
 

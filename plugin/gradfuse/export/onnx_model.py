@@ -17,12 +17,12 @@ import torch
 from onnx_ir.passes import common as passes
 from torch.export import ExportedProgram
 
+from gradfuse import _torch_private as private
 from gradfuse import fusion
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation.differentiate import free_prefix, infer
 from gradfuse.differentiation.fused_attention import fuse_attention
 from gradfuse.errors import ExportError, ModelError, one_line
-from gradfuse.export import _torch_private as private
 from gradfuse.export import (
     dropout,
     explaining,

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.reporting import refusal
 from gradfuse.models.arrays import to_numpy
-from gradfuse.training.optimizers import LossScaling, Optimizer, ParameterGroup
+from gradfuse.optimizers import GradScaler, loss_scaling
+from gradfuse.training.optimizers import Optimizer, ParameterGroup
 
 _ALGORITHMS = {torch.optim.SGD: "SGD", torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam"}
 
@@ -23,7 +24,7 @@ def described(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
-    grad_scaler: torch.amp.GradScaler | None = None,
+    grad_scaler: torch.amp.GradScaler | GradScaler | None = None,
     float64: bool = True,
 ) -> Optimizer:
     """Describe a `torch.optim.SGD`, `Adam` or `AdamW`, with the state that it has.
@@ -71,28 +72,11 @@ def described(
         groups=tuple(groups),
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
-        loss_scaling=loss_scaling(grad_scaler),
+        loss_scaling=loss_scaling(grad_scaler, refusal),
         float64=float64,
     )
     state, steps = _state(optimizer, names, description)
     return dataclasses.replace(description, state=state, steps=steps)
-
-
-def loss_scaling(grad_scaler: Any) -> LossScaling | None:
-    """Return how a `torch.amp.GradScaler` scales; None where it is not enabled, or there is none."""
-    if grad_scaler is None:
-        return None
-    if not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise refusal(f"grad_scaler is {type(grad_scaler).__name__}; expected torch.amp.GradScaler")
-    if not grad_scaler.is_enabled():
-        return None
-    return LossScaling(
-        scale=grad_scaler.get_scale(),
-        growth_factor=grad_scaler.get_growth_factor(),
-        backoff_factor=grad_scaler.get_backoff_factor(),
-        growth_interval=grad_scaler.get_growth_interval(),
-        growth_tracker=private.growth_tracker(grad_scaler),
-    )
 
 
 def _state(

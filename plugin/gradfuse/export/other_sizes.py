@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.explaining import is_asked_by_code
 from gradfuse.export.torch_step import TorchStep

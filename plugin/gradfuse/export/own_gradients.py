@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradfuse import _torch_private as private
 from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
 from gradfuse.errors import ExportError
-from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.reporting import refusal
 from gradfuse.export.translation import LOCAL_DOMAIN

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 
 # Without what only chooses or rearranges values: it does not round, and gradients look for equal values in it.
 _ARITHMETIC = frozenset(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.models import spilling
 from gradfuse.models.arrays import to_numpy, to_tensor
 from gradfuse.models.spilling import Shelf, Spilled

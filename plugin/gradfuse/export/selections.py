@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export import dropout, rewriting
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.training.step import DROPOUT_SEED

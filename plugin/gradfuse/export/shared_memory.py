@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.leaves import ABOUT
 from gradfuse.export.reporting import refusal

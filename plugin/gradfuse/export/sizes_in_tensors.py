@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 
 _Numbers = npt.NDArray[np.object_]
 """What a tensor holds: whole numbers, some of them symbolic."""

@@ -16,9 +16,9 @@ import onnx_ir as ir
 import torch
 from torch.export import ExportedProgram
 
+from gradfuse import _torch_private as private
 from gradfuse.custom_ops.embedding_dense_backward import MAX_RANK
 from gradfuse.differentiation.rules import Call, Gradient, gradient, no_gradient
-from gradfuse.export import _torch_private as private
 from gradfuse.export.decomposing import written
 from gradfuse.export.grouped_products import INNER, ROWS
 from gradfuse.export.translation import LOCAL_DOMAIN, OPSET_OF_FUNCTIONS

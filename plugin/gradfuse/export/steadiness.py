@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
-from gradfuse.export import _torch_private as private
 from gradfuse.export import branches, clocks, dropout, explaining, host_draws, ties
 from gradfuse.export.python_state import Number, PythonState
 from gradfuse.export.recording import Call, Recorded

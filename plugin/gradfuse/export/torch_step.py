@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
-from gradfuse.export import _torch_private as private
 from gradfuse.export import explaining, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout

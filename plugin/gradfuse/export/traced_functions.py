@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.reporting import refusal
 
 _NEAREST, _BICUBIC = 1, 2

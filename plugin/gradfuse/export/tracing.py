@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
-from gradfuse.export import _torch_private as private
 from gradfuse.export import (
     batch_norms,
     branches,

@@ -169,7 +169,7 @@ def _fake_kernels() -> torch.library.Library:
     """Register the fake kernels that PyTorch lacks for its CTC operators; they are there while the library lives."""
     import torch
 
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
 
     def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *attributes: Any) -> Any:
         steps, items = log_probs.shape[0], log_probs.shape[1]
@@ -261,7 +261,7 @@ def caller(proto: onnx.FunctionProto) -> Callable[..., Any]:
     """Return a translation that calls an ONNX function, under its name in `LOCAL_DOMAIN`."""
     import onnx_ir as ir
 
-    from gradfuse.export import _torch_private as private
+    from gradfuse import _torch_private as private
 
     proto.domain = LOCAL_DOMAIN
 

@@ -20,12 +20,12 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from gradfuse import _torch_private as private
 from gradfuse.checking import bounds
 from gradfuse.checking.condensing import condensed
 from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
-from gradfuse.export import _torch_private as private
 from gradfuse.export import onnx_model, steadiness
 from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.decomposing import STATISTICS, written
 from gradfuse.export.dropout import UNIFORM
 from gradfuse.export.translation import LOCAL_DOMAIN

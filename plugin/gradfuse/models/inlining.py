@@ -122,6 +122,24 @@ def graphs_of(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
+def captured_by(node: ir.Node) -> list[ir.Value]:
+    """Return the values outside a node's subgraphs that these read."""
+    graphs = graphs_of(node)
+    if not graphs:
+        return []
+    inside: set[ir.Value] = set()
+    read: dict[ir.Value, None] = {}
+    while graphs:
+        graph = graphs.pop()
+        inside.update(graph.inputs, graph.initializers.values())
+        read |= dict.fromkeys(graph.outputs)
+        for inner in graph:
+            inside.update(inner.outputs)
+            read |= dict.fromkeys(value for value in inner.inputs if value is not None)
+            graphs += graphs_of(inner)
+    return [value for value in read if value not in inside]
+
+
 def _import(model: ir.Model, holder: ir.Graph | ir.Function, function: ir.Function) -> None:
     """Import what the body needs, where its calls are."""
     for domain, version in function.opset_imports.items():

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfuse import _torch_private as private
 from gradfuse.custom_ops.operator import Operator
 from gradfuse.errors import ArgumentError, GradfuseError
-from gradfuse.export import _torch_private as private
 from gradfuse.library import get_aclnn_library_path
 
 _DTYPES = {

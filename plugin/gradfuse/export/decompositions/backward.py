@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.decompositions import attention, index, pooling, special
 from gradfuse.export.decompositions.pooling import per_axis
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export.standins import STOP_GRADIENT
 
 aten = torch.ops.aten

@@ -1,6 +1,6 @@
 """Every private API of PyTorch that gradfuse uses; no other module uses one.
 
-`tests/export/test_torch_private.py` has a test for each function, which says what the API is for and fails where a new
+`tests/plugin/test_torch_private.py` has a test for each function, which says what the API is for and fails where a new
 version of PyTorch lacks it or behaves differently. ATen operators whose names begin with an underscore are not here:
 they are what traced programs consist of. This module imports torch.
 """
@@ -134,11 +134,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def growth_tracker(grad_scaler: torch.amp.GradScaler) -> int:
-    """Return how many updates were made since the scale of the loss has changed."""
-    return int(grad_scaler.state_dict()["_growth_tracker"])
-
-
 @contextlib.contextmanager
 def modes_asked_for(ask: Callable[[nn.Module | None], None]) -> Iterator[None]:
     """Call a function whenever code asks for the mode of a module, or, with None, for that of autograd."""
@@ -269,7 +264,7 @@ class _Applied:
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         # Like the code that it takes the place of, it knows its class, and no other variables from around it.
         __class__  # type: ignore[name-defined]  # noqa: B018
-        from gradfuse.export._torch_private import _APPLYING
+        from gradfuse._torch_private import _APPLYING
 
         return _APPLYING[-1](cls, args, kwargs)
 

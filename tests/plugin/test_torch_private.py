@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import gradfuse
-from gradfuse.export import _torch_private as private
+from gradfuse import _torch_private as private
 from gradfuse.export import translation
 
 PACKAGE = Path(gradfuse.__file__).parent
@@ -587,14 +587,6 @@ def test_has_step_hooks(register: str) -> None:
         assert not private.has_step_hooks(optimizer)
         getattr(optimizer, register)(lambda *_: None)
         assert private.has_step_hooks(optimizer)
-
-
-def test_growth_tracker() -> None:
-    with needed('GradScaler.state_dict()["_growth_tracker"]', "go on with the loss scaling of a GradScaler"):
-        scaler = torch.amp.GradScaler("cpu")
-        assert private.growth_tracker(scaler) == 0
-        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 7})
-        assert private.growth_tracker(scaler) == 7
 
 
 def test_graph_leaves() -> None:
