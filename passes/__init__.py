@@ -14,6 +14,8 @@ from gradfuse.passes.max_pool_backward import FuseMaxPoolBackwardPass
 from gradfuse.passes.mse_loss_backward import FuseMseLossBackwardPass
 from gradfuse.passes.pipeline import default_pipeline
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report
+from gradfuse.passes.scaled_dot_product_attention import FuseScaledDotProductAttentionPass
+from gradfuse.passes.scaled_dot_product_attention_backward import FuseScaledDotProductAttentionBackwardPass
 from gradfuse.passes.scaled_masked_softmax_backward import FuseScaledMaskedSoftmaxBackwardPass
 from gradfuse.passes.threshold_backward import FuseThresholdBackwardPass
 
@@ -31,6 +33,8 @@ __all__ = [
     "FuseMaxPoolBackwardPass",
     "FuseMseLossBackwardPass",
     "FusePass",
+    "FuseScaledDotProductAttentionBackwardPass",
+    "FuseScaledDotProductAttentionPass",
     "FuseScaledMaskedSoftmaxBackwardPass",
     "FuseThresholdBackwardPass",
     "Fusion",

@@ -38,7 +38,7 @@ class FuseMseLossBackwardPass(FusePass):
     """
 
     operator = "MseLossBackward"
-    weak = True
+    order = 1
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)

@@ -92,13 +92,13 @@ def explaining_pipeline() -> Pipeline:
 
 
 def _passes() -> dict[str, type[FusePass]]:
-    """The pass of each operator that has one, from the module of its stem; weak forms last."""
+    """The pass of each operator that has one, from the module of its stem, in their order."""
     found: dict[str, type[FusePass]] = {}
     for name, operator in custom_ops.OPS.items():
         module = f"{__package__}.{operator.stem}"
         if importlib.util.find_spec(module) is not None:
             found[name] = getattr(importlib.import_module(module), f"Fuse{name}Pass")
-    return dict(sorted(found.items(), key=lambda item: item[1].weak))
+    return dict(sorted(found.items(), key=lambda item: item[1].order))
 
 
 def _count(model: ir.Model) -> dict[str, int]:

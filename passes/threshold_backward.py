@@ -32,7 +32,7 @@ class FuseThresholdBackwardPass(FusePass):
 
     operator = "ThresholdBackward"
     linear = False
-    weak = True
+    order = 1
     training_operators = ("ReluGrad",)
 
     def unmatched(self, site: Site) -> Iterator[NearMiss]:

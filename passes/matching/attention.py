@@ -23,6 +23,9 @@ from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, through
 
 Dims = tuple[int | str | None, ...]
 
+FEWEST_SCORES = 256 * 256
+"""The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
+
 _SOFTMAXES = {("", "Softmax"): False, ("gradfuse.export", "SafeSoftmax"): True}
 """Operators -> whether a row that is -inf throughout gives zeros."""
 _NOTHING_BESIDE = -1e8
@@ -98,6 +101,11 @@ class Masks:
     may_see_nothing: bool = False
 
 
+def pays(rows: int, keys: int) -> bool:
+    """Whether the operator is worth it for this many queries and keys."""
+    return rows * keys >= FEWEST_SCORES
+
+
 def dims_of(value: ir.Value) -> Dims | None:
     """Return the dimensions of a value: sizes, names, or None where nothing is known."""
     if value.shape is None:
@@ -155,7 +163,7 @@ def written(forms: Forms, last: ir.Node) -> Written | None:
         raise Mismatch("its queries, keys and values are of several types")
     safe = _SOFTMAXES[softmax.domain, softmax.op_type]
     if zeroed:
-        terms, safe = _without_rows_that_see_nothing(forms, terms, *zeroed[0]), True
+        terms, safe = _without_rows_that_see_nothing(forms, scores, terms, *zeroed[0]), True
     return Written(last, softmax, products, query, turned_key, value, scale, terms, shapes, draw, safe)
 
 
@@ -201,23 +209,32 @@ def _to_softmax(
         (value,) = rest
 
 
-def _without_rows_that_see_nothing(forms: Forms, terms: list[Term], condition: ir.Value, keeps: bool) -> list[Term]:
+def _without_rows_that_see_nothing(
+    forms: Forms, scores: ir.Value, terms: list[Term], condition: ir.Value, keeps: bool
+) -> list[Term]:
     """Return what is done to scores, where afterwards probabilities become 0 that are of rows that see nothing.
 
     Raises:
         Mismatch: those are other ones.
     """
+    largest = None if keeps else _largest_where_infinite(forms, condition)
+    if largest is not None and through_casts(largest) is through_casts(scores):
+        return terms
     if len(terms) == 1:
         (term,) = terms
         if term.fill == -math.inf and keeps and term.shows and _sees_or_all(term.value, condition):
             return [Term(condition, term.dims, term.factor, term.fill)]
-        if term.fill is None and not keeps and term.factor > 0:
-            first, second = _read(condition, "Equal")
-            (largest, *_) = _read(first, "ReduceMax")
-            if largest is not None and second is not None and _number(forms, second) == -math.inf:
-                if through_casts(largest) is through_casts(term.value):
-                    return terms
+        if term.fill is None and term.factor > 0 and largest is not None:
+            if through_casts(largest) is through_casts(term.value):
+                return terms
     raise Mismatch("its probabilities are masked")
+
+
+def _largest_where_infinite(forms: Forms, condition: ir.Value) -> ir.Value | None:
+    """Return the value whose largest number in a row is -inf where a condition holds; None for other conditions."""
+    first, second = _read(condition, "Equal")
+    is_least = second is not None and _number(forms, second) == -math.inf
+    return _read(first, "ReduceMax")[0] if is_least else None
 
 
 def _sees_or_all(condition: ir.Value, shown: ir.Value) -> bool:

@@ -62,7 +62,7 @@ class Builder:
         """A constant of this type; Mismatch if the type cannot hold it."""
         if dtype in TOLERANCE:
             rounded = array.astype(dtype.numpy()).astype(np.float64)
-            if np.any(np.abs(rounded - array) > TOLERANCE[dtype] * np.abs(array)):
+            if not np.allclose(rounded, array, rtol=TOLERANCE[dtype], atol=0.0, equal_nan=True):
                 raise Mismatch(f"a constant {float(array.flat[0]):.6g} is no number of type {dtype.name}")
         tensor = ir.tensor(array.astype(dtype.numpy()), dtype=dtype, name=self.site.names.fresh("constant"))
         value = ir.Value(name=tensor.name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)

@@ -42,6 +42,8 @@ class Rewrite:
     """Nodes that no form expresses, and that a proof runs all the same."""
     linear: bool = False
     """Whether results are linear in each value of the frontier, or go by its order: a proof needs few numbers."""
+    skips: bool = False
+    """Whether the operator skips what the original multiplies by 0: a NaN or an infinity there reaches nothing."""
     table: Mapping[int, int] = field(default_factory=dict)
     """With `linear`: smaller sizes for static ones, in which the nodes are valid too; if empty, there are none."""
     by_body: bool = False

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfuse import TrainingSession, TrainingStep, build_training_step
-from gradfuse.differentiation import fused_attention
 from gradfuse.export.dropout import mask as dropout_mask
 from gradfuse.optimizers import SGD
+from gradfuse.passes.matching import attention
 from gradfuse.testing import assert_gradients_close
 
 B, L, HEADS, SIZE = 2, 5, 4, 4
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 @pytest.fixture(autouse=True)
 def every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of tests are short."""
-    monkeypatch.setattr(fused_attention, "FEWEST_SCORES", 0)
+    monkeypatch.setattr(attention, "FEWEST_SCORES", 0)
 
 
 BY_HEAD = """
@@ -206,7 +206,7 @@ def test_short_sequences_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A named dimension counts as 64."""
     model = model_of(*WRITTEN["written out"][:3])
     for fewest, count in ((64 * 64 + 1, 0), (64 * 64, 1)):
-        monkeypatch.setattr(fused_attention, "FEWEST_SCORES", fewest)
+        monkeypatch.setattr(attention, "FEWEST_SCORES", fewest)
         step = build_training_step(model, "mse", optimizer=SGD(lr=0.1))
         assert sum(one.op_type == OPERATORS[0] for one in step.model.graph.node) == count
         assert step.report is not None

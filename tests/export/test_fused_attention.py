@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfuse import TrainingSession, TrainingStep, export_training_step
-from gradfuse.differentiation import fused_attention
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.passes.matching import attention
 from gradfuse.testing import assert_gradients_close
 
 B, H, L, S, E = 2, 4, 6, 9, 4
@@ -31,7 +31,7 @@ Attend = Callable[..., Tensor]
 @pytest.fixture(autouse=True)
 def every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of tests are short."""
-    monkeypatch.setattr(fused_attention, "FEWEST_SCORES", 0)
+    monkeypatch.setattr(attention, "FEWEST_SCORES", 0)
 
 
 class Attention(nn.Module):
@@ -344,7 +344,7 @@ def test_lengths_may_vary() -> None:
 
 
 def test_short_sequences_stay_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "FEWEST_SCORES", L * L + 1)
+    monkeypatch.setattr(attention, "FEWEST_SCORES", L * L + 1)
     attend, more, options, _ = WRITTEN["nano"]
     step, _ = exported(Attention(attend, **options), batch_of(more))
     assert not placed(step)

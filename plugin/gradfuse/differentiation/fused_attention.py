@@ -15,7 +15,7 @@ from gradfuse.differentiation.dependence import depending
 from gradfuse.differentiation.expansion import nodes_read
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.passes.matching import Mismatch, attention
-from gradfuse.passes.matching.attention import Dims, Written, dims_of
+from gradfuse.passes.matching.attention import Dims, Written, dims_of, pays
 from gradfuse.passes.matching.cost import ASSUMED_DIM
 from gradfuse.passes.reading import Forms
 from gradfuse.passes.reading.nodes import attribute
@@ -25,16 +25,8 @@ OPERATOR = "ScaledDotProductAttention"
 LEFT = "gradfuse.attention"
 """In the `meta` of a model: why attention in it was left as it is written, as near misses."""
 
-FEWEST_SCORES = 256 * 256
-"""The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
-
 _RANK = 4
 _ROUNDING = 1e-6
-
-
-def pays(rows: int, keys: int) -> bool:
-    """Whether the operator is worth it for so many queries and keys."""
-    return rows * keys >= FEWEST_SCORES
 
 
 def fuse_attention(

@@ -228,7 +228,7 @@ def test_a_pass_alone_is_an_onnx_ir_pass() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"only": ["Softmax"]}, "only is 'Softmax'; expected one of CrossEntropyLossGrad"),
+        ({"only": ["Softmax"]}, "only is 'Softmax'; expected one of .*CrossEntropyLossGrad"),
         ({"skip": ["CtcLossBackward"]}, "skip is 'CtcLossBackward'; expected one of"),
         ({"policy": "some"}, "policy is 'some'; expected 'profitable' or 'all'"),
     ],

@@ -1,0 +1,151 @@
+"""ScaledDotProductAttentionBackward: the gradients of attention by queries, keys and values, of products and a softmax.
+
+With p the probabilities and g the gradient of the output, the gradients are p^T g by values, d k by queries and d^T q
+by keys, where d is what the backward pass of the softmax makes of g v^T. What is between p, g v^T and d is not looked
+at here: the numerical proof runs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching.attention import Written, pays, written
+from gradfuse.passes.matching.attention_operands import Matrices, Operands, in_graph, matrices, source
+from gradfuse.passes.matching.cost import ASSUMED_DIM
+from gradfuse.passes.matching.rewrite import superfluous
+from gradfuse.passes.reading import attribute
+
+FORWARD = "attention"
+"""The notes of a site: a product of probabilities and values, and the operator's node that computes the same."""
+
+_READERS = 32  # of a value that are looked at
+_PRODUCTS = (("", "MatMul"), ("com.microsoft", "FusedMatMul"))
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The backward pass of an attention: the gradients as the graph has them, or as their transposes."""
+
+    found: Written
+    grad_output: Matrices
+    grad_query: Matrices
+    grad_key: Matrices
+    grad_value: Matrices
+
+
+class FuseScaledDotProductAttentionBackwardPass(FusePass):
+    """Finds a product p^T g with probabilities that a product with values reads too, and from there
+
+    1. the attention that these are the probabilities of (matching/attention.py);
+    2. products d k and d^T q with a tensor d of the shape of the scores.
+
+    The operator, and the forward pass that it reads from, take their place where there are scores enough.
+    """
+
+    operator = "ScaledDotProductAttentionBackward"
+    linear = False
+    by_numbers = True
+    order = -2
+
+    def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
+        found = _backward(site, root)
+        return None if found is None else _rewrite(site, builder, found)
+
+
+def _backward(site: Site, root: ir.Value) -> _Backward | None:
+    factors = _factors(root.producer())
+    if factors is None:
+        return None
+    left, right = factors
+    for p, grad_output, turned in ((left.transposed, right, False), (right, left.transposed, True)):
+        if p.turned or not site.knows(p.value) or not _is_long(site.extents(p.value)):
+            continue
+        for use in itertools.islice(p.value.uses(), _READERS):
+            last = use.node
+            if use.idx or (last.domain, last.op_type) != _PRODUCTS[0] or last.graph is not site.graph:
+                continue
+            found = written(site.forms, last)
+            if found is not None and last is not root.producer():
+                return _with_gradients(site, found, grad_output, Matrices(root, turned))
+    return None
+
+
+def _is_long(extents: Sequence[Poly]) -> bool:
+    sizes = [size.integer or ASSUMED_DIM for size in extents[-2:]]
+    return len(sizes) > 1 and pays(*sizes)
+
+
+def _factors(node: ir.Node | None) -> tuple[Matrices, Matrices] | None:
+    """Return the factors of a product of matrices; None of another node."""
+    if node is None or (node.domain, node.op_type) not in _PRODUCTS or None in node.inputs:
+        return None
+    if any(attribute(node, name, one) != one for name, one in (("alpha", 1.0), ("transBatchA", 0), ("transBatchB", 0))):
+        return None
+    left, right = (matrices(value) for value in node.inputs if value is not None)
+    return (
+        left.transposed if attribute(node, "transA", 0) else left,
+        right.transposed if attribute(node, "transB", 0) else right,
+    )
+
+
+def _with_gradients(site: Site, found: Written, grad_output: Matrices, grad_value: Matrices) -> _Backward:
+    of_query = dict(_products(site, found, matrices(found.turned_key).transposed, turned=False))
+    of_key = dict(_products(site, found, matrices(found.query), turned=True))
+    for grad_scores, grad_query in of_query.items():
+        if grad_scores in of_key:
+            return _Backward(found, grad_output, grad_query, of_key[grad_scores], grad_value)
+    raise Mismatch("the gradients of its queries and keys are no products with one gradient of its scores")
+
+
+def _products(site: Site, found: Written, factor: Matrices, *, turned: bool) -> Iterator[tuple[ir.Value, Matrices]]:
+    """Yield tensors d of the shape of scores, with their products d f with a factor, or d^T f if turned."""
+    scores = _whole(site.extents(found.products.outputs[0]))
+    transposes = [use.node.outputs[0] for use in factor.value.uses() if use.node.op_type == "Transpose"]
+    seen = {found.products}
+    for value in (factor.value, *transposes):
+        for use in itertools.islice(value.uses(), _READERS):
+            factors = None if use.node in seen or use.node.graph is not site.graph else _factors(use.node)
+            if factors is None:
+                continue
+            seen.add(use.node)
+            left, right = factors
+            ways = ((left, right, False), (right.transposed, left.transposed, True))
+            for grad, other, is_transpose in ways:
+                if other == factor and grad.turned == turned and site.knows(grad.value):
+                    if _whole(site.extents(grad.value)) == scores:
+                        yield grad.value, Matrices(use.node.outputs[0], is_transpose)
+
+
+def _whole(extents: Sequence[Poly]) -> Sequence[Poly]:
+    """Return sizes without the ones ahead of all others."""
+    return list(itertools.dropwhile(lambda size: size == UNIT, extents))
+
+
+def _rewrite(site: Site, builder: Builder, backward: _Backward) -> Rewrite:
+    operands = Operands(site, builder, backward.found)
+    grad_output = operands.by_head(backward.grad_output, "gradients")
+    output, logsumexp = operands.forward()
+    fused = operands.backward(grad_output, output, logsumexp)
+    gradients = operands.gradients_with_nan(fused)
+    wanted = (backward.grad_query, backward.grad_key, backward.grad_value)
+    *others, (_, result) = [
+        (one.value, in_graph(builder, gradient, one)) for one, gradient in zip(wanted, gradients, strict=True)
+    ]
+    found = backward.found
+    attended = found.last.outputs[0]
+    rewrite = replace(
+        builder.rewrite("attention-backward", fused[:1], result),
+        frontier=(*operands.given, source(backward.grad_output.value)),
+        others=tuple(others),
+        skips=True,
+    )
+    if found.softmax not in superfluous(site, replace(rewrite, others=(*rewrite.others, (attended, output)))):
+        raise Mismatch("its probabilities are read by something else")
+    site.notes(FORWARD)[attended] = output.producer()
+    return rewrite
