@@ -1,6 +1,6 @@
 """ConvolutionBackward: the gradients of a convolution w.r.t. its weight, its input and its bias.
 
-A convolution has no canonical form, so this rule goes by nodes and their attributes. The proof with numbers runs them.
+A convolution has no canonical form, so this rule goes by nodes and their attributes. The test by numbers runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradfuse.passes.proving.shrinking import KEPT_SIZE
 from gradfuse.passes.reading import attribute
 
 _READERS = 32  # of a value that are looked at
-_FEW = 3  # places, items and channels of a proof
+_FEW = 3  # places, items and channels of a test by numbers
 _STEPS = 6  # cuts and paddings one after the other
 
 

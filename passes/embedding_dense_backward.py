@@ -26,7 +26,7 @@ _KEEPING = _VIEWS | {"Cast", "Clip"}
 """Operators behind which an index is the same, if it is one."""
 _PICKS = {"Gather", "Slice"}
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
-_FEW = 3  # columns are enough for a proof: each is the same
+_FEW = 3  # columns are enough for the test by numbers: each is the same
 _MOST = 1 << 14  # elements of a result for which all columns are run
 _MOST_WITH_FEW = 1 << 20
 
@@ -233,7 +233,7 @@ def _conditions(algebra: Algebra, poly: Poly) -> Iterator[Atom]:
 
 
 def _fewer_columns(form: Form, own: Form, weights: int) -> dict[int, int]:
-    """The few columns that a proof of a large result is run on: the operation is linear, and does the same to each."""
+    """The few columns that the test of a large result is run on: the operation is linear, and does the same to each."""
     widths = [size.integer for size in form.sizes[1:]]
     whole = weights
     for n in widths:

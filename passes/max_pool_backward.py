@@ -1,6 +1,7 @@
 """MaxPoolBackward: the gradient of maximum pooling.
 
-Maximum pooling has no canonical form, so this rule goes by nodes and their attributes, which the proof runs.
+Maximum pooling has no canonical form, so this rule goes by nodes and their attributes. The test by numbers runs
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gradfuse.passes.reading import attribute
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _STEPS = 4  # views one after the other
 _INDICES = 1
-_FEW = 3  # windows, items and channels of a proof
+_FEW = 3  # windows, items and channels of a test by numbers
 
 
 class FuseMaxPoolBackwardPass(FusePass):

@@ -2,7 +2,7 @@
 
 A :class:`Context` has a :class:`Site` for each graph, which finds values by what they compute. The rules of an operator
 are a :class:`FusePass`: they propose a :class:`Rewrite` of a value, whose nodes a :class:`Builder` makes. The pass
-compares costs, has the rewrite proved, and puts it in.
+compares costs, has the rewrite tested by numbers, and puts it in.
 """
 
 from gradfuse.passes.matching.builder import Builder

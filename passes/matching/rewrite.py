@@ -39,15 +39,15 @@ class Rewrite:
     elementwise: bool = False
     """Whether all that is computed is elementwise, in float32, on tensors of the root's shape and on single numbers."""
     runs: frozenset[ir.Node] = frozenset()
-    """Nodes that no form expresses, and that a proof runs all the same."""
+    """Nodes that no form expresses, and that the test by numbers runs all the same."""
     linear: bool = False
-    """Whether results are linear in each value of the frontier, or go by its order: a proof needs few numbers."""
+    """Whether results are linear in each value of the frontier, or go by its order: its test needs few numbers."""
     skips: bool = False
     """Whether the operator skips what the original multiplies by 0: a NaN or an infinity there reaches nothing."""
     table: Mapping[int, int] = field(default_factory=dict)
     """With `linear`: smaller sizes for static ones, in which the nodes are valid too; if empty, there are none."""
     by_body: bool = False
-    """Whether the nodes to go are the operator's own body, which is what a proof would run for the fused node."""
+    """Whether the nodes to go are the operator's own body, which is what the test would run for the fused node."""
 
     @property
     def replaced(self) -> tuple[tuple[ir.Value, ir.Value], ...]:

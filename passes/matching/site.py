@@ -60,9 +60,9 @@ class Site:
         self.algebra: Algebra = self.forms.algebra
         self.position: dict[ir.Value, int] = {}
         self.refused: dict[bytes, Exception] = {}
-        """What the numerical proof found against rewrites, by what it ran."""
+        """What the test by numbers found against rewrites, by what it ran."""
         self.derived_sizes: dict[object, dict[str, int]] = {}
-        """What the proofs know of sizes that derive from others, by the sizes of the symbols."""
+        """What the test by numbers knows of sizes that derive from others, by the sizes of the symbols."""
         self._extents: dict[ir.Value, list[Poly]] = {}
         self._index: dict[tuple[frozenset[object], object], list[tuple[int, ir.Value]]] = {}
         self._rounded: set[ir.Value] = set()

@@ -1,4 +1,4 @@
-"""The numerical proof that each rewrite must pass."""
+"""The test by numbers that each rewrite must pass."""
 
 from gradfuse.passes.proving.proof import prove
 from gradfuse.passes.proving.verdicts import Refuted, Unproved

@@ -1,4 +1,4 @@
-"""onnx's reference evaluator with what the proofs need: onnxruntime's operators, and scatters and windows by numpy."""
+"""onnx's reference evaluator with what the test by numbers needs: onnxruntime's operators, scatters, windows."""
 
 from __future__ import annotations
 

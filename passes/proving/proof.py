@@ -1,16 +1,17 @@
-"""The second proof of a match: the subgraph and the fused op run side by side on numbers chosen to tell them apart.
+"""The test of a match by numbers: the subgraph and the fused op run side by side on numbers chosen to tell them apart.
 
-The first proof is algebra. This one is arithmetic, and shares no code with it but the list of values at which a form
-begins. From these *leaves* on, onnx's reference evaluator runs the nodes of the original and of the rewrite in float64,
-fused nodes by the bodies of their operators. The leaves are random and adversarial: peaked values, zeros, NaNs and
-infinities, numbers near the constants of the graph, ignored targets, masks of all ones and all zeros. Every symbolic
-dimension has size 0, 1, 2 and more, beside others of other sizes. What the original does not take is left out.
+The proof of a match is algebra. This test is arithmetic, and shares no code with it but the list of values at which a
+form begins. From these *leaves* on, onnx's reference evaluator runs the nodes of the original and of the rewrite in
+float64, fused nodes by the bodies of their operators. The leaves are random and adversarial: peaked values, zeros, NaNs
+and infinities, numbers near the constants of the graph, ignored targets, masks of all ones and all zeros. Every
+symbolic dimension has size 0, 1, 2 and more, beside others of other sizes. What the original does not take is left
+out.
 
 A fused value must agree wherever the original is finite. Where it is not, because the original computes 0 x NaN or
 0 x Inf in a mask, an ignored row or a one-hot, the fused value may be zero. It may also be what the original gives with
 any finite number in the place of the NaN, or with a huge one in the place of the infinity.
 
-No operator is named here. What the proof knows of one is in its `gradfuse.custom_ops.Operator`.
+No operator is named here. What the test knows of one is in its `gradfuse.custom_ops.Operator`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MOST_PROVED = 10_000
 def prove(site: Site, rewrite: Rewrite, tolerance: float) -> None:
     """Run a rewrite against the subgraph that it is to replace; their constants may differ by the relative tolerance.
 
-    Equal subgraphs, such as those of the layers of a network, are run once: what was proved in this process stays so.
+    Equal subgraphs, such as those of the layers of a network, are run once: the result stays for this process.
 
     Raises:
         Refuted: the two differ: the rule is wrong.

@@ -313,7 +313,7 @@ class Region:
         """Return what a verdict depends on: equal for the same subgraph elsewhere, in other models, with other names.
 
         Args:
-            tolerance: that of the proof.
+            tolerance: that of the test.
             sizes: those of the symbols, in order, in each sample.
         """
         digest = hashlib.sha256(self.model.SerializeToString(deterministic=True))

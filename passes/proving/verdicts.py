@@ -1,4 +1,4 @@
-"""What the proof finds against a rewrite."""
+"""What the test by numbers finds against a rewrite."""
 
 
 class Refuted(Exception):

@@ -225,7 +225,7 @@ def _split_training(forms: KnownForms, node: ir.Node) -> list[Form | None]:
 
 @cache
 def reference_ops() -> list[type]:
-    """The operators as classes of onnx's reference evaluator, for the numerical proof of a match."""
+    """The operators as classes of onnx's reference evaluator, for the test of a match by numbers."""
     from onnx.reference.op_run import OpRun
 
     def op(name: str, run: Callable[..., Array | tuple[Array, ...]], domain: str = DOMAIN) -> type:

@@ -1,4 +1,4 @@
-"""The evaluator of proofs gives what onnx's reference gives."""
+"""The evaluator of the test by numbers gives what onnx's reference gives."""
 
 from __future__ import annotations
 
