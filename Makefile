@@ -186,7 +186,7 @@ $(TOOLS)/.installed: $(INSTALLED)
 	echo "import site; site.addsitedir('$$site')" > \
 	    $$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
 	$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps onnx-ad==0.3.0 onnxsim==0.8.1 \
-	    executorch==1.5.1 torchao==0.18.0 expecttest kgb pandas parameterized python-dateutil pytorch-tokenizers pytz \
+	    z3-solver==5.4.1.0 spingalett==1.5.0 executorch==1.5.1 torchao==0.18.0 expecttest kgb pandas parameterized python-dateutil pytorch-tokenizers pytz \
 	    pyyaml ruamel.yaml six tabulate
 	@touch $@
 
