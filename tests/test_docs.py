@@ -15,7 +15,12 @@ import gradfuse
 from gradfuse import cli, custom_ops
 
 ROOT = Path(__file__).parents[1]
+USER_PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+COLUMN = 80
+"""Characters that the site shows of a line of code without a scroll bar."""
+OUTPUT = {("fusing.md", "text"), ("torch.md", "text")}
+"""Blocks that may be wider: what `explain` prints, and schemas as torch parses them, each in one line."""
 
 
 def text(name: str) -> str:
@@ -36,6 +41,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert other.exists(), target
         if anchor and page.name != "api.md" and other.name != "api.md":
             assert anchor in headings(other), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+def test_code_fits_the_column_of_the_site(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^\n((?:    \S.*\n)(?:    .*\n)*)", text, re.MULTILINE)
+    blocks = [code for language, code in fences if (page.name, language) not in OUTPUT] + indented
+    assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMN] == []
 
 
 def test_the_commands_run_and_the_picture_is_of_the_step(
