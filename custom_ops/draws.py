@@ -13,7 +13,7 @@ FACTORS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
 SHIFTS = (15, 13)
 
 UNIFORM_BITS = 24
-"""So many bits are exact in float32 and float64 alike: a step draws the same numbers in both."""
+"""A number of this many bits is exact in float32 and float64 alike: a step draws the same numbers in both."""
 
 
 def threshold(p: float) -> int:

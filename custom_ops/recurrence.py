@@ -22,7 +22,7 @@ def choices(call: Call) -> Iterable[str]:
 
 
 def divided(call: Call, name: str, dim: Dim, gates: int) -> Dim:
-    """The number of units, where a dimension has so many for each of some gates."""
+    """The number of units, where a dimension has them for each of `gates` gates."""
     if not isinstance(dim, int):
         return None
     if dim % gates:
@@ -42,7 +42,7 @@ def sizes(call: Call, **inputs: Sequence[str]) -> dict[str, Dim]:
 
 
 def times(gates: int, units: Dim) -> Dim:
-    """So many units for each of some gates."""
+    """The dimension of `units` for each of `gates` gates."""
     return gates * units if isinstance(units, int) else None
 
 

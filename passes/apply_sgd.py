@@ -87,7 +87,7 @@ def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
     node = uncast(root).producer()
     if node is None or node.domain or node.op_type not in _SUMS:
         return []
-    # What is given to the body of a loop changes from turn to turn.
+    # What is given to the body of a loop changes from iteration to iteration.
     if not site.is_main or not site.knows(root):
         return []
     terms = [plain(site, value) for value in node.inputs if value is not None]

@@ -97,7 +97,7 @@ def _wholes(site: Site) -> Set[object]:
 
 
 def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Value]:
-    """Values of a form's shape that so many nodes at most, those nearest to a value, read.
+    """Values of a form's shape that the `most` nodes nearest to a value read.
 
     Or of its shape but for the last dimension, along which onnx-ad has several gradients.
     """

@@ -229,7 +229,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         form: Form,
         own: Form,
     ) -> Rewrite:
-        """Groups up to so many ends, elements of an integer tensor, and unless closed one more up to the last row."""
+        """Groups up to the given ends, elements of an integer tensor, and unless closed one more up to the last row."""
         integers = [ir.DataType.INT64, ir.DataType.INT32]
         found = site.find(ends, [count], root, dtypes=integers)
         if found is None or found[1] != 1.0:

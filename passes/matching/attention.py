@@ -88,7 +88,7 @@ class Masks:
     Attributes:
         causal: 0, or 1 and 2 as the operator's attribute.
         shown: booleans, all of which must hold where a row sees a key, with the dimensions of the scores; each with
-            whether it holds where that is so, or where it is not.
+            whether it holds where the value is true, or where it is false.
         added: what is added to the scores, with their dimensions and a factor of it.
         uniform: whether rows that see nothing see everything alike, as what takes the place of scores is finite.
         may_see_nothing: whether a row may see nothing at all.

@@ -49,7 +49,7 @@ def outer_factor(algebra: Algebra, form: Form) -> Outer | None:
 
 
 def without_outer_factor(site: Site, root: ir.Value) -> tuple[ir.Value, Outer] | None:
-    """A stand-in for what is left of the root without its outer factor, and that factor; None if it has none."""
+    """A placeholder for what is left of the root without its outer factor, and that factor; None if it has none."""
     known = site.notes("outer factor")
     if root not in known:
         outer = outer_factor(site.algebra, site.forms.form(root))
@@ -63,11 +63,11 @@ def without_outer_factor(site: Site, root: ir.Value) -> tuple[ir.Value, Outer] |
 
 
 def multiplied(builder: Builder, rewrite: Rewrite, outer: Outer, *, refuses_no_class: bool) -> Rewrite:
-    """The rewrite of the builder's root, from the one of the stand-in without the outer factor.
+    """The rewrite of the builder's root, from the one of the placeholder without the outer factor.
 
     Args:
         builder: has made the nodes of the rewrite.
-        rewrite: what the stand-in becomes.
+        rewrite: what the placeholder becomes.
         outer: the factor to multiply it by.
         refuses_no_class: whether the operator refuses an index that is no class.
 

@@ -236,7 +236,7 @@ class _Reading:
         if number is not None:
             return {_ONE: number} if number else {}
         if node is None or node.domain or node.graph is not self._site.graph or value.dtype not in _WIDE:
-            # Narrower types round so much that another order of the arithmetic gives other numbers.
+            # Narrower types round by an amount at which another order of the arithmetic gives other numbers.
             return own
         inputs = [v for v in node.inputs if v is not None]
         match node.op_type, len(inputs):
@@ -329,7 +329,7 @@ def _corrected(terms: Terms) -> Terms:
 
 
 def parts_of_sum(site: Site, value: ir.Value, is_part: Callable[[ir.Value], bool], most: int) -> list[ir.Value]:
-    """What a value is the sum or difference of, or a multiple of, the value itself first; about so many at most."""
+    """What a value is the sum or difference of, or a multiple of, the value itself first; about `most` of them."""
     found = [site.first(value)]
     for own in found:
         node = own.producer()

@@ -39,7 +39,7 @@ from gradfuse.passes.propagation.sizes import (
 )
 
 _PARTS = 3
-"""What a loop begins with, and what is before and after a turn."""
+"""What a loop begins with, and what is before and after an iteration."""
 _WHOLE = 2**31 - 1
 """An end of a slice that is no smaller means all of it."""
 
@@ -561,7 +561,8 @@ def _if(operands: Operands) -> list[Result]:
 
 @rule("Loop", "Scan")
 def repeated(operands: Operands) -> list[Result]:
-    """What a body carries has the sizes that it begins with, as far as no turn changes them; slices get an axis."""
+    """What a body carries has the sizes that it begins with, as far as no iteration changes them; slices get an
+    axis."""
     facts, node = operands.facts, operands.node
     body = node.attributes["body"].as_graph()
     scans = node.op_type == "Scan"

@@ -17,7 +17,7 @@ from gradfuse.passes.reading.layouts import Form
 
 Array = npt.NDArray[Any]
 VECTOR_LIMIT = 64
-"""Constants of up to so many elements may be axes, sizes and the like."""
+"""Constants of up to this many elements may be axes, sizes and the like."""
 _CONTENT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _KEPT_LIMIT = 1 << 16  # larger constants in files are read again where they are asked for again: they may be weights
 _ALIKE_LIMIT = 1 << 16  # elements of constants that are compared with multiples of each other

@@ -23,7 +23,7 @@ from gradfuse.passes.reading.replay import likeness
 _ROW_OPERATORS = {"Softmax", "LogSoftmax", "ReduceMax", "ReduceLogSumExp"}
 """Operators whose operand gets a name, however it is computed: rules look for what is done with rows of it."""
 _FEW_ELEMENTS = 4
-"""So many elements of a shape are told apart, as where each counts from the end for an index below 0."""
+"""Up to this many elements of a shape are told apart, as where each counts from the end for an index below 0."""
 
 
 @dataclass

@@ -102,7 +102,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def idle_conversions() -> Iterator[None]:
-    """Let `module.to(dtype)` and its kin do nothing where all tensors have that type and device already.
+    """Let `module.to(dtype)` and similar calls do nothing where all tensors have that type and device already.
 
     Modules that take care of the type of a part in `forward` could not be traced: their parameters are then no
     parameters, which cannot be swapped.
@@ -210,7 +210,7 @@ def own_functions(value: Tensor) -> list[str]:
 
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-"""What `torch.no_grad` and its kin call."""
+"""What `torch.no_grad` and similar contexts call."""
 
 
 def set_grad_enabled_unseen(enabled: bool) -> None:

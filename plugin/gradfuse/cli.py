@@ -327,7 +327,7 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
 @click.option("--lora-alpha", type=float, help="Adapters are scaled by alpha / rank; 8 by default.")
 @click.option("--train-batch-norm", is_flag=True, help="Take the batch's statistics and update the running ones.")
 @click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
-@click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average the gradients of so many calls.")
+@click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average gradients over this many calls.")
 @click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
 @click.option(
     "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with its differences, on a batch if given."

@@ -67,7 +67,7 @@ def few(names: Iterable[str]) -> str:
 
 
 _FEW = 8
-"""So many names are worth reading."""
+"""An error lists at most this many names."""
 
 
 def _printable(text: str) -> str:

@@ -199,14 +199,14 @@ def test_a_choice_between_equal_numbers_is_named(given: dict[str, Any]) -> None:
 def test_a_module_that_computes_something_else_when_it_is_traced_is_named(fuse: bool) -> None:
     torch.manual_seed(0)
     module = Head(lambda h: h * 2.0 if torch.compiler.is_exporting() else h)
-    with pytest.raises(ExportError, match=r"its loss is [\d.]+ where that is so, but [\d.]+ else"):
+    with pytest.raises(ExportError, match=r"its loss is [\d.]+ when that is true, [\d.]+ else"):
         export_training_step(module, F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), fuse=fuse)
 
 
 def test_a_module_that_fails_when_it_is_traced_is_named() -> None:
     module = Head(lambda h: h.view(7) if torch.compiler.is_exporting() else h)
     with pytest.raises(
-        ExportError, match=r"fails where that is so: .*shape '\[7\]' is invalid.*test_explaining.py:\d+"
+        ExportError, match=r"fails when that is true: .*shape '\[7\]' is invalid.*test_explaining.py:\d+"
     ):
         export_training_step(module, F.cross_entropy, (torch.randn(4, 6), torch.arange(4)))
 

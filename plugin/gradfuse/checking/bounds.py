@@ -19,26 +19,26 @@ from gradfuse.testing import peer_error
 NOISE_FACTOR = 16
 """A difference may be this many times what rounding does to the first model's own result."""
 ROUNDINGS = 4
-"""So many roundings to the output's type, and to the type of the arithmetic, are granted besides."""
+"""How many roundings to the output's type, and to the type of the arithmetic, are granted besides."""
 
 MOVED_RUNS = 16
 """The most runs in which results of arithmetic are moved by several roundings."""
 MOVED_SHARE = 4
-"""A difference may be so many times the change of a result in such a run."""
+"""A difference may be this many times the change of a result in such a run."""
 
 ROUNDINGS_OF_KERNELS, ROUNDINGS_OF_NARROW_KERNELS = 64, 4
 """How far apart kernels come that add up in another order; in 16 bits less, as sums are made in float32."""
 
 ROUNDINGS_OF_CONSTANTS, SMALL_ROUNDING, SMALL_RUNS = 64, 2.0**-10, 3
-"""In float64 nothing rounds but a model's constants: so many roundings are granted for them. What a rounding does is
-seen in so many runs that are moved by a small part of it, so small that it decides nothing near a kink."""
+"""In float64 nothing rounds but a model's constants. These are the roundings granted for them, the part of a rounding
+by which runs are moved to see what it does (too small to decide anything near a kink), and the number of such runs."""
 
 OTHER_NUMBERS, OTHER_SIZE = 2, 1e-3
-"""If the rounding of a constant decides after all, it does not on numbers a thousandth larger or smaller: so many sets
-of them are tried."""
+"""If the rounding of a constant decides after all, it does not on numbers a thousandth larger or smaller. This many
+sets of them are tried."""
 
 TRUSTED_ROUNDINGS = 2**14
-"""Beyond so many roundings the float64 copy of a model computes something else, and cannot judge."""
+"""Beyond this many roundings the float64 copy of a model computes something else, and cannot judge."""
 
 _Array = npt.NDArray[Any]
 _finfo: Any = ml_dtypes.finfo

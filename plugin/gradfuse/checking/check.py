@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _Array = npt.NDArray[Any]
 
 _NUDGES = 3
-"""So many runs tell what moving every input and weight by one rounding does."""
+"""How many runs tell what moving every input and weight by one rounding does."""
 _ATTEMPTS = 8
 """Sizes that a model cannot run with, as it has constants of one size only, are drawn again, so often at most."""
 _LARGEST_COPY_BYTES = 2**29

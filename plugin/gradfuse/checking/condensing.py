@@ -11,7 +11,7 @@ LARGEST = 2**20
 """Arrays of more elements are condensed."""
 SUMS = 2**16
 _ROWS = 4
-"""So many elements of each sum are added up at once."""
+"""How many elements of each sum are added up at once."""
 _SIGNS = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
 """The signs of eight elements by a random byte."""
 

@@ -40,15 +40,16 @@ _EXACT = frozenset(
 _BY_KERNEL = frozenset({"LinearCrossEntropy", "ScaledDotProductAttention", "ScaledDotProductAttentionBackward"})
 """Operators whose bodies make tensors that nothing needs as a whole."""
 _LARGEST_WINDOWS = 2**25
-"""So many elements of overlapping windows are laid out at once."""
+"""How many elements of overlapping windows are laid out at once, at most."""
 _LARGE = 2**16
 """Values of more elements are large: such weights are float64 only while a part of the model runs that reads them."""
 _VIEWS = frozenset("Cast Flatten Identity Reshape Squeeze Transpose Unsqueeze".split())
 _BYTES = (ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8)
 _LARGEST_PART = 2**23
-"""So many elements of such weights a part reads, or returns as outputs of the model, if it has more than one node."""
+"""How many elements of such weights a part of several nodes reads, or returns as outputs of the model, at most."""
 _LARGEST_VALUES = 2**25
-"""So many elements of other large values such a part reads and makes: each part takes a session of onnxruntime."""
+"""How many elements of other large values such a part reads and makes, at most. Each part takes a session of
+onnxruntime."""
 
 
 class ReferenceSession:

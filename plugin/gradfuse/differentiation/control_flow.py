@@ -1,7 +1,7 @@
 """If, Loop and Scan: their gradients are others of them, whose bodies compute what they need of the forward ones again.
 
-The gradient of a loop goes through its turns from the last one to the first. What a turn began with is saved by the
-forward loop, in outputs that are added to it.
+The gradient of a loop goes through its iterations in reverse order. The forward loop saves what each iteration began
+with, in outputs that are added to it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def of_turns(
     """Return the gradients of the inputs of a Loop or a Scan, and of what its body reads from outside.
 
     Args:
-        node: the Loop or the Scan, which gets outputs: what it saves for each turn.
+        node: the Loop or the Scan, which gets outputs: what it saves for each iteration.
         tape: where its gradient is written.
         dy: the gradients of its outputs.
         needed: the indices of the inputs whose gradients are asked for.
@@ -93,11 +93,11 @@ def of_turns(
 
 
 class _Back:
-    """The body of a loop's gradient, for one turn.
+    """The body of a loop's gradient, for one iteration.
 
     Attributes:
         body: the nodes of the forward body and those of its gradient; its inputs and outputs are not set yet.
-        state: the gradients of carried values and the sums for captured ones: before the turn and behind it.
+        state: the gradients of carried values and the sums for captured ones: before and after the iteration.
         starts: what the state begins with.
         results: what the state ends as the gradient of, None where nobody asks.
         slices: input of the forward body -> the gradient of the slice of a Scan's input.
@@ -194,7 +194,7 @@ class _Back:
                 at = j - loop.carried
                 given.append((gradient.value, value, out_axes[at], 1 - out_directions[at]))
         if not given:
-            # One says how many turns there are, though no turn reads it.
+            # One gives the number of iterations, though none reads it.
             source = node.inputs[loop.carried]
             assert source is not None
             given.append((source, body.inputs[loop.carried], axes[0], 1 - directions[0]))
@@ -223,7 +223,7 @@ class _Back:
         return found
 
     def as_loop(self, needed: Collection[int]) -> list[tuple[ir.Value, Tensor]]:
-        """Write the gradient of a Loop: one of as many turns, each of which takes what the forward one has saved."""
+        """Write the gradient of a Loop: one of as many iterations, each of which takes what the forward one saved."""
         loop, body, tape = self.loop, self.body, self.tape
         turns = tape.of(_added_slices(loop, loop.body.inputs[0], f"{self.prefix}.turns"))
         count = turns.size(0).squeeze(0)
@@ -276,7 +276,7 @@ class _Back:
 
 
 def _true(tape: Tape) -> Tensor:
-    """The condition of every turn that took place."""
+    """The condition of every iteration that took place."""
     return tape.op("Constant", dtype=ir.DataType.BOOL, value=ir.tensor(True))
 
 
@@ -306,7 +306,8 @@ def _added_slices(loop: Repeated, value: ir.Value, name: str) -> ir.Value:
 
 
 def _sequences(loop: Repeated, indices: Sequence[int], prefix: str, tape: Tape) -> list[ir.Value]:
-    """Write the loop once more, with sequences of what some carried values are before each turn, and return these.
+    """Write the loop once more, with sequences of what some carried values are before each iteration, and return
+    these.
 
     Values that change their shape have no slices of one tensor.
     """

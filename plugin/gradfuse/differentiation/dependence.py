@@ -100,7 +100,7 @@ def depending(
 
 
 def active_inputs(loop: Repeated, active: Collection[ir.Value], lost: Mapping[ir.Value, ir.Node]) -> set[ir.Value]:
-    """Return the inputs of a loop's body that depend on what is active around it, in any turn."""
+    """Return the inputs of a loop's body that depend on what is active around it, in any iteration."""
     return set(loop.body.inputs) & _turns(loop, active, lost)[0]
 
 

@@ -246,7 +246,7 @@ def _fold_branches(model: ir.Model) -> None:
 
 
 def _infer_turns(model: ir.Model) -> None:
-    """Give the inputs of loops' bodies the types and shapes around them, as far as no turn changes the shape."""
+    """Give the inputs of loops' bodies the types and shapes around them, as far as no iteration changes the shape."""
     tried: set[ir.Value] = set()
     while True:
         loops = [loop for node in model.graph.all_nodes() if (loop := repeated(node)) is not None]

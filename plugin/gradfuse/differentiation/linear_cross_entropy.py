@@ -550,6 +550,6 @@ def _scaled(node: ir.Node) -> tuple[float, ir.Value] | None:
 
 
 def _is_row(value: ir.Value | None, size: Any, rank: int = 2) -> bool:
-    """Whether a value has an element for each of the last dimension's `size`, and at most so many dimensions."""
+    """Whether a value has an element for each of the last dimension's `size`, and at most `rank` dimensions."""
     dims = None if value is None else _dims(value)
     return bool(dims) and dims is not None and len(dims) <= rank and dims[-1] == size and {*dims[:-1]} <= {1}

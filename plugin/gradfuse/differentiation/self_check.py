@@ -25,7 +25,7 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 
 _WHO = "build_training_step: check"
 _ATTEMPTS = 6
-"""So many batches are drawn until the model runs on one, of sizes that grow."""
+"""How many batches are drawn, of growing sizes, until the model runs on one."""
 _DIRECTIONS = 3
 _MOVED = 1e-2
 """Parameters are moved by this share of themselves: those of a fresh model lie at kinks."""

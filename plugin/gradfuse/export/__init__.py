@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from gradfuse.training.step import TrainingStep
 
 _SMALL = 1 << 26
-"""So many bytes of parameters and buffers may be there a few dozen times: the search for cyclic garbage, which takes a
-fifth of an export, is paused."""
+"""Bytes of parameters and buffers. Below this size, a few dozen copies may live until the export ends: the search for
+cyclic garbage, which takes a fifth of an export, is paused."""
 
 
 def export_training_step(
@@ -67,8 +67,8 @@ def export_training_step(
 
     The module is traced in the mode it is in, train or eval. Module, loss and optimizer are left as they were:
     parameters, buffers, `.grad`, mode, random state, and what their code keeps in Python. In training mode, a hash of
-    the buffer `dropout_seed` decides what dropout drops and what `torch.rand` and its kin draw, and each step adds 1 to
-    it; PyTorch is compared on the same numbers.
+    the buffer `dropout_seed` decides what dropout drops and what `torch.rand` and similar functions draw. Each step
+    adds 1 to it. PyTorch is compared on the same numbers.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input

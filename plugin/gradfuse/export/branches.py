@@ -51,9 +51,9 @@ _ROUNDS = 8
 """What a decision gives may decide the next one; more of them in a row are left alone."""
 
 _SEEDS_AT_RANDOM, _SEEDS_OF_EXTREMES = 40, 2**20
-"""So many are tried until all decisions by random numbers went both ways, and so many for a rare one."""
+"""How many seeds are tried until all decisions by random numbers went both ways, and how many for a rare one."""
 _MOST_COMPARED = 4
-"""With so many of them a model is compared with PyTorch."""
+"""With how many of them a model is compared with PyTorch."""
 
 _KEEPS = frozenset(
     """

@@ -27,7 +27,7 @@ _OF_SHAPES = frozenset(
 )
 """Operators whose numbers follow from sizes as a matter of course."""
 _DRAWN = 3
-"""So many batches are drawn where what repeats the given one has equal numbers."""
+"""How many batches are drawn where what repeats the given one has equal numbers."""
 _OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
 """Operators that take numbers as they take tensors."""
 

@@ -401,7 +401,7 @@ def connect(program: torch.export.ExportedProgram, seed: int) -> None:
     graph = program.graph
     name = program.graph_signature.user_inputs[seed]
     placeholder = next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
-    # How many draws there were: so many as a node says, and some more.
+    # How many draws there were: as many as a node says, and some more.
     before: torch.fx.Node | None = None
     layer = 0
     sides: list[tuple[torch.fx.Node, torch.fx.Node | None, int]] = []

@@ -256,7 +256,7 @@ class Sizes:
 def _is_of_blocks(
     step: TorchStep, condition: private.SizeCondition, axes: Mapping[str, tuple[str, int]], more: int
 ) -> bool:
-    """Whether a condition on a remainder does not hold for sizes so much larger than those of the batch."""
+    """Whether a condition on a remainder does not hold for sizes that are larger than those of the batch by `more`."""
     sizes = {symbol: step.batch[name].shape[axis] + more for symbol, (name, axis) in axes.items()}
     return "%" in condition.text(dict.fromkeys(axes, "size")) and not condition.holds(sizes)
 

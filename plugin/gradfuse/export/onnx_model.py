@@ -110,7 +110,7 @@ def completed(
     *,
     fuse: bool = False,
 ) -> ir.Model:
-    """Return a translated model with gradients and without stand-ins, simplified.
+    """Return a translated model with gradients and without placeholder operators, simplified.
 
     Args:
         model: takes the tensors `order` of the step first.

@@ -26,7 +26,7 @@ Axis = tuple[str, int]
 """A tensor of the batch, and one of its axes."""
 
 _SMALL = 1 << 16
-"""A batch with so many numbers may become several times as large; others become smaller where they can."""
+"""A batch with at most this many numbers may become several times as large; others become smaller where they can."""
 _MOST_OF_ONE, _MOST_TRIED = 16, 512
 _MOST_DRAWN = 1 << 22
 _LEAST = 2

@@ -111,7 +111,7 @@ def pool(
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Maximum pooling over the last axes, as PyTorch's `max_pool1d` and its kin, in steps whose sizes are formulas."""
+    """Maximum pooling over the last axes, as PyTorch's `max_pool1d`, 2d and 3d, in steps whose sizes are formulas."""
     kernel = _per_axis(kernel_size, axes)
     # A list without elements is no stride as well.
     strides = kernel if stride is None or stride == () or stride == [] else _per_axis(stride, axes)

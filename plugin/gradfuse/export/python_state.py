@@ -38,9 +38,9 @@ from gradfuse.export import clocks, explaining
 from gradfuse.export.torch_step import TorchStep
 
 _MOST_HOLDERS, _MOST_ENTRIES = 20_000, 1_000
-"""So many objects are looked at, those that are near first, and none that holds more entries: such hold data."""
+"""How many objects are looked at, the near ones first, and how many entries one may hold: larger ones hold data."""
 _MOST_NUMBERS = 1 << 24
-"""Tensors in attributes are copied until they have so many numbers; what is written into others stays."""
+"""Tensors in attributes are copied up to this many numbers; what is written into others stays."""
 
 _MOST_ADDED = 15_000
 """Lists are made longer up to here, to see whether something follows from their lengths."""
@@ -90,7 +90,7 @@ class Replayed:
         return getattr(self.iterator, name)
 
     def go(self, count: int) -> None:
-        """Go to where it will have given so much, as far as it has that and gives it soon."""
+        """Go to where it will have given `count` values, as far as it has them and gives them soon."""
         end = time.monotonic() + _MOST_SECONDS
         self.at = min(count, len(self._given))
         most = _MOST_ADDED if all(map(_is_small, self._given)) else _FEW
@@ -710,7 +710,7 @@ class _Numbers(_Holder):
         raise NotImplementedError
 
     def _put_later(self, now: Any, times: float) -> None:
-        """Write what will be there after so many times as many calls as have led to what is there now."""
+        """Write what will be there after `times` as many calls as have led to what is there now."""
         raise NotImplementedError
 
 
@@ -912,7 +912,7 @@ _FIXED = (tuple, str, bytes, frozenset)
 
 
 def _lengthened(value: Any, count: int) -> Any:
-    """Return a value of so many parts, at most."""
+    """Return a value of at most `count` parts."""
     more = min(count, _MOST_ADDED) - len(value)
     if isinstance(value, frozenset):
         return value.union(object() for _ in range(more))

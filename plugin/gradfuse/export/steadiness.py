@@ -39,7 +39,7 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls that are tried: beyond most bounds, and multiples of most numbers that code takes remainders by."""
 _MORE_RUNS, _MORE_SECONDS = 20, 1.0
-"""So many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
+"""How many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
 _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
@@ -53,7 +53,7 @@ _NAMED = 3
 _HELD, _FEW = 37, 16
 
 _EXPECTED = (
-    "expected numbers that follow from batch, parameters and buffers: draws by torch.rand and its kin without a "
+    "expected numbers that follow from batch, parameters and buffers: draws by torch.rand and the like without a "
     "generator, no clock, and a buffer for what is to change from step to step"
 )
 
@@ -193,7 +193,7 @@ def _run(
 
 
 def _more_runs(seconds: float, least: int = 0) -> Iterator[int]:
-    """Yield numbers as long as there is time for one more run, and so many at least."""
+    """Yield numbers as long as there is time for one more run, and `least` numbers at least."""
     end = time.monotonic() + seconds
     for number in range(_MORE_RUNS):
         if number < least or time.monotonic() < end:

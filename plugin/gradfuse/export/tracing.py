@@ -285,5 +285,5 @@ def _refuse_random_operators(step: TorchStep, program: ExportedProgram) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise refusal(
                 f"the step draws random numbers by {node.target}{explaining.called(step, str(node.target))} which no "
-                "seed determines; expected dropout, torch.rand, torch.randn and their kin alone"
+                "seed determines; expected dropout, torch.rand, torch.randn and the like alone"
             )

@@ -40,9 +40,9 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
 _PART = 2**20
-"""So many elements of a parameter are updated at once by PyTorch."""
+"""How many elements of a parameter PyTorch updates at once."""
 _UPDATED = 2**24
-"""So many elements of all parameters are updated at once by the model."""
+"""How many elements of all parameters the model updates at once."""
 
 Run = Callable[[TorchStep, Callable[[Tensor], Tensor]], Arrays]
 """Returns the outputs of a step to whose tensors a function is applied first."""
@@ -133,12 +133,12 @@ def traced_as_run(step: TorchStep) -> Iterator[None]:
                 traced = float(step.run().loss)
         except ExportError as failure:
             text = str(failure).removeprefix(f"{WHO}: ")
-            raise refusal(f"{asks} fails where that is so: {text}; {wanted}") from error
+            raise refusal(f"{asks} fails when that is true: {text}; {wanted}") from error
         with undisturbed(step):  # with the same random numbers
             native = step.run()
         loss = float(native.loss)
         if abs(traced - loss) > bounds.ROUNDINGS_OF_KERNELS * step.eps_of_activations * abs(loss):
-            raise refusal(f"{asks} its loss is {traced:.6g} where that is so, but {loss:.6g} else; {wanted}") from error
+            raise refusal(f"{asks} its loss is {traced:.6g} when that is true, {loss:.6g} else; {wanted}") from error
         if native.functions and GRADIENT_SUFFIX in str(error):
             raise refusal(
                 f"{str(error).removeprefix(f'{WHO}: ')}; {native.functions[0]} has a backward pass of its own, of "
@@ -441,7 +441,7 @@ class _Spread:
     """How far each output goes from the exact one when results are moved by a number of roundings.
 
     Args:
-        moved: (roundings, seed) -> the outputs of a run that is moved by so many.
+        moved: (roundings, seed) -> the outputs of a run that is moved by that number of roundings.
         roundings: by how many.
         reference: the exact outputs.
     """
@@ -560,7 +560,7 @@ def _gradients(results: Arrays | None) -> Arrays:
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names of parameters in groups that have no more than so many elements, or one parameter."""
+    """Yield the names of parameters in groups of at most `_UPDATED` elements, or of one parameter."""
     group: list[str] = []
     for name, size in sizes.items():
         if group and sum(sizes[one] for one in group) + size > _UPDATED:

@@ -33,7 +33,7 @@ SECONDS = 120
 _POLL_SECONDS = 0.5
 _END_SECONDS = 5
 _LONGEST_SHAPE = 1024
-"""No shape has so many dimensions, and few tensors of sizes have so many elements."""
+"""More dimensions than any shape has, and more elements than most tensors of sizes have."""
 # The exit codes of an interpreter that ends by itself. All others are those of a crash, and so is 0 while at work: it
 # is what is known of a process where the system does not keep the exit codes (SIGCHLD is ignored).
 _OWN_CODES = (1, 2, 120)
@@ -286,7 +286,7 @@ class _Worker:
         return (has_shapes, inferred) if len(inferred) == size else None
 
     def _read(self, size: int) -> bytes:
-        """So many bytes, or fewer where the process ends."""
+        """`size` bytes, or fewer where the process ends."""
         parts = []
         while size and (part := self._files[1].read(min(size, 1 << 20))):
             parts.append(part)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 SMALLEST = 2**20
 """Arrays of fewer bytes stay in memory."""
 _LEAST_ROOM = 2**27
-"""So many bytes a run may always keep in memory: the libraries that it needs take several times that."""
+"""How many bytes a run may always keep in memory: the libraries that it needs take several times that."""
 # Large files belong there, by the Filesystem Hierarchy Standard; /tmp may be memory.
 _FOLDER = "/var/tmp"
 
@@ -62,7 +62,7 @@ class Shelf:
         self._lock = threading.Lock()
 
     def limit(self, room: int) -> None:
-        """Let runs keep so many bytes in memory, or the least that there is any use in."""
+        """Let runs keep `room` bytes in memory, or the least that is of any use."""
         self.room = max(room, _LEAST_ROOM)
 
     def spill(self, array: npt.NDArray[Any]) -> Spilled | None:

@@ -24,7 +24,7 @@ MOST_INLINED_SHARE = 100
 """...and, in larger models, for each node that is written. What is more is made to exhaust whoever reads it."""
 
 HIGHEST_RANK = 32
-"""So many dimensions do arrays of any numpy have."""
+"""How many dimensions arrays may have in every version of numpy."""
 
 # What onnxruntime-training puts into the default domain.
 _TRAINING_OPS = ("AveragePoolGrad", "MaxPoolGrad", "SimplifiedLayerNormalization")

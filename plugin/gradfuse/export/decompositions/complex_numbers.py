@@ -1,4 +1,5 @@
-"""Complex numbers as two real tensors: rotary embeddings by `torch.polar` and `torch.view_as_complex`, and their kin.
+"""Complex numbers as two real tensors: rotary embeddings by `torch.polar`, `torch.view_as_complex` and similar
+functions.
 
 What computes complex numbers becomes `complex(real part, imaginary part)` of real computations, and what reads the
 parts reads these. Fourier transforms stay what they are. This module imports torch.

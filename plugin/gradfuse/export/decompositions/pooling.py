@@ -244,7 +244,7 @@ def _add_at(grad_output: Tensor, self: Tensor, indices: Tensor, axes: int) -> Te
 
 
 def replication_pad_backward(grad_output: Tensor, self: Tensor, padding: Sequence[Any]) -> Tensor:
-    """Gradient of replicated borders: aten::replication_pad1d_backward and its kin in 2-D and 3-D.
+    """Gradient of replicated borders: aten::replication_pad1d_backward and its 2-D and 3-D forms.
 
     Args:
         grad_output: (*, out sizes), floating.
