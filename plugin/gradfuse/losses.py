@@ -28,14 +28,17 @@ __all__ = [
     "CTCLoss",
     "CrossEntropyLoss",
     "HuberLoss",
+    "KLDivLoss",
     "L1Loss",
     "Loss",
     "MSELoss",
     "NLLLoss",
+    "PoissonNLLLoss",
+    "SmoothL1Loss",
+    "SoftMarginLoss",
     "named",
 ]
 
-_REDUCTIONS = ("mean", "sum")
 _MEAN = "mean"
 
 
@@ -65,6 +68,7 @@ class Loss(abc.ABC):
     reduction: str = _MEAN
 
     least_rank: ClassVar[int] = 0
+    reductions: ClassVar[tuple[str, ...]] = ("mean", "sum")
 
     @property
     def takes(self) -> str:
@@ -72,8 +76,9 @@ class Loss(abc.ABC):
         return ""
 
     def __post_init__(self) -> None:
-        if self.reduction not in _REDUCTIONS:
-            raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected 'mean' or 'sum'")
+        if self.reduction not in self.reductions:
+            wanted = " or ".join(map(repr, self.reductions))
+            raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected {wanted}")
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -110,12 +115,15 @@ class CrossEntropyLoss(Loss):
         ignore_index: rows with this target do not count.
         label_smoothing: how much of the target is spread evenly over all classes, from 0 to 1.
         from_logits: False: the output is probabilities, as of a model that ends in a softmax.
+        soft_targets: True: the targets are probabilities of the classes, of the output's shape and type, such as
+            one-hot rows or the results of a teacher. As in torch, the mean is over rows, whatever their weights.
     """
 
     weight: npt.ArrayLike | None = None
     ignore_index: int = -100
     label_smoothing: float = 0.0
     from_logits: bool = True
+    soft_targets: bool = False
 
     least_rank: ClassVar[int] = 2
 
@@ -128,7 +136,7 @@ class CrossEntropyLoss(Loss):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        return (Target("target", ir.DataType.INT64, _classes),)
+        return super().targets if self.soft_targets else (Target("target", ir.DataType.INT64, _classes),)
 
     @property
     def takes(self) -> str:
@@ -138,6 +146,8 @@ class CrossEntropyLoss(Loss):
         if not self.from_logits:
             # The logarithms of probabilities are logits of them.
             output = _before(output, "Softmax", axis=1, rank=rank) or _log(output)
+        if self.soft_targets:
+            return self._of_shares(output, targets[0], rank)
         if not self.label_smoothing:
             weight = None if self.weight is None else output.tape.constant(self.weight, output.dtype)
             return output.op(
@@ -161,6 +171,16 @@ class CrossEntropyLoss(Loss):
         smoothed = evenly.masked(counted).sum(None, keepdims=False) * self.label_smoothing / classes
         loss = -(total + smoothed)
         return loss / rows.sum(None, keepdims=False) if self.reduction == _MEAN else loss
+
+    def _of_shares(self, output: Tensor, target: Tensor, rank: int) -> Tensor:
+        log_probs = output.op("LogSoftmax", axis=1)
+        if self.label_smoothing:
+            classes = output.size(1).squeeze(0).cast(output.dtype)
+            target = target * (1 - self.label_smoothing) + self.label_smoothing / classes
+        if self.weight is not None:
+            column = np.asarray(self.weight, np.float64).reshape(-1, *[1] * (rank - 2))
+            target = target * output.tape.constant(column, output.dtype)
+        return -self._reduced((log_probs * target).sum([1], keepdims=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +244,82 @@ class HuberLoss(Loss):
         size = (output - targets[0]).op("Abs")
         inner = size.op("Min", self.delta)
         return self._reduced(inner * (size - inner * 0.5))
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothL1Loss(Loss):
+    """d^2 / (2 beta) for differences d up to `beta`, |d| - beta / 2 beyond: torch.nn.SmoothL1Loss."""
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.beta >= 0 and math.isfinite(self.beta)):
+            raise ArgumentError(f"SmoothL1Loss: beta is {self.beta!r}; expected a number from 0 on")
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        if not self.beta:
+            return L1Loss(self.reduction).forward(output, targets, rank)
+        return HuberLoss(self.reduction, self.beta).forward(output, targets, rank) / self.beta
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftMarginLoss(Loss):
+    """log(1 + exp(-y x)) of numbers x and targets y, -1 or 1: torch.nn.SoftMarginLoss."""
+
+    @property
+    def takes(self) -> str:
+        return "logits"
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        return self._reduced((-(output * targets[0])).op("Softplus"))
+
+
+@dataclasses.dataclass(frozen=True)
+class KLDivLoss(Loss):
+    """y (log y - x) of log-probabilities x and probabilities y of their shape: torch.nn.KLDivLoss.
+
+    Attributes:
+        reduction: "batchmean" besides: the sum, divided by the size of the first axis, which is the divergence.
+        log_target: whether the targets are the logarithms of probabilities.
+    """
+
+    log_target: bool = False
+
+    reductions: ClassVar[tuple[str, ...]] = ("mean", "sum", "batchmean")
+
+    @property
+    def takes(self) -> str:
+        return "log-probabilities"
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        target = targets[0]
+        if self.log_target:
+            elements = target.exp() * (target - output)
+        else:
+            # That of 0 counts as 0.
+            elements = target * (_log(target) - output)
+        if self.reduction != "batchmean":
+            return self._reduced(elements)
+        return elements.sum(None, keepdims=False) / output.size(0).squeeze(0).cast(output.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonNLLLoss(Loss):
+    """exp(x) - y x of the logarithm x of an expected count, and counts y: torch.nn.PoissonNLLLoss without `full`.
+
+    Attributes:
+        log_input: False: the output is the expected count itself, of which it is x - y log(x + eps).
+        eps: what keeps its logarithm finite.
+    """
+
+    log_input: bool = True
+    eps: float = 1e-8
+
+    def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
+        if self.log_input:
+            return self._reduced(output.exp() - targets[0] * output)
+        return self._reduced(output - targets[0] * (output + self.eps).op("Log"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +442,11 @@ _NAMED: Mapping[str, Callable[[], Loss]] = {
     "sparse_categorical_crossentropy": functools.partial(CrossEntropyLoss, from_logits=False),
     "nll": NLLLoss,
     "ctc": CTCLoss,
+    "categorical_crossentropy": functools.partial(CrossEntropyLoss, from_logits=False, soft_targets=True),
+    "kl_div": functools.partial(KLDivLoss, "batchmean"),
+    "poisson_nll": PoissonNLLLoss,
+    "smooth_l1": SmoothL1Loss,
+    "soft_margin": SoftMarginLoss,
 }
 
 

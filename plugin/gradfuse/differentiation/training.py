@@ -32,7 +32,7 @@ from gradfuse.differentiation.differentiate import (
 )
 from gradfuse.differentiation.fused_attention import LEFT
 from gradfuse.differentiation.indexing import mark_embeddings
-from gradfuse.differentiation.parameters import choose, separate, warn
+from gradfuse.differentiation.parameters import Choice, choose, separate, warn
 from gradfuse.differentiation.parameters import tie as tie_tensors
 from gradfuse.differentiation.rules import FLOATS, FUSES
 from gradfuse.differentiation.seeded_draws import in_new_opset, seed_draws, turn_off_dropout
@@ -60,7 +60,7 @@ _PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Tran
 
 def build_training_step(
     model: ModelLike,
-    loss: str | losses.Loss | ModelLike | Any | None,
+    loss: str | losses.Loss | ModelLike | Mapping[str, Any] | Sequence[Any] | Any | None,
     *,
     trainable: Iterable[str] | None = None,
     frozen: Iterable[str] | None = None,
@@ -73,6 +73,10 @@ def build_training_step(
     fuse: bool = True,
     check: bool | Mapping[str, Any] = False,
     float64: bool = True,
+    loss_weights: Mapping[str, float] | None = None,
+    outputs: Iterable[str] = (),
+    input_gradients: Iterable[str] = (),
+    train_inputs: Mapping[str, Any] | None = None,
 ) -> TrainingStep:
     """Make a training step from a forward model in ONNX, without PyTorch.
 
@@ -87,7 +91,10 @@ def build_training_step(
             `gradfuse.losses`, of the model's only float output, or its first; of probabilities "bce" and
             "sparse_categorical_crossentropy". Or an ONNX model or onnxscript function (outputs, targets) -> scalar,
             whose first inputs are outputs of their names, or the first float output, and whose others become targets of
-            their names; its initializers are constants. None: the model's own scalar output.
+            their names; its initializers are constants. None: the model's own scalar output. A dictionary output ->
+            name or object, or a list of these in the order of the float outputs: the sum of several. Their targets are
+            `<output>.target`, which `TrainingSession.step` takes as {output: target}; each is an output `<output>.loss`
+            of the step.
         trainable: names of stored tensors to train, or patterns as of `fnmatch`; None: all parameters. A pattern takes
             parameters, and where it matches none of them whatever else it matches.
         frozen: names or patterns of tensors that stay as they are.
@@ -106,6 +113,11 @@ def build_training_step(
             where that is possible, on a random batch; or the batch to do so on: input or target -> array.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
+        loss_weights: output -> what its loss is multiplied by in the sum of several; 1 where it is not there.
+        outputs: names of values of the model that the step gives beside its loss, as `TrainingSession.outputs`.
+        input_gradients: names of float inputs of the model whose gradients the step gives, as `<input>.grad`.
+        train_inputs: input of the model -> the array that it begins at: it trains as a parameter, with those of
+            `trainable`, which may be [] then.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
@@ -123,11 +135,11 @@ def build_training_step(
             weight has the values of another one; what may be a parameter stays as it is; the model ends in a softmax or
             the like, and the loss takes logits; or the loss leaves out outputs.
     """
-    criterion = losses.named(loss) if isinstance(loss, str) and not loss_models.is_model(loss) else loss
-    if not (criterion is None or isinstance(criterion, losses.Loss) or loss_models.is_model(criterion)):
+    criterion = _criterion(loss, loss_weights)
+    if not (criterion is None or isinstance(criterion, losses.Loss | _Sum) or loss_models.is_model(criterion)):
         raise ArgumentError(
             f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses, a model, "
-            "an onnxscript function or None"
+            "an onnxscript function, a dictionary or list of losses, or None"
         )
     _require_options(optimizer, max_grad_norm, accumulate, grad_scaler)
     if not isinstance(check, (bool, Mapping)):
@@ -138,10 +150,24 @@ def build_training_step(
         )
     scaling = loss_scaling(grad_scaler, lambda text: ArgumentError(f"{_WHO}: {text}"))
     options = _Options(optimizer, max_grad_norm, accumulate, scaling, float64)
+    asked = _Asked(_listed("outputs", outputs), _listed("input_gradients", input_gradients), dict(train_inputs or {}))
+    if asked.gradients and options.loss_scaling is not None:
+        raise ArgumentError(
+            f"{_WHO}: input_gradients are given with grad_scaler, which scales them; expected one of the two"
+        )
     with collection_paused():
         # What has been read is held by nobody here, so that it is gone at the end.
         return _built(
-            *_read(model, check is not False), criterion, trainable, frozen, tie, options, train_batch_norm, fuse, check
+            *_read(model, check is not False),
+            criterion,
+            asked,
+            trainable,
+            frozen,
+            tie,
+            options,
+            train_batch_norm,
+            fuse,
+            check,
         )
 
 
@@ -175,10 +201,125 @@ class _Options:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """A sum of losses.
+
+    Attributes:
+        parts: the losses by output; None: of the float outputs in their order.
+        weights: what some of them are multiplied by, by output.
+    """
+
+    parts: Mapping[str, losses.Loss] | Sequence[losses.Loss]
+    weights: Mapping[str, float]
+
+    def by_output(self, floats: Sequence[ir.Value]) -> dict[ir.Value, losses.Loss]:
+        """Return the loss of each output."""
+        named = {str(value.name): value for value in floats}
+        if not isinstance(self.parts, Mapping):
+            if len(self.parts) > len(floats):
+                raise ArgumentError(
+                    f"{_WHO}: loss has {len(self.parts)} losses, and the model {len(floats)} float outputs, "
+                    f"{listed(named)}; expected no more losses"
+                )
+            return dict(zip(floats, self.parts, strict=False))
+        unknown = [name for name in (*self.parts, *self.weights) if name not in named]
+        if unknown:
+            raise ArgumentError(f"{_WHO}: loss has {unknown[0]!r}; expected float outputs among {listed(named)}")
+        return {named[name]: one for name, one in self.parts.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a step is to give and to train besides.
+
+    Attributes:
+        outputs: the names of values that become outputs.
+        gradients: the names of inputs whose gradients do.
+        trained: the names of inputs that become parameters, and their first values.
+    """
+
+    outputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    trained: Mapping[str, Any]
+
+    def with_trained(self, graph: ir.Graph) -> None:
+        """Give the inputs that become parameters their first values, as initializers."""
+        inputs = {str(value.name): value for value in graph.inputs}
+        for name, given in self.trained.items():
+            value = inputs.get(name)
+            if value is None:
+                raise ArgumentError(f"{_WHO}: train_inputs has {name!r}; expected inputs among {listed(inputs)}")
+            if value.dtype not in FLOATS or value.shape is None:
+                raise ArgumentError(
+                    f"{_WHO}: train_inputs has {name!r}, which is {value.dtype}; expected a float input"
+                )
+            array = np.asarray(given)
+            fits = len(array.shape) == len(value.shape) and all(
+                not isinstance(dim, int) or dim == size for dim, size in zip(value.shape, array.shape, strict=False)
+            )
+            if array.dtype != value.dtype.numpy() or not fits:
+                raise ArgumentError(
+                    f"{_WHO}: train_inputs of {name!r} is {array.dtype} of shape {list(array.shape)}; "
+                    f"expected {value.dtype} of shape {value.shape}"
+                )
+            graph.inputs.remove(value)
+            value.shape = ir.Shape(array.shape)
+            value.const_value = ir.tensor(np.array(array), name=name)
+            graph.register_initializer(value)
+
+    def made_outputs(self, graph: ir.Graph) -> dict[str, int]:
+        """Make values outputs of a graph, so that they stay; return at which places they are."""
+        places: dict[str, int] = {}
+        values = {str(value.name): value for node in graph for value in node.outputs}
+        for name in self.outputs:
+            if name not in values:
+                raise ArgumentError(f"{_WHO}: outputs has {name!r}; expected values that the model computes")
+            if name == LOSS or name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX)):
+                raise ArgumentError(f"{_WHO}: outputs has {name!r}, a name that the step has; expected another one")
+            if values[name] not in graph.outputs:
+                graph.outputs.append(values[name])
+            places[name] = list(graph.outputs).index(values[name])
+        return places
+
+
+def _listed(argument: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in (*names,)):
+        raise ArgumentError(f"{_WHO}: {argument} is {names!r}; expected a list of names")
+    return tuple(dict.fromkeys(names))
+
+
+def _criterion(loss: Any, weights: Mapping[str, float] | None) -> Any:
+    """Return a loss, with those of names made; of several their sum."""
+    if isinstance(loss, str) and not loss_models.is_model(loss):
+        loss = losses.named(loss)
+    if not isinstance(loss, (Mapping, list, tuple)):
+        if weights:
+            raise ArgumentError(f"{_WHO}: loss_weights is given with one loss; expected a dictionary of losses")
+        return loss
+    parts = dict(loss) if isinstance(loss, Mapping) else dict(enumerate(loss))
+    made: dict[Any, losses.Loss] = {}
+    for key, one in parts.items():
+        made[key] = losses.named(one) if isinstance(one, str) and not loss_models.is_model(one) else one
+        if not isinstance(made[key], losses.Loss):
+            raise ArgumentError(
+                f"{_WHO}: loss has {type(one).__name__} for {key!r}; expected a name or an object of gradfuse.losses"
+            )
+    if not made:
+        raise ArgumentError(f"{_WHO}: loss is empty; expected at least one loss")
+    for name, weight in (weights or {}).items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
+            raise ArgumentError(f"{_WHO}: loss_weights of {name!r} is {weight!r}; expected a finite number")
+        if isinstance(loss, Mapping) and name not in loss:
+            raise ArgumentError(f"{_WHO}: loss_weights has {name!r}; expected outputs among {listed(loss)}")
+    return _Sum(made if isinstance(loss, Mapping) else tuple(made.values()), dict(weights or {}))
+
+
 def _built(
     work: ir.Model,
     given: ir.Model | None,
     criterion: Any,
+    asked_for: _Asked,
     trainable: Iterable[str] | None,
     frozen: Iterable[str] | None,
     tie: Mapping[str, str] | None,
@@ -194,7 +335,12 @@ def _built(
     separate(store)
     if tie:
         tie_tensors(store, tie)
-    choice = choose(store, trainable, frozen)
+    choice = _choice(store, trainable, frozen, asked_for)
+    asked_for.with_trained(work.graph)
+    if given is not None:
+        asked_for.with_trained(given.graph)
+    ends = len(work.graph.outputs)
+    places = asked_for.made_outputs(work.graph)
     aside = names.set_aside([*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)])
     for value in list(work.graph.initializers.values()):
         value.name = aside.get(str(value.name), value.name)
@@ -212,23 +358,28 @@ def _built(
     separate_statistics(Store(work), by_batch)
     initializers, asked = dict(graph.initializers), [aside.get(name, name) for name in choice.names]
     batch = [str(value.name) for value in graph.inputs]
+    wanted = _differentiated(graph, {aside.get(name, name) for name in asked_for.gradients}, asked_for)
     evaluation = copy_model(work)
+    del evaluation.graph.outputs[ends:]
     turn_off_dropout(evaluation.graph)
     for node in graph:
         node.meta[FUSES] = fuse
-    expand_on_the_way(work, [initializers[name] for name in asked])
+    expand_on_the_way(work, [*(initializers[name] for name in asked), *wanted])
 
     seeds = seed_draws(work, Tape(free_prefix(graph, "draws/"), work.opset_imports[""]))
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     updated = use_batch_statistics(graph, by_batch, tape, fuse=fuse) | seeds
     tape = Tape(free_prefix(graph), work.opset_imports[""])
-    result, targets = _loss(work, tape, criterion)
+    found_loss = _loss(work, tape, criterion, list(graph.outputs)[:ends])
+    result, targets = found_loss.result, found_loss.targets
     graph.extend(tape.nodes)
     infer(work)
     of_batch = {value: str(value.name) for value in graph.inputs if value.name in {*batch, *targets}}
-    checks = index_checks.checks_of(_labels(graph, criterion, targets), of_batch)
-    if criterion is not None and not isinstance(criterion, losses.Loss):
+    checks = index_checks.checks_of(_labels(graph, found_loss), of_batch)
+    if criterion is not None and not isinstance(criterion, losses.Loss | _Sum):
         loss_models.require_scalar(result, graph.outputs)
+    extra = {name: list(graph.outputs)[place] for name, place in places.items()}
+    extra |= {name: part for name, part in found_loss.parts.items() if name not in extra}
     if fuse:
         mark_embeddings(graph)
     scale = None
@@ -237,28 +388,39 @@ def _built(
     found = append_gradients(
         work,
         result,
-        [initializers[name] for name in asked],
+        [*(initializers[name] for name in asked), *wanted],
         fuse=fuse,
         scale=None if scale is None else (scale, 1 / options.accumulate),
-        kept=[result, *(after.value for after in updated.values())],
+        kept=[result, *(after.value for after in updated.values()), *extra.values()],
     )
     parameters = _with_gradients(asked, initializers, found, choice.named)
+    for name in (*asked_for.trained, *asked_for.gradients):
+        if aside.get(name, name) not in parameters and all(value.name != aside.get(name, name) for value in wanted):
+            raise ArgumentError(f"{_WHO}: the loss does not depend on the input {name!r}; expected that it does")
     warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})
     description = options.described(parameters)
-    _free_names(graph, result, parameters, updated, description)
+    reserved = [] if description is None else description.input_names()
+    if not extra.keys().isdisjoint(reserved):
+        name = next(name for name in extra if name in reserved)
+        raise ArgumentError(f"{_WHO}: outputs has {name!r}, a name that the step has; expected another one")
+    _free_names(graph, result, parameters, updated, description, [str(value.name) for value in wanted])
 
     changed = {*parameters, *updated}
     first = [value for name, value in graph.initializers.items() if name in changed]
     values = _taken_out(graph, parameters)
     buffers = _taken_out(graph, updated)
     graph.inputs[:] = [*first, *([] if scale is None else [scale]), *graph.inputs]
-    graph.outputs[:] = [_loss_output(graph, result)]
+    graph.outputs.clear()
+    kept = _kept_outputs(graph, extra, result)
+    graph.outputs[:] = [_loss_output(graph, result), *kept]
     for name, after in updated.items():
         like = next(value for value in first if value.name == name)
         graph.outputs.append(named_output(graph, after, name + UPDATED_SUFFIX, like))
     for name in parameters:
         like = initializers[name]
         graph.outputs.append(named_output(graph, found[like], name + GRADIENT_SUFFIX, like))
+    for value in wanted:
+        graph.outputs.append(named_output(graph, found[value], f"{value.name}{GRADIENT_SUFFIX}", value))
     RemoveUnusedNodesPass()(work)
     if any(node.domain == "aclnn" for node in graph):
         functions.attach(work)
@@ -286,6 +448,8 @@ def _built(
         state_dict_names={name: name for name in (*values, *buffers)},
         evaluation_model=_evaluation(evaluation, [*parameters, *(name for name in buffers if name not in seeds)]),
         index_ranges=index_checks.ranges_of(checks),
+        output_names=(*extra, *(f"{value.name}{GRADIENT_SUFFIX}" for value in wanted)),
+        nesting={} if found_loss.nesting is None else {"targets": found_loss.nesting},
     )
     return names.finished(step, aside)
 
@@ -307,22 +471,123 @@ def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: in
         raise ArgumentError(f"{_WHO}: {name} is given without an optimizer; expected both or neither")
 
 
-def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[str]]:
-    """Put the loss behind the output; return it and the names of the inputs that it has added."""
+def _choice(store: Store, trainable: Any, frozen: Any, asked: _Asked) -> Choice:
+    """Return the parameters, with the inputs that become some."""
+    only = asked.trained and trainable is not None and not isinstance(trainable, str) and not list(trainable)
+    choice = Choice([], [], [], {}, {}, [], named=False) if only else choose(store, trainable, frozen)
+    return dataclasses.replace(choice, names=[*choice.names, *asked.trained])
+
+
+def _differentiated(graph: ir.Graph, wanted: Collection[str], asked: _Asked) -> list[ir.Value]:
+    """Return the inputs whose gradients are outputs."""
+    found = [value for value in graph.inputs if value.name in wanted]
+    if len(found) < len(wanted):
+        inputs = [str(value.name) for value in graph.inputs]
+        unknown = next(name for name in asked.gradients if name not in inputs)
+        raise ArgumentError(f"{_WHO}: input_gradients has {unknown!r}; expected inputs among {listed(inputs)}")
+    for value in found:
+        if value.dtype not in FLOATS:
+            raise ArgumentError(f"{_WHO}: input_gradients has {value.name!r}, which is {value.dtype}; expected a float")
+    return found
+
+
+def _kept_outputs(graph: ir.Graph, extra: Mapping[str, ir.Value], loss: ir.Value) -> list[ir.Value]:
+    """Return values under names of their own, as outputs of the step."""
+    every = {str(value.name) for value in values_of(graph)}
+    results: list[ir.Value] = []
+    for name, value in extra.items():
+        if value is loss or value in results or value.producer() is None:
+            node = ir.node("Identity", [value], name=f"{name}.identity")
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+            graph.append(node)
+            value = node.outputs[0]
+        for other in values_of(graph):
+            if other.name == name and other is not value:
+                other.name = names.free(f"{name}_inner", every)
+                every.add(other.name)
+        value.name = name
+        results.append(value)
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A loss that was put behind a model.
+
+    Attributes:
+        result: its value.
+        targets: the names of the inputs that it has added.
+        parts: what it is the sum of, by name; empty where it is one.
+        of: what it is taken of, the loss that is taken, and the name of the first target.
+        nesting: that of the targets as arguments; None: each is one itself.
+    """
+
+    result: ir.Value
+    targets: list[str] = dataclasses.field(default_factory=list)
+    parts: Mapping[str, ir.Value] = dataclasses.field(default_factory=dict)
+    of: Sequence[tuple[ir.Value, losses.Loss, str]] = ()
+    nesting: Any = None
+
+
+def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) -> _Found:
+    """Put the loss behind outputs of the model, its `ends`."""
     graph = work.graph
-    floats = [value for value in graph.outputs if value.dtype in FLOATS]
+    floats = [value for value in ends if value.dtype in FLOATS]
     if not floats:
         raise ArgumentError(f"{_WHO}: the model has no float output; expected one for the loss")
     if criterion is None:
         scalars = [value for value in floats if value.shape is not None and all(dim == 1 for dim in value.shape)]
         if len(scalars) != 1:
             raise ArgumentError(f"{_WHO}: loss is None and {len(scalars)} outputs are scalars; expected one, or a loss")
-        return scalars[0], []
+        return _Found(scalars[0])
+    if isinstance(criterion, _Sum):
+        return _sum(graph, tape, criterion, floats)
     output = floats[0]
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     if not isinstance(criterion, losses.Loss):
-        return _loss_of_model(work, tape, output, criterion)
+        return _Found(*_loss_of_model(work, tape, output, criterion, ends))
+    result, targets = _loss_of_output(graph, tape, output, criterion, "")
+    return _Found(result, targets, of=[(output, criterion, targets[0])])
+
+
+def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value]) -> _Found:
+    """Put several losses and their sum behind outputs."""
+    total: Tensor | None = None
+    parts: dict[str, ir.Value] = {}
+    of: list[tuple[ir.Value, losses.Loss, str]] = []
+    targets: list[str] = []
+    arguments: list[Any] = []
+    by_output = criterion.by_output(floats)
+    dtypes = {output.dtype for output in by_output}
+    wide = ir.DataType.DOUBLE if ir.DataType.DOUBLE in dtypes else ir.DataType.FLOAT
+    taken = {str(value.name) for value in values_of(graph)}
+    for output, one in by_output.items():
+        result, added = _loss_of_output(graph, tape, output, one, f"{output.name}.")
+        of.append((output, one, added[0]))
+        targets += added
+        arguments.append([str(output.name), added[0] if len(added) == 1 else added])
+        parts[names.free(f"{output.name}.{LOSS}", taken)] = result
+        term = tape.of(result) if len(dtypes) == 1 else tape.of(result).cast(wide)
+        weight = criterion.weights.get(str(output.name), 1.0)
+        term = term if weight == 1 else term * float(weight)
+        total = term if total is None else total + term
+    assert total is not None
+    total.value.shape = ir.Shape([])
+    result = total.value
+    if result in parts.values():
+        # One loss alone.
+        result = total.op("Identity").value
+        result.shape = ir.Shape([])
+    return _Found(result, targets, parts, of, {"arguments": arguments, "keywords": False})
+
+
+def _loss_of_output(
+    graph: ir.Graph, tape: Tape, output: ir.Value, criterion: losses.Loss, prefix: str
+) -> tuple[ir.Value, list[str]]:
+    """Put a loss behind an output; return it and the names of the inputs that it has added, with a prefix."""
+    if output.shape is None:
+        raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     name = type(criterion).__name__
     dims = [dim if isinstance(dim, int) else dim.value for dim in output.shape]
     if len(dims) < criterion.least_rank:
@@ -332,7 +597,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
         )
     _warn_of_activation(output, criterion)
     values = {str(value.name) for value in values_of(graph)}
-    free = {target.name: names.free(target.name, values) for target in criterion.targets}
+    free = {target.name: names.free(prefix + target.name, values) for target in criterion.targets}
     added: list[Tensor] = []
     for target in criterion.targets:
         dtype = target.dtype or output.dtype
@@ -345,7 +610,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any) -> tuple[ir.Value, list[st
     return result, list(free.values())
 
 
-def _labels(graph: ir.Graph, criterion: Any, targets: Sequence[str]) -> list[index_checks.Index]:
+def _labels(graph: ir.Graph, loss: _Found) -> list[index_checks.Index]:
     """Return the labels that losses in a graph take."""
     found = []
     for node in graph:
@@ -354,10 +619,10 @@ def _labels(graph: ir.Graph, criterion: Any, targets: Sequence[str]) -> list[ind
             assert scores is not None and labels is not None
             ignored = node.attributes.get_int("ignore_index") if "ignore_index" in node.attributes else None
             found.append((scores, labels, ignored))
-    if isinstance(criterion, losses.CrossEntropyLoss) and criterion.label_smoothing:
-        (label,) = (value for value in graph.inputs if value.name == targets[0])
-        output = next(value for value in graph.outputs if value.dtype in FLOATS)
-        found.append((output, label, criterion.ignore_index))
+    for output, criterion, name in loss.of:
+        if isinstance(criterion, losses.CrossEntropyLoss) and criterion.label_smoothing:
+            (label,) = (value for value in graph.inputs if value.name == name)
+            found.append((output, label, criterion.ignore_index))
     return [index_checks.Index(labels, _classes(scores), ignored) for scores, labels, ignored in found]
 
 
@@ -395,14 +660,16 @@ def _warn_of_activation(output: ir.Value, criterion: losses.Loss) -> None:
     warnings.warn(
         f"{_WHO}: the output {output.name!r} is {gives}, as the model ends in {node.op_type}; {name} takes "
         f"{criterion.takes}. Expected {fitting}, or a model without its {node.op_type}",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
-def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any) -> tuple[ir.Value, list[str]]:
+def _loss_of_model(
+    work: ir.Model, tape: Tape, output: ir.Value, loss: Any, ends: Sequence[ir.Value]
+) -> tuple[ir.Value, list[str]]:
     graph = work.graph
     # The first one that is a float is what a loss without its name takes.
-    outputs = dict.fromkeys([output, *graph.outputs])
+    outputs = dict.fromkeys([output, *ends])
     found = loss_models.behind(list(outputs), loss, graph, tape.opset)
     if found.opsets[""] > tape.opset:
         raise_opset(work, found.opsets[""])
@@ -452,10 +719,12 @@ def _free_names(
     parameters: Iterable[str],
     updated: Iterable[str],
     description: optimizers.Optimizer | None,
+    differentiated: Iterable[str],
 ) -> None:
     """Take names that the step gives to something else from what nodes compute; refuse them of anything else."""
     changed = [*updated] if description is None else [*updated, *parameters]
     wanted = {LOSS, *(name + UPDATED_SUFFIX for name in changed), *(name + GRADIENT_SUFFIX for name in parameters)}
+    wanted |= {name + GRADIENT_SUFFIX for name in differentiated}
     if description is not None:
         states = description.input_names()
         wanted |= {*states, *(name + UPDATED_SUFFIX for name in states)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradfuse.errors import ExportError
@@ -35,8 +35,8 @@ cyclic garbage, which takes a fifth of an export, is paused."""
 
 def export_training_step(
     module: nn.Module,
-    loss: Callable[..., Tensor],
-    batch: tuple[Any, Any],
+    loss: Callable[..., Any] | None,
+    batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     dynamic_shapes: Any = None,
@@ -48,6 +48,7 @@ def export_training_step(
     evaluation: bool | None = None,
     float64: bool = True,
     verify: Literal["full", "quick"] = "full",
+    input_gradients: Sequence[str] = (),
     progress: Progress | bool = False,
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, verified against PyTorch.
@@ -73,12 +74,14 @@ def export_training_step(
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
             under the first of their names, with the summed gradient.
-        loss: a module or function; `loss(output, *targets)` is a tensor of one element.
+        loss: a module or function; `loss(output, *targets)` is a tensor of one element, or (such a tensor, {name:
+            tensor}): the others are outputs of the step. None: the module computes the loss itself. It is what the
+            module returns, or its entry or attribute `loss`, or the first element of its tuple.
         batch: `(inputs, targets)`: the arguments of the module, and those of the loss after its first. Each is a
             tensor, a tuple of arguments, or a dictionary of them by name; None: there are none. Arguments may be nested
             in tuples, lists, dictionaries and named tuples, and hold None, booleans and strings besides, which are part
             of the step. Values of tensors matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says
-            otherwise.
+            otherwise. With `loss=None` there are no targets, and a dictionary is the inputs alone.
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW` over parameters of the module or the loss. Its update becomes
             part of the model, and starts from the optimizer's state. As in PyTorch, parameters that it does not have,
             that require no gradient, or that the loss does not depend on, stay as they are. None: the model ends at the
@@ -102,6 +105,8 @@ def export_training_step(
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
         verify: "quick" leaves out float64, which takes a third of an export's time and half of its memory: an error
             that is no larger than what rounding may do is not seen then. "full" says so where memory will not do.
+        input_gradients: names of tensors of the batch, by `input_names` or `target_names`, whose gradients become
+            outputs `<name>.grad` of the step, in their shapes and types.
         progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
             there are, and every second of a long one, with the share of it that is done; True: a bar shows that where
             standard error is a terminal.
@@ -155,7 +160,7 @@ def export_training_step(
     large = _bytes(module) > _SMALL
     frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
     with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, spilling.shelf() as shelf:
-        step = TorchStep.of(module, loss, batch, describe, autocast)
+        step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
         sizes = explaining.Sizes(general=verifying.has_onnxruntime())
@@ -197,7 +202,7 @@ def _exported(
     from gradfuse.training import index_checks
     from gradfuse.training.names import finished
     from gradfuse.training.optimizers import LOSS_SCALE
-    from gradfuse.training.step import TrainingStep
+    from gradfuse.training.step import GRADIENT_SUFFIX, TrainingStep
 
     wants_evaluation = optimizer is not None if evaluation is None else evaluation
     in_float64 = verify == "full"
@@ -312,6 +317,7 @@ def _exported(
         evaluation_model=evaluating,
         nesting={"inputs": step.given_inputs.nesting, "targets": step.given_targets.nesting},
         index_ranges=index_checks.ranges_of(checks),
+        output_names=(*native.outputs, *(name + GRADIENT_SUFFIX for name in step.differentiated)),
     )
     return finished(exported_step, step.aside)
 

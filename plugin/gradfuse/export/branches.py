@@ -459,7 +459,7 @@ def _forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
     for name in step.trainable:
         state[name].requires_grad_()
     with lengths_as_tensors():
-        value, after = step.apply(state, copies(step.inputs), copies(step.targets))
+        value, after, _ = step.apply(state, copies(step.inputs), copies(step.targets))
     return value.detach(), {name: tensor.detach() for name, tensor in after.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -12,12 +12,12 @@ from gradfuse.differentiation.tensors import Tape
 from gradfuse.models import reading
 
 
-def append(model: ir.Model, count: int, *, fuse: bool, sizes: Mapping[str, int]) -> ir.Model:
-    """Return a model with the gradients of its first output, with respect to its first inputs, as further outputs.
+def append(model: ir.Model, wrt: Sequence[int], *, fuse: bool, sizes: Mapping[str, int]) -> ir.Model:
+    """Return a model with the gradients of its first output, with respect to some inputs, as further outputs.
 
     Args:
         model: the translation of a forward program.
-        count: how many inputs these are.
+        wrt: which inputs these are, counted from 0.
         fuse: whether operators of gradfuse may stand in it.
         sizes: what named dimensions are in the batch.
 
@@ -26,7 +26,7 @@ def append(model: ir.Model, count: int, *, fuse: bool, sizes: Mapping[str, int])
     """
     work = prepared(reading.load(model))
     graph = work.graph
-    chosen = list(graph.inputs[:count])
+    chosen = [graph.inputs[index] for index in wrt]
     for node in graph:
         node.meta[FUSES] = fuse
     expand_on_the_way(work, chosen)

@@ -117,7 +117,8 @@ def completed(
         step: the step.
         order: the names of the tensors.
         free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
-        trained: by how many of the first inputs gradients of the first result are taken, as further outputs.
+        trained: by how many of the first inputs gradients of the first result are taken, as further outputs; those by
+            the batch's `step.differentiated` follow.
         fuse: whether operators of gradfuse may stand in it.
 
     Raises:
@@ -130,11 +131,13 @@ def completed(
             value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)
             model.graph.register_initializer(value)
     # Only now: before, the parameters would have been taken for constants.
-    sizes = _sizes(model, step, [*(name for name in order if name in free), *step.batch])
+    names = [*(name for name in order if name in free), *step.batch]
+    sizes = _sizes(model, step, names)
     if trained:
         simplify(model)
         try:
-            model = gradients.append(model, trained, fuse=fuse, sizes=sizes)
+            wrt = [*range(trained), *(names.index(name) for name in step.differentiated)]
+            model = gradients.append(model, wrt, fuse=fuse, sizes=sizes)
         except ModelError as error:
             raise refusal(one_line(error)) from error
     elif fuse:
@@ -179,7 +182,8 @@ def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: Dyna
         *(f"scaled_{LOSS}" for _ in scale),
         LOSS,
         *(name + UPDATED_SUFFIX for name in changed),
-        *(name + GRADIENT_SUFFIX for name in used),
+        *native.outputs,
+        *(name + GRADIENT_SUFFIX for name in (*used, *step.differentiated)),
     )
     produced = dict(zip(results, graph.outputs, strict=True))
     for name in step.trainable:
@@ -188,7 +192,8 @@ def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: Dyna
     graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *scale, *step.batch)]
     wanted = (
         LOSS,
-        *(name + GRADIENT_SUFFIX for name in step.trainable),
+        *native.outputs,
+        *(name + GRADIENT_SUFFIX for name in (*step.trainable, *step.differentiated)),
         *(name + UPDATED_SUFFIX for name in changed),
     )
     graph.outputs.clear()
@@ -248,7 +253,8 @@ def with_optimizer(
     That is a model of the gradients, as `<parameter>.grad`, and of what the optimizer reads besides.
     """
     update = copy_model(model)
-    gradients = [value for value in update.graph.outputs if str(value.name).endswith(GRADIENT_SUFFIX)]
+    wanted = {name + GRADIENT_SUFFIX for name in described.parameters}
+    gradients = [value for value in update.graph.outputs if value.name in wanted]
     optimizers.append(update, described, step.batch, fuse=fuse)
     complete = copy_model(update)
     passes.RemoveUnusedNodesPass()(complete)

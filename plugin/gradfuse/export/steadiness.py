@@ -409,8 +409,9 @@ class _Seeding:
 
 
 def _outputs(outcome: Outcome) -> dict[str, Tensor]:
-    gradients = {name + GRADIENT_SUFFIX: one for name, one in outcome.gradients.items()}
-    return {LOSS: outcome.loss, **gradients, **outcome.buffers}
+    gradients = outcome.gradients | outcome.input_gradients
+    named = {name + GRADIENT_SUFFIX: one for name, one in gradients.items()}
+    return {LOSS: outcome.loss, **outcome.outputs, **named, **outcome.buffers}
 
 
 def _differ(step: TorchStep, first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfuse import _torch_private as private
-from gradfuse.errors import ExportError
+from gradfuse.errors import ExportError, few
 from gradfuse.export import explaining, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
@@ -72,6 +72,8 @@ class Outcome:
         changed: the names of the buffers that the run changed.
         dropouts: the number of dropouts.
         functions: the names of the `torch.autograd.Function`s with gradients of their own.
+        outputs: what the loss returns beside its value, by name.
+        input_gradients: the gradients of the tensors of the batch that the step is asked for.
     """
 
     loss: Tensor
@@ -80,6 +82,8 @@ class Outcome:
     changed: tuple[str, ...]
     dropouts: int
     functions: tuple[str, ...]
+    outputs: dict[str, Tensor]
+    input_gradients: dict[str, Tensor]
 
     def without_values(self) -> Outcome:
         """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
@@ -126,6 +130,8 @@ class TorchStep:
         autocast: the type that module and loss run in under `torch.autocast`; None: in their own types.
         aside: the names of tensors that the step may need itself -> what they are called meanwhile.
         originals: the tensors of module and loss as they are, by name.
+        taken: the names that no output of the step's own may have.
+        differentiated: the names of the tensors of the batch whose gradients are outputs.
     """
 
     module: nn.Module
@@ -144,6 +150,8 @@ class TorchStep:
     autocast: torch.dtype | None
     aside: Mapping[str, str] = dataclasses.field(default_factory=dict)
     originals: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    taken: Collection[str] = ()
+    differentiated: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -153,23 +161,26 @@ class TorchStep:
         batch: Any,
         describe_optimizer: Callable[[Mapping[int, str]], Optimizer | None],
         autocast: torch.dtype | None,
+        input_gradients: Sequence[str] = (),
     ) -> TorchStep:
         """Check the arguments of `export_training_step` and collect what the step consists of.
 
         Args:
-            module, loss, batch, autocast: as for `export_training_step`.
+            module, loss, batch, autocast, input_gradients: as for `export_training_step`.
             describe_optimizer: returns the optimizer, given `id` -> name of the trainable parameters.
 
         Raises:
             ExportError: an argument is not as described there.
         """
-        module, loss = private.unwrapped(module), private.unwrapped(loss)
+        module, loss = private.unwrapped(module), own_loss if loss is None else private.unwrapped(loss)
         if not isinstance(module, nn.Module):
             raise refusal(f"module is {type(module).__name__}; expected torch.nn.Module")
         if not callable(loss):
             raise refusal(f"loss is {type(loss).__name__}; expected a module or function")
         for what, owner in (("module", module), ("loss", loss)):
             _refuse_scripts(what, owner)
+        if loss is own_loss and isinstance(batch, Mapping):
+            batch = batch, None
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise refusal(f"batch is {kind(batch)}; expected (inputs, targets)")
 
@@ -204,7 +215,12 @@ class TorchStep:
         inputs = Arguments.of(batch[0], "inputs", module.forward, 0, "input", taken)
         targets = Arguments.of(batch[1], "targets", loss_function, 1, "target", taken)
         inputs.require_taken(module.forward, 0, "module", "inputs")
+        if loss is own_loss and targets.names:
+            raise refusal(f"loss is None, and the batch has targets, {few(targets.names)}; expected them in its inputs")
         targets.require_taken(loss_function, 1, "loss", "targets")
+        differentiated = _differentiated(input_gradients, inputs, targets)
+        if differentiated and optimizer is not None and optimizer.loss_scaling is not None:
+            raise refusal("input_gradients are given with grad_scaler, which scales them; expected one of the two")
         return cls(
             module=module,
             loss=loss,
@@ -222,6 +238,8 @@ class TorchStep:
             autocast=autocast,
             aside=aside,
             originals=dict(state),
+            taken=frozenset(taken),
+            differentiated=differentiated,
         )
 
     def with_dropout_seed(self) -> TorchStep:
@@ -312,8 +330,8 @@ class TorchStep:
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
         watch: Watch | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss with `state` in place of the module's tensors, and the buffers as the run left them.
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the loss with `state` in place of the module's tensors, the buffers as the run left them, and outputs.
 
         `watch` watches the module while it runs.
         """
@@ -325,13 +343,16 @@ class TorchStep:
             if watch is not None:
                 watch.returned(output)
             value = self.given_targets.call(self.loss, (output,), targets)
+        outputs: dict[str, Tensor] = {}
+        if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[1], Mapping):
+            value, outputs = value[0], dict(value[1])
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == 1:
             # PyTorch takes gradients of it as of a scalar.
             value = value.reshape(())
         after = {name: self.places[name][0].tensor() for name in self.buffers}
         if DROPOUT_SEED in after:
             after[DROPOUT_SEED] = after[DROPOUT_SEED] + 1
-        return value, after
+        return value, after, outputs
 
     def run(
         self,
@@ -379,6 +400,8 @@ class TorchStep:
         state = {name: fresh(tensor) for name, tensor in self.state.items()}
         leaves = {name: state[name].requires_grad_() for name in self.trainable}
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
+        of_batch = dict(zip(self.batch, (*inputs, *targets), strict=True))
+        wanted = {name: of_batch[name].requires_grad_() for name in self.differentiated}
         if held is not None:
             held.extend((*inputs, *targets))
         for name, gradient in updated.items():
@@ -393,18 +416,20 @@ class TorchStep:
         drawing = SeededDropout(state.get(DROPOUT_SEED, torch.tensor(TRIED_SEED)))
         try:
             with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept:
-                value, after = self.apply(state, inputs, targets)
+                value, after, outputs = self.apply(state, inputs, targets)
         except ExportError:
             raise
         except Exception as error:
             # A user's module may raise anything.
             raise refusal(f"the module or the loss fails on the batch: {explaining.reason(error)}") from error
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            raise refusal(f"loss returns {kind(value)}; expected a tensor of one element")
+            wanted_of = "a tensor of one element, or (such a tensor, a dictionary of others by name)"
+            raise refusal(f"loss returns {kind(value)}; expected {wanted_of}")
+        _require_outputs(outputs, self.taken)
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
         functions = tuple(private.own_functions(value))
-        refuse_foreign_leaves(value, leaves, (*inputs, *targets), made)
+        refuse_foreign_leaves(value, leaves | wanted, (*inputs, *targets), made)
         written_into = [
             name
             for name, tensor in state.items()
@@ -442,15 +467,23 @@ class TorchStep:
             or not torch.equal(tensor, before[name])
             or tensor in written
         )
-        gradients = _gradients(value, leaves) if take is None else _gradients_taken(value, leaves, take)
+        every = leaves | wanted
+        gradients = _gradients(value, every) if take is None else _gradients_taken(value, every, take)
+        for name in wanted:
+            if name not in gradients:
+                raise refusal(
+                    f"the loss does not depend on {name!r}, whose gradient is asked for; expected that it does"
+                )
         hooks.refuse()
         return Outcome(
             loss=value.detach(),
-            gradients=gradients,
+            gradients={name: one for name, one in gradients.items() if name not in wanted},
             buffers={name: tensor.detach() for name, tensor in after.items()},
             changed=tuple(changed),
             dropouts=drawn.count,
             functions=functions,
+            outputs={name: tensor.detach() for name, tensor in outputs.items()},
+            input_gradients={name: gradients[name] for name in wanted},
         )
 
     def _where_changed(self, name: str) -> str:
@@ -464,6 +497,50 @@ class TorchStep:
                 self.apply(state, self.inputs, self.targets)
         place: str = since.place
         return place
+
+
+def own_loss(output: Any) -> Any:
+    """Return the loss that a module computes itself.
+
+    That is a tensor, or (a tensor, a dictionary of outputs); else the entry or attribute `loss` of what the module
+    returns, as of the outputs of transformers, or the first element of a tuple.
+    """
+    if isinstance(output, (tuple, list)) and len(output) == 2 and isinstance(output[1], Mapping):
+        return output
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) or hasattr(output, "loss"):
+        found = output.get("loss") if isinstance(output, Mapping) else output.loss
+        if found is None:
+            raise refusal(
+                "loss is None, and the module's output has no loss; expected one, as with labels= in the batch"
+            )
+        return found
+    return output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+def _differentiated(given: Any, inputs: Arguments, targets: Arguments) -> tuple[str, ...]:
+    """Return the names of the tensors of the batch whose gradients are asked for."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise refusal(f"input_gradients is {given!r}; expected a list of names of inputs")
+    tensors = dict(zip((*inputs.names, *targets.names), (*inputs.tensors, *targets.tensors), strict=True))
+    for name in given:
+        if name not in tensors:
+            raise refusal(f"input_gradients has {name!r}; expected names among {few(map(repr, tensors))}")
+        if not tensors[name].is_floating_point():
+            raise refusal(f"input_gradients has {name!r}, which is {tensors[name].dtype}; expected a floating type")
+    return tuple(dict.fromkeys(given))
+
+
+def _require_outputs(outputs: Mapping[Any, Any], taken: Collection[str]) -> None:
+    for name, tensor in outputs.items():
+        if not isinstance(name, str) or not name:
+            raise refusal(f"loss returns an output with the name {name!r}; expected text")
+        if name in taken or name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX)):
+            raise refusal(f"loss returns an output {name!r}, a name that the step has already; expected another one")
+        if not isinstance(tensor, torch.Tensor):
+            advice = f"; give it as torch.tensor({tensor!r})" if isinstance(tensor, (int, float)) else ""
+            raise refusal(f"loss returns {kind(tensor)} as the output {name!r}; expected a tensor{advice}")
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def forward_program(
     fuse: bool,
     evaluation: bool,
 ) -> tuple[ExportedProgram, int]:
-    """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers).
+    """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *outputs).
 
     Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
     scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss.
@@ -84,11 +84,12 @@ def forward_program(
     def copies(names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(step.state[name].detach().clone() for name in names)
 
+    batch = tuple(one.detach().requires_grad_(name in step.differentiated) for name, one in step.batch.items())
     arguments: tuple[Any, ...] = (
         tuple(tensor.requires_grad_() for tensor in copies(used)),
         copies(others),
-        tuple(tensor.detach() for tensor in step.inputs),
-        tuple(tensor.detach() for tensor in step.targets),
+        batch[: len(step.inputs)],
+        batch[len(step.inputs) :],
     )
     dims: tuple[Any, ...] = ((None,) * len(used), (None,) * len(others), shapes.inputs, shapes.targets)
     if step.scales_loss:
@@ -273,11 +274,13 @@ class _Traced(nn.Module):
         state |= {name: state[name].clone() for name in step.buffers}
         answered = branches.answered(step, taken, state, native.changed)
         with lengths_as_tensors(), recurrences.scanned(), pools.sized(), splits.sized(), answered:
-            value, after = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
+            batch = [one.clone() for one in inputs], [one.clone() for one in targets]
+            value, after, extra = step.apply(state, *batch, watch)
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
         outputs = () if watch is None else watch.outputs
-        return (*losses, *(after[name] for name in native.changed), *outputs)
+        own = (*(after[name] for name in native.changed), *(extra[name] for name in native.outputs))
+        return (*losses, *own, *outputs)
 
 
 def _refuse_random_operators(step: TorchStep, program: ExportedProgram) -> None:

@@ -39,6 +39,8 @@ from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
+_SUFFIXES = (GRADIENT_SUFFIX, UPDATED_SUFFIX)
+
 _PART = 2**20
 """How many elements of a parameter PyTorch updates at once."""
 _UPDATED = 2**24
@@ -290,7 +292,9 @@ class Truth:
         eps = self.step.eps
         # Counters and the seed of dropout are no measure of what rounding does.
         rounded = {name for name, array in results.items() if array.dtype.kind not in "biu"}
-        scale = max((bounds.magnitude(array) for name, array in reference.items() if name in rounded), default=0.0)
+        # Nor is what the loss gives beside its value.
+        own = [name for name in rounded if name == LOSS or name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX))]
+        scale = max((bounds.magnitude(array) for name, array in reference.items() if name in own), default=0.0)
         for name, array in results.items():
             wanted = self._wanted(reference, name, array, which)
             bound = 16 * difference(self.own.get(name, wanted), wanted) + 64 * eps * bounds.magnitude(wanted)
@@ -419,7 +423,8 @@ class Truth:
         """Return what condenses an output of a model: those of a tensor of the step must have its shape."""
 
         def take(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            like = self.step.state.get(name.rpartition(".")[0])
+            of = next((name.removesuffix(one) for one in _SUFFIXES if name.endswith(one)), "")
+            like = self.step.state.get(of)
             if like is not None and array.shape != like.shape:
                 raise _another_shape(name, which, array.shape, tuple(like.shape))
             return condensed(array)
@@ -653,14 +658,15 @@ def _condensed(tensor: Tensor) -> Tensor:
 
 
 def _names(outcome: Outcome) -> set[str]:
-    gradients = {name + GRADIENT_SUFFIX for name in outcome.gradients}
-    return {LOSS, *gradients, *(name + UPDATED_SUFFIX for name in outcome.changed)}
+    gradients = {name + GRADIENT_SUFFIX for name in (*outcome.gradients, *outcome.input_gradients)}
+    return {LOSS, *gradients, *(name + UPDATED_SUFFIX for name in outcome.changed), *outcome.outputs}
 
 
 def _named(outcome: Outcome, changed: Sequence[str]) -> Arrays:
     """Return the outputs of a step by their names in the model, as float64 and condensed."""
-    tensors = {LOSS: outcome.loss}
-    tensors |= {name + GRADIENT_SUFFIX: tensor for name, tensor in outcome.gradients.items()}
+    tensors = {LOSS: outcome.loss, **outcome.outputs}
+    gradients = outcome.gradients | outcome.input_gradients
+    tensors |= {name + GRADIENT_SUFFIX: tensor for name, tensor in gradients.items()}
     tensors |= {name + UPDATED_SUFFIX: outcome.buffers[name] for name in changed}
     return {
         name: condensed(to_numpy(tensor, copy=False)).astype(np.float64, copy=False) for name, tensor in tensors.items()

@@ -84,6 +84,7 @@ def finished(step: TrainingStep, aside: Mapping[str, str]) -> TrainingStep:
         evaluation_model=None if evaluation is None else _renamed(evaluation, names),
         index_ranges={names[name]: ranges for name, ranges in step.index_ranges.items()},
         own_names=moved,
+        output_names=tuple(names.get(name, name) for name in step.output_names),
     )
 
 

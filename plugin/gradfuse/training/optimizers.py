@@ -183,6 +183,8 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str], *, fus
     inputs = {str(value.name): value for value in graph.inputs}
     outputs = {str(value.name): value for value in graph.outputs}
     gradients = {name: outputs[name + GRADIENT_SUFFIX] for name in optimizer.parameters}
+    # What the user asks for, such as gradients of the batch, stays.
+    dropped = {name + GRADIENT_SUFFIX for name in inputs if name not in batch}
     added = _new_inputs(optimizer, inputs)
     inputs = {name: value for name, value in inputs.items() if name not in batch} | added
     inputs |= {str(value.name): value for value in graph.inputs if value.name in batch}
@@ -196,7 +198,7 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str], *, fus
         value.name = name + UPDATED_SUFFIX
         outputs[str(value.name)] = value
     graph.outputs[:] = [
-        *(value for name, value in outputs.items() if not name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX))),
+        *(value for name, value in outputs.items() if name not in dropped and not name.endswith(UPDATED_SUFFIX)),
         *(outputs[name + UPDATED_SUFFIX] for name in inputs if name + UPDATED_SUFFIX in outputs),
     ]
     if fused:

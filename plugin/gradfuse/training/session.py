@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from gradfuse import library
 from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, is_of_onnxruntime, reason
-from gradfuse.errors import ArgumentError, GradfuseError, ModelError
+from gradfuse.errors import ArgumentError, GradfuseError, ModelError, listed
 from gradfuse.models import tensor_files, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused, give_back
@@ -37,12 +37,14 @@ from gradfuse.training.arguments import (
 from gradfuse.training.in_place import BARRIER, with_updates_last
 from gradfuse.training.index_checks import require_in_range
 from gradfuse.training.nesting import flat, leaves_of_call
+from gradfuse.training.sharing import Shared, Sides, require_common, shareable
 from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _WHO = "TrainingSession"
+_SETTABLE = ("learning_rate",)
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
 """Where the tensors of a session live, by its first execution provider; else on the CPU."""
 
@@ -74,10 +76,14 @@ class TrainingSession:
         providers: onnxruntime's execution providers, as for `onnxruntime.InferenceSession`; None: the CPU.
         session_options: an `onnxruntime.SessionOptions`, used as it is; None: the default ones, with gradfuse's kernels
             registered if there is a compiled library.
+        share_with: a session whose parameters and buffers of the same names are those of this one as well: both read
+            and train one tensor, which keeps the value that it has there. The optimizer's state, the learning rates and
+            the seed of dropout are each session's own. Of sessions that share something, one runs at a time.
 
     Raises:
         ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
-        ArgumentError: a value of the step has another type or shape than its input.
+        ArgumentError: a value of the step has another type or shape than its input; or `share_with` has nothing in
+            common with the step, something of another type or shape, or trains what is a constant of the other.
         GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
 
     """
@@ -88,10 +94,13 @@ class TrainingSession:
         providers: Sequence[Any] | None = None,
         *,
         session_options: Any = None,
+        share_with: TrainingSession | None = None,
     ) -> None:
         onnxruntime = import_onnxruntime()
+        if not isinstance(share_with, TrainingSession | None):
+            raise ArgumentError(f"{_WHO}: share_with is {type(share_with).__name__}; expected a TrainingSession")
         # A signal's handler may ask for something while its thread runs a step.
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock() if share_with is None else share_with._lock
         self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         self._providers = checked_providers(providers, _WHO)
         if session_options is None:
@@ -121,10 +130,19 @@ class TrainingSession:
         self._device = _device(self._providers[0])
 
         batch = {*step.input_names, *step.target_names}
+        names = [name for name in self._inputs if name not in batch]
+        changed = [name for name in names if step.own_name(name + UPDATED_SUFFIX) in outputs]
+        self._shared: Shared | None = None
+        self._shareable = frozenset(shareable(step))
+        self._written_elsewhere = frozenset(changed) - in_place
+        self._changed = frozenset(changed)
+        given = {} if share_with is None else self._values_of(share_with)
         kept = {
-            name: self._allocate(name, self._inputs[name], self._device) for name in self._inputs if name not in batch
+            name: given[name]
+            if name in given and name not in self._written_elsewhere
+            else self._allocate(name, self._inputs[name], self._device)
+            for name in names
         }
-        changed = [name for name in kept if step.own_name(name + UPDATED_SUFFIX) in outputs]
         other = {
             name: self._allocate(name, self._inputs[name], self._device) for name in changed if name not in in_place
         }
@@ -147,7 +165,9 @@ class TrainingSession:
         self._background = checkpoints.BackgroundWork(self)
         self._has_run = False
         values = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
-        self._assign({name: self._fitting(name, values[name], "training_step") for name in kept})
+        self._assign({name: self._fitting(name, values[name], "training_step") for name in kept if name not in given})
+        if share_with is not None:
+            self._share(share_with, given)
         if self._files:
             # The session has these values by now, and onnxruntime the model.
             self._step = dataclasses.replace(
@@ -155,6 +175,11 @@ class TrainingSession:
             )
         del step, values
         give_back()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
+            raise AttributeError(f"{_WHO} has no attribute {name!r}; expected {listed(_SETTABLE)}")
+        super().__setattr__(name, value)
 
     @property
     def training_step(self) -> TrainingStep:
@@ -166,14 +191,14 @@ class TrainingSession:
         return TrainingStep.load(self._files[0]) if self._files else self._step
 
     @_alone
-    def step(self, inputs: Any, targets: Any) -> float:
+    def step(self, inputs: Any, targets: Any = None) -> float:
         """Run one step and return the loss.
 
         Args:
             inputs: the batch's inputs: an array or torch tensor, a tuple of them, nested as the module's arguments are,
                 or a dictionary from the names of these or from `training_step.input_names`; in the types and shapes of
                 the model.
-            targets: the batch's targets, likewise by `training_step.target_names`.
+            targets: the batch's targets, likewise by `training_step.target_names`; None: there are none.
 
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape; a label or index is out of range, as far
@@ -185,7 +210,7 @@ class TrainingSession:
         An exception that a signal's handler raises meanwhile, such as Ctrl-C or a time limit, finds the step done or
         not begun, and so does what the handler asks of the session; `step_count` tells which.
         """
-        if self._is_stepping:
+        if self._is_stepping if self._shared is None else self._shared.is_stepping:
             raise GradfuseError(
                 f"{_WHO}.step: is called within a step, by a signal's handler; expected a call after it"
             )
@@ -240,9 +265,10 @@ class TrainingSession:
             with collection_paused():
                 self._evaluation = self._inference_session(ir.from_proto(model))
         binding = self._evaluation.io_binding()
+        values = self.ort_values
         for name in known:
             if name not in feeds:
-                binding.bind_ortvalue_input(name, self.ort_values[name])
+                binding.bind_ortvalue_input(name, values[name])
         for value in model.graph.output:
             binding.bind_output(value.name)
         try:
@@ -253,6 +279,19 @@ class TrainingSession:
             raise _not_run("evaluate", error) from error
         results = binding.copy_outputs_to_cpu()
         return results[0] if len(results) == 1 else tuple(results)
+
+    @_alone
+    def reset_carried(self) -> None:
+        """Set what the step carries from call to call to what it began at, as at the beginning of a sequence.
+
+        Raises:
+            GradfuseError: the step carries nothing.
+        """
+        if not self._step.carried:
+            raise GradfuseError(
+                f"{_WHO}.reset_carried: the step carries nothing; expected one of TrainingStep.carrying"
+            )
+        self._assign({name: self._step.buffers[name] for name in self._step.carried})
 
     @property
     @_alone
@@ -268,6 +307,21 @@ class TrainingSession:
                 why = "no step was run, or the last one has failed"
             raise GradfuseError(f"{_WHO}.gradients: {why}")
         return {name: _copied(value) for name, value in self._gradients.items()}
+
+    @property
+    @_alone
+    def outputs(self) -> Arrays:
+        """What the last step gave beside its loss, by the names of `training_step.output_names`.
+
+        Raises:
+            GradfuseError: the step has no such outputs; or none was run yet, or the last one has failed.
+        """
+        names = self._step.output_names
+        if not names or not self._has_run:
+            why = "no step was run, or the last one has failed" if names else "the step gives nothing but its loss"
+            raise GradfuseError(f"{_WHO}.outputs: {why}")
+        values = self._bindings[(self._runs - 1) % 2].get_outputs()[-len(names) :]
+        return {name: _copied(value) for name, value in zip(names, values, strict=True)}
 
     @property
     @_alone
@@ -303,7 +357,10 @@ class TrainingSession:
 
         They are the session's own, not copies: the next steps write into them.
         """
-        return self._values[self._runs % 2]
+        values = self._values[self._runs % 2]
+        if self._shared is None:
+            return values
+        return values | {name: value for name, value in self._shared.values.items() if name in self._shareable}
 
     @_alone
     def state_dict(self) -> Arrays:
@@ -397,8 +454,9 @@ class TrainingSession:
         require_path(path, f"{_WHO}.save_evaluation_model")
         model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
         graph = model.graph
-        for value in [value for value in graph.inputs if value.name in self.ort_values]:
-            value.const_value = ir.tensor(_copied(self.ort_values[str(value.name)]), name=value.name)
+        values = self.ort_values
+        for value in [value for value in graph.inputs if value.name in values]:
+            value.const_value = ir.tensor(_copied(values[str(value.name)]), name=value.name)
             graph.inputs.remove(value)
             graph.register_initializer(value)
         writing.save(model, path, inputs=self._files)
@@ -511,7 +569,8 @@ class TrainingSession:
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]], steps_before: int | None = None) -> None:
         """Set values, and how many steps were done before those of this session if that is given."""
         # All copies are made before anything is changed.
-        copies = [(self.ort_values[name], contiguous(array)) for name, array in arrays.items()]
+        values = self.ort_values
+        copies = [(values[name], contiguous(array)) for name, array in arrays.items()]
 
         def write() -> None:
             for value, array in copies:
@@ -525,6 +584,29 @@ class TrainingSession:
             # Of a signal's handler: all is written before it goes on.
             write()
             raise
+
+    def _values_of(self, other: TrainingSession) -> dict[str, Any]:
+        """Return the tensors that this session has in common with another one, and those that share with it."""
+        if self._device != other._device:
+            raise ArgumentError(
+                f"{_WHO}: share_with is on {other._device}; expected {self._device}, as the providers say"
+            )
+        members = [other] if other._shared is None else other._shared.members
+        require_common(f"{_WHO}: share_with", self._sides(), [one._sides() for one in members])
+        values = other.ort_values if other._shared is None else other._shared.values
+        return {name: values[name] for name in self._shareable if name in values}
+
+    def _sides(self) -> Sides:
+        types = {name: self._inputs[name] for name in self._inputs if name in self._shareable}
+        return Sides(types, tuple(self._step.constants), self._changed)
+
+    def _share(self, other: TrainingSession, given: Mapping[str, Any]) -> None:
+        if other._shared is None:
+            values = other.ort_values
+            other._shared = Shared(other, {name: values[name] for name in other._shareable})
+        self._shared = other._shared
+        own = self._values[0]
+        self._shared.join(self, {name: own[name] for name in self._shareable if name not in given})
 
     @property
     def _runs(self) -> int:
@@ -541,13 +623,30 @@ class TrainingSession:
         self._loss.update_inplace(self._no_loss)
         self._progress = runs, True
         try:
-            self._run(self._session, self._bindings[runs % 2], feeds)
+            binding = self._bindings[runs % 2]
+            self._bind_shared(binding, self._values[(runs + 1) % 2])
+            for name in self._step.output_names:
+                # Anew in each step: what it gave last may be of another size.
+                binding.bind_output(name)
+            self._run(self._session, binding, feeds)
         except Exception as error:
             if not is_of_onnxruntime(error):
                 raise
             self._progress = runs, False
             raise _not_run("step", error) from error
         self._progress = runs + 1, False
+
+    def _bind_shared(self, binding: Any, written: Mapping[str, Any]) -> None:
+        """Bind what other sessions have in common with this one, as they left it."""
+        if self._shared is None:
+            return
+        values = {name: value for name, value in self._shared.values.items() if name in self._shareable}
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+            if name in self._changed:
+                output = written[name] if name in self._written_elsewhere else value
+                binding.bind_ortvalue_output(self._step.own_name(name + UPDATED_SUFFIX), output)
+        self._shared.begin(self, {name: written[name] for name in self._written_elsewhere if name in values})
 
     def _run(self, session: Any, binding: Any, feeds: Arrays) -> None:
         for name, array in feeds.items():

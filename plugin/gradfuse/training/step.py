@@ -61,9 +61,10 @@ class TrainingStep:
     and its learning rates, and the tensors of the batch. Frozen parameters and the other buffers are constants of the
     model.
 
-    Outputs: `loss`, a scalar, and `<buffer>.updated` for each buffer that the step changes. Without an optimizer also
-    `<parameter>.grad` for each trainable parameter, in its shape and type, zeros where the loss does not depend on it;
-    with one, `<parameter>.updated` and `<state>.updated` for all that it changes: to be fed in the next step.
+    Outputs: `loss`, a scalar, what the loss returns beside it, and `<buffer>.updated` for each buffer that the step
+    changes. Without an optimizer also `<parameter>.grad` for each trainable parameter, in its shape and type, zeros
+    where the loss does not depend on it; with one, `<parameter>.updated` and `<state>.updated` for all that it changes:
+    to be fed in the next step.
 
     Attributes:
         model: the model; fused, if it was exported so.
@@ -90,6 +91,9 @@ class TrainingStep:
             indices: a session refuses others, as PyTorch does.
         own_names: where a tensor of the user has a name that the step gives to something else, such as "loss" or
             "step": that name -> what the step calls its own. Empty in most steps.
+        output_names: the names of what the step gives beside its loss, such as an accuracy, and the gradients
+            `<input>.grad` of the batch that it was asked for.
+        carried: the names of the buffers that `carrying` made of inputs.
     """
 
     model: onnx.ModelProto
@@ -106,10 +110,30 @@ class TrainingStep:
     nesting: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     index_ranges: Mapping[str, Sequence[IndexRange]] = dataclasses.field(default_factory=dict)
     own_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    output_names: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
     def own_name(self, name: str) -> str:
         """Return what the step calls an input or output of its own, such as "loss", "step" or "weight.grad"."""
         return self.own_names.get(name, name)
+
+    def carrying(self, state: Mapping[str, str], begin: Mapping[str, Any] | None = None) -> TrainingStep:
+        """Return the step with inputs that are buffers: what one call gives for them, the next one takes.
+
+        No gradient goes from one call to the call before, as in truncated backpropagation through time. A session keeps
+        these buffers, saves them in checkpoints, and begins anew by `TrainingSession.reset_carried`.
+
+        Args:
+            state: input of the batch -> the output of the step that is its next value, such as a hidden state that the
+                loss returns; of the same type and shape, whose sizes are fixed.
+            begin: input -> the array that it begins at; zeros where nothing is said.
+
+        Raises:
+            ArgumentError: there is no such input or output, types or shapes differ, or a size may vary.
+        """
+        from gradfuse.training.carrying import carrying
+
+        return carrying(self, state, begin)
 
     def save(
         self,
@@ -177,6 +201,8 @@ class TrainingStep:
                     name: [[one.size, one.ignored] for one in ranges] for name, ranges in self.index_ranges.items()
                 },
                 "own_names": dict(self.own_names),
+                "outputs": self.output_names,
+                "carried": self.carried,
                 _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
                 _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
@@ -240,8 +266,10 @@ class TrainingStep:
             if count > 1:
                 raise ModelError(f"{who}: the step has {name!r} in {count} places; expected one")
         loss = self.own_name(LOSS)
-        if loss not in [value.name for value in self.model.graph.output]:
-            raise ModelError(f"{who}: the model of the step has no output {loss!r}; expected one")
+        outputs = {value.name for value in self.model.graph.output}
+        for name in (loss, *self.output_names):
+            if name not in outputs:
+                raise ModelError(f"{who}: the model of the step has no output {name!r}; expected one")
         for name, source in self.state_dict_names.items():
             if source not in sources:
                 raise ModelError(f"{who}: the step has no value for {name!r} of its state_dict; expected one")
@@ -275,8 +303,9 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         # Steps of older versions have none.
         nesting = dict(stored.get("nesting", {}))
         state_dict_names, evaluation_file = dict(stored["state_dict"]), _file_beside(stored, _EVALUATION_FILE)
+        carried = tuple(name for name in _names(stored.get("carried", [])) if name in arrays["buffers"])
         index_ranges = _ranges(stored.get(_INDEX_RANGES, {}), {*input_names, *target_names})
-        own_names = dict(stored.get("own_names", {}))
+        own_names, output_names = dict(stored.get("own_names", {})), _names(stored.get("outputs", []))
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         reason = one_line(ValueError(repr(error)))
         raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
@@ -309,6 +338,8 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         evaluation_model=evaluation_model,
         nesting=nesting,
         own_names=own_names,
+        output_names=output_names,
+        carried=carried,
     )
     step.require_consistent(os.fspath(path))
     read_from = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), writing.data_path(of))]

@@ -1,0 +1,97 @@
+"""The losses of `gradfuse.losses` that take numbers of the output's shape, beside torch.nn's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfuse import ArgumentError, TrainingSession, build_training_step, losses
+from gradfuse.testing import assert_gradients_close
+
+pytestmark = pytest.mark.usefixtures("inference_in_process")
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, W = torch.randn(6, 2, generator=GENERATOR), torch.randn(2, 3, generator=GENERATOR)
+SHARES = torch.rand(6, 3, generator=GENERATOR).softmax(1)
+ONE_HOT = F.one_hot(torch.tensor([0, 2, 1, 1, 0, 2]), 3).float()
+SIGNS, COUNTS = ONE_HOT * 2 - 1, torch.tensor([0.0, 1, 5]).repeat(6, 1)
+WEIGHT = [1.0, 2.0, 0.5]
+
+BODIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "p = Identity(z)": lambda z: z,
+    "p = Softmax<axis = 1>(z)": lambda z: z.softmax(1),
+    "p = LogSoftmax<axis = 1>(z)": lambda z: z.log_softmax(1),
+    "p = Softplus(z)": lambda z: F.softplus(z),
+}
+RAW, SOFTMAX, LOG_SOFTMAX, POSITIVE = BODIES
+
+
+def of_probabilities(p: Tensor, target: Tensor) -> Tensor:
+    return -(target * p.log()).sum(1).mean()
+
+
+CASES: list[tuple[str, Any, Any, Tensor]] = [
+    (RAW, losses.CrossEntropyLoss(soft_targets=True), nn.CrossEntropyLoss(), SHARES),
+    (RAW, losses.CrossEntropyLoss("sum", soft_targets=True), nn.CrossEntropyLoss(reduction="sum"), ONE_HOT),
+    (
+        RAW,
+        losses.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2, soft_targets=True),
+        lambda p, y: F.cross_entropy(p, y, torch.tensor(WEIGHT).to(p), label_smoothing=0.2),
+        SHARES,
+    ),
+    (SOFTMAX, "categorical_crossentropy", of_probabilities, ONE_HOT),
+    (LOG_SOFTMAX, "kl_div", nn.KLDivLoss(reduction="batchmean"), ONE_HOT),
+    (LOG_SOFTMAX, losses.KLDivLoss(), nn.KLDivLoss(reduction="mean"), SHARES),
+    (
+        LOG_SOFTMAX,
+        losses.KLDivLoss("sum", log_target=True),
+        nn.KLDivLoss(reduction="sum", log_target=True),
+        SHARES.log(),
+    ),
+    (RAW, "smooth_l1", nn.SmoothL1Loss(), SHARES),
+    (RAW, losses.SmoothL1Loss("sum", beta=0.3), nn.SmoothL1Loss(reduction="sum", beta=0.3), SHARES),
+    (RAW, losses.SmoothL1Loss(beta=0), nn.SmoothL1Loss(beta=0), SHARES),
+    (RAW, "soft_margin", nn.SoftMarginLoss(), SIGNS),
+    (RAW, "poisson_nll", nn.PoissonNLLLoss(), COUNTS),
+    (POSITIVE, losses.PoissonNLLLoss("sum", log_input=False), nn.PoissonNLLLoss(False, reduction="sum"), COUNTS),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("fuse", [True, False])
+def test_losses_are_torchs(case: int, fuse: bool) -> None:
+    body, loss, by_torch, target = CASES[case]
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 18]> g (float[N, 2] x) => (float[N, 3] p) {{ z = MatMul(x, w) {body} }}'
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(W.numpy(), "w"))
+    session = TrainingSession(build_training_step(model, loss, fuse=fuse))
+    actual = np.float32(session.step(X, target))
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        w = W.to(dtype, copy=True).requires_grad_()
+        value = by_torch(BODIES[body](X.to(dtype) @ w), target.to(dtype))
+        results.append((value.detach(), torch.autograd.grad(value, w)[0]))
+    terms = float(max(1.0, *(abs(one).max() for one in results[1])))
+    assert_gradients_close(actual, results[0][0], results[1][0], np.float32, terms=terms)
+    assert_gradients_close(session.gradients["w"], results[0][1], results[1][1], np.float32, terms=terms)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (losses.SmoothL1Loss, {"beta": -1.0}, "SmoothL1Loss: beta is -1.0; expected a number from 0 on"),
+        (losses.KLDivLoss, {"reduction": "none"}, "reduction is 'none'; expected 'mean' or 'sum' or 'batchmean'"),
+    ],
+)
+def test_options_out_of_range(kind: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        kind(**options)
