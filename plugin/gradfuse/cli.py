@@ -45,6 +45,8 @@ EXIT_BUG = 4
 
 _MOST_NAMES = 20
 """How many parameters are named at the end of a command."""
+_OPTIMIZERS = {name.lower(): name for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax")}
+"""The names of `--optimizer` -> those of gradfuse.optimizers, which is imported later."""
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
@@ -315,9 +317,9 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
     metavar="NAME|LOSS.onnx",
     help="cross_entropy, mse, ..., or a model (outputs, targets) -> scalar; else the model's own scalar output.",
 )
-@click.option("--optimizer", type=click.Choice(["sgd", "adam", "adamw"]), help="Without one, STEP gives gradients.")
+@click.option("--optimizer", type=click.Choice([*_OPTIMIZERS]), help="Without one, STEP gives gradients.")
 @click.option("--lr", type=float, help="The learning rate.")
-@click.option("--momentum", type=float, help="The momentum of sgd.")
+@click.option("--momentum", type=float, help="The momentum of sgd or rmsprop.")
 @click.option("--weight-decay", type=float, help="As in torch.optim.")
 @click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these initializers only; may be repeated.")
 @click.option("--frozen", multiple=True, metavar="PATTERN", help="Do not train these initializers; may be repeated.")
@@ -463,18 +465,14 @@ def _optimizer(name: str | None, options: Mapping[str, float | None]) -> Optimiz
             option = next(iter(given)).replace("_", "-")
             raise click.UsageError(f"--{option} is given without --optimizer; expected both or neither")
         return None
-    if name != "sgd" and "momentum" in given:
-        raise click.UsageError(f"--momentum is given with --optimizer {name}; expected sgd")
+    if name not in ("sgd", "rmsprop") and "momentum" in given:
+        raise click.UsageError(f"--momentum is given with --optimizer {name}; expected sgd or rmsprop")
     if name == "sgd" and "lr" not in given:
         raise click.UsageError("--lr is missing; expected a learning rate for sgd")
     from gradfuse import optimizers
 
-    kinds: dict[str, Callable[..., OptimizerOptions]] = {
-        "sgd": optimizers.SGD,
-        "adam": optimizers.Adam,
-        "adamw": optimizers.AdamW,
-    }
-    return kinds[name](**given)
+    create: Callable[..., OptimizerOptions] = getattr(optimizers, _OPTIMIZERS[name])
+    return create(**given)
 
 
 @commands.command()

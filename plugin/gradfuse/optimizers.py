@@ -9,9 +9,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from gradfuse.errors import ArgumentError, GradfuseError
-from gradfuse.training.optimizers import LossScaling, Optimizer, ParameterGroup
+from gradfuse.training.optimizers import Averaging, LossScaling, Optimizer, ParameterGroup
 
-__all__ = ["SGD", "Adam", "AdamW", "GradScaler", "OptimizerOptions"]
+__all__ = [
+    "EMA",
+    "SGD",
+    "SWA",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Average",
+    "GradScaler",
+    "OptimizerOptions",
+    "RMSprop",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +56,10 @@ class OptimizerOptions:
 
     def _options(self) -> Mapping[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _require_betas(self) -> None:
+        betas: tuple[float, float] = vars(self)["betas"]
+        self._require("betas", all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         value = getattr(self, name)
@@ -82,7 +99,7 @@ class Adam(OptimizerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
+        self._require_betas()
         self._require("eps", self.eps >= 0, "a number from 0 on")
 
 
@@ -92,6 +109,136 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
     decoupled_weight_decay: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSprop(OptimizerOptions):
+    """torch.optim.RMSprop."""
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    algorithm: ClassVar[str] = "RMSprop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("alpha", "eps", "momentum"):
+            self._require(name, getattr(self, name) >= 0, "a number from 0 on")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adagrad(OptimizerOptions):
+    """torch.optim.Adagrad, with an `initial_accumulator_value` of 0."""
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    eps: float = 1e-10
+
+    algorithm: ClassVar[str] = "Adagrad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("lr_decay", "eps"):
+            self._require(name, getattr(self, name) >= 0, "a number from 0 on")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adadelta(OptimizerOptions):
+    """torch.optim.Adadelta."""
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+
+    algorithm: ClassVar[str] = "Adadelta"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("rho", 0 <= self.rho <= 1, "a number from 0 to 1")
+        self._require("eps", self.eps >= 0, "a number from 0 on")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adamax(OptimizerOptions):
+    """torch.optim.Adamax."""
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    algorithm: ClassVar[str] = "Adamax"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_betas()
+        self._require("eps", self.eps >= 0, "a number from 0 on")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Average:
+    """Averages of the parameters that a step trains: `torch.optim.swa_utils.AveragedModel`.
+
+    Attributes:
+        start: after how many updates of the optimizer averaging begins.
+        every: of how many updates one counts: the last of each so many.
+
+    Raises:
+        ArgumentError: an option is out of range.
+    """
+
+    start: int = 0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("start", 0), ("every", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ArgumentError(
+                    f"{type(self).__name__}: {name} is {value!r}; expected a whole number from {least} on"
+                )
+
+    def described(self) -> Averaging:
+        """Return the averaging as data."""
+        return Averaging(None, self.start, self.every)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SWA(Average):
+    """Stochastic weight averaging: all parameters count alike, as by `torch.optim.swa_utils.get_swa_avg_fn`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EMA(Average):
+    """Exponential moving average: average * decay + parameter * (1 - decay), as by `get_ema_avg_fn` there."""
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.decay < 1:
+            raise ArgumentError(f"EMA: decay is {self.decay!r}; expected a number from 0 to below 1")
+
+    def described(self) -> Averaging:
+        """Return the averaging as data."""
+        return Averaging(self.decay, self.start, self.every)
+
+
+def averaging(average: Any, refusal: Callable[[str], GradfuseError]) -> Averaging | None:
+    """Return how parameters are averaged; None where they are not.
+
+    Args:
+        average: an object of `EMA` or `SWA`, or None.
+        refusal: makes the error that is raised where it is something else.
+    """
+    if average is None:
+        return None
+    if type(average) not in (EMA, SWA):
+        raise refusal(f"average is {type(average).__name__}; expected gradfuse.optimizers.EMA or SWA")
+    described: Averaging = average.described()
+    return described
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -372,10 +372,6 @@ def refused(make: Callable[[nn.Module], Any], **options: Any) -> str:
     return text
 
 
-class Own(torch.optim.SGD):
-    pass
-
-
 def hooked(module: nn.Module) -> torch.optim.Optimizer:
     optimizer = SGD(module.parameters())
     optimizer.register_step_post_hook(lambda *_: None)
@@ -430,14 +426,12 @@ def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., to
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (lambda m: torch.optim.RMSprop(m.parameters()), {}, "is RMSprop; expected torch.optim.SGD, Adam or AdamW"),
-        (lambda m: Own(m.parameters()), {}, "is Own; expected torch.optim.SGD, Adam or AdamW, no subclass"),
-        (lambda m: 3, {}, "optimizer is int; expected torch.optim.SGD"),
+        (lambda m: 3, {}, "optimizer is int; expected a torch.optim.Optimizer, or None"),
         (lambda m: ADAM(m.parameters(), differentiable=True), {}, "differentiable is True in parameter group 0"),
         (lambda m: SGD([nn.Parameter(torch.ones(7))]), {}, "tensor of shape (7,) that is no trainable parameter"),
         (lambda m: SGD(m.parameters()), {"max_grad_norm": -1}, "max_grad_norm is -1; expected a positive number"),
         (lambda m: SGD(m.parameters()), {"accumulate": 0}, "accumulate is 0; expected a positive integer"),
-        (lambda m: None, {"accumulate": 2}, "optimizer is None; expected one with max_grad_norm, accumulate or"),
+        (lambda m: None, {"accumulate": 2}, "optimizer is None; expected one with max_grad_norm, accumulate, grad"),
         (
             lambda m: SGD(m.parameters()),
             {"grad_scaler": 8.0},

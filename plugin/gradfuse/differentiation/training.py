@@ -45,13 +45,13 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
-from gradfuse.optimizers import loss_scaling
+from gradfuse.optimizers import averaging, loss_scaling
 from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
-    from gradfuse.optimizers import OptimizerOptions
+    from gradfuse.optimizers import Average, OptimizerOptions
 
 _WHO = "build_training_step"
 _PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -70,6 +70,7 @@ def build_training_step(
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     grad_scaler: Any = None,
+    average: Average | None = None,
     fuse: bool = True,
     check: bool | Mapping[str, Any] = False,
     float64: bool = True,
@@ -108,6 +109,8 @@ def build_training_step(
         accumulate: of how many calls the gradients are averaged for one update.
         grad_scaler: the loss is scaled as with this `gradfuse.optimizers.GradScaler` or `torch.amp.GradScaler`, and an
             update whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
+        average: `gradfuse.optimizers.EMA` or `SWA`: the parameters are averaged over the updates, for
+            `TrainingSession.evaluate(averaged=True)` and the like. None: they are not.
         fuse: whether the step is fused, as by `gradfuse.fuse`.
         check: whether derivatives of the loss along random directions are compared with its differences, in float64
             where that is possible, on a random batch; or the batch to do so on: input or target -> array.
@@ -141,20 +144,22 @@ def build_training_step(
             f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses, a model, "
             "an onnxscript function, a dictionary or list of losses, or None"
         )
-    _require_options(optimizer, max_grad_norm, accumulate, grad_scaler)
+    _require_options(optimizer, max_grad_norm, accumulate, grad_scaler, average)
     if not isinstance(check, (bool, Mapping)):
         raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
     if not float64 and fuse:
         raise ArgumentError(
             f"{_WHO}: float64 is False; expected fuse=False with it, as bodies of fused operators are in float64"
         )
-    scaling = loss_scaling(grad_scaler, lambda text: ArgumentError(f"{_WHO}: {text}"))
-    options = _Options(optimizer, max_grad_norm, accumulate, scaling, float64)
+
+    def refusal(text: str) -> ArgumentError:
+        return ArgumentError(f"{_WHO}: {text}")
+
+    scaling, averages = loss_scaling(grad_scaler, refusal), averaging(average, refusal)
+    options = _Options(optimizer, max_grad_norm, accumulate, scaling, averages, float64)
     asked = _Asked(_listed("outputs", outputs), _listed("input_gradients", input_gradients), dict(train_inputs or {}))
     if asked.gradients and options.loss_scaling is not None:
-        raise ArgumentError(
-            f"{_WHO}: input_gradients are given with grad_scaler, which scales them; expected one of the two"
-        )
+        raise refusal("input_gradients are given with grad_scaler, which scales them; expected one of the two")
     with collection_paused():
         # What has been read is held by nobody here, so that it is gone at the end.
         return _built(
@@ -186,6 +191,7 @@ class _Options:
     max_grad_norm: float | None
     accumulate: int
     loss_scaling: optimizers.LossScaling | None
+    averaging: optimizers.Averaging | None
     float64: bool
 
     def described(self, parameters: Iterable[str]) -> optimizers.Optimizer | None:
@@ -197,6 +203,7 @@ class _Options:
             max_grad_norm=self.max_grad_norm,
             accumulate=self.accumulate,
             loss_scaling=self.loss_scaling,
+            averaging=self.averaging,
             float64=self.float64,
         )
 
@@ -454,19 +461,26 @@ def _built(
     return names.finished(step, aside)
 
 
-def _require_options(optimizer: Any, max_grad_norm: float | None, accumulate: int, grad_scaler: Any) -> None:
+def _require_options(
+    optimizer: Any, max_grad_norm: float | None, accumulate: int, grad_scaler: Any, average: Any
+) -> None:
     from gradfuse.optimizers import OptimizerOptions
 
     if optimizer is not None and not isinstance(optimizer, OptimizerOptions):
         raise ArgumentError(
-            f"{_WHO}: optimizer is {type(optimizer).__name__}; expected gradfuse.optimizers.SGD, Adam or AdamW"
+            f"{_WHO}: optimizer is {type(optimizer).__name__}; expected one of gradfuse.optimizers, such as AdamW"
         )
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ArgumentError(f"{_WHO}: accumulate is {accumulate!r}; expected a positive integer")
-    if optimizer is None and (max_grad_norm is not None or accumulate > 1 or grad_scaler is not None):
-        given = {"max_grad_norm": max_grad_norm is not None, "accumulate": accumulate > 1, "grad_scaler": True}
+    given = {
+        "max_grad_norm": max_grad_norm is not None,
+        "accumulate": accumulate > 1,
+        "grad_scaler": grad_scaler is not None,
+        "average": average is not None,
+    }
+    if optimizer is None and any(given.values()):
         name = next(name for name, is_given in given.items() if is_given)
         raise ArgumentError(f"{_WHO}: {name} is given without an optimizer; expected both or neither")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradfuse.export.torch_step import TorchStep
     from gradfuse.models.arrays import Arrays
     from gradfuse.models.spilling import Shelf
-    from gradfuse.optimizers import GradScaler
+    from gradfuse.optimizers import Average, GradScaler
     from gradfuse.passes.progress import Progress
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
@@ -45,6 +45,7 @@ def export_training_step(
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
     grad_scaler: torch.amp.GradScaler | GradScaler | None = None,
+    average: Average | None = None,
     evaluation: bool | None = None,
     float64: bool = True,
     verify: Literal["full", "quick"] = "full",
@@ -82,10 +83,11 @@ def export_training_step(
             in tuples, lists, dictionaries and named tuples, and hold None, booleans and strings besides, which are part
             of the step. Values of tensors matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says
             otherwise. With `loss=None` there are no targets, and a dictionary is the inputs alone.
-        optimizer: `torch.optim.SGD`, `Adam` or `AdamW` over parameters of the module or the loss. Its update becomes
-            part of the model, and starts from the optimizer's state. As in PyTorch, parameters that it does not have,
-            that require no gradient, or that the loss does not depend on, stay as they are. None: the model ends at the
-            gradients.
+        optimizer: an optimizer over parameters of the module or the loss. Its update becomes part of the model, and
+            starts from the optimizer's state. Subclasses, your own, and those of torch.optim that docs/training.md does
+            not list otherwise are traced, if their step updates each parameter by itself, by arithmetic of tensors. As
+            in PyTorch, parameters that it does not have, that require no gradient, or that the loss does not depend on,
+            stay as they are. None: the model ends at the gradients.
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
             tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
@@ -99,6 +101,8 @@ def export_training_step(
         grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, starting from its state, or this
             `gradfuse.optimizers.GradScaler`, and an update whose gradients are not finite is skipped. None, or one that
             is not enabled: the loss is not scaled.
+        average: `gradfuse.optimizers.EMA` or `SWA`: the optimizer's parameters are averaged over its updates, for
+            `TrainingSession.evaluate(averaged=True)` and the like. None: they are not.
         evaluation: whether to export `TrainingStep.evaluation_model`, without autocast. None: if there is an
             optimizer, and the module has one; else a warning says why it is left out.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
@@ -133,8 +137,8 @@ def export_training_step(
     from gradfuse.models import spilling
     from gradfuse.models.memory import arrays_mapped, collection_paused
 
-    if optimizer is None and (max_grad_norm is not None or accumulate != 1 or grad_scaler is not None):
-        raise refusal("optimizer is None; expected one with max_grad_norm, accumulate or grad_scaler")
+    if optimizer is None and (max_grad_norm is not None or accumulate != 1 or (grad_scaler, average) != (None, None)):
+        raise refusal("optimizer is None; expected one with max_grad_norm, accumulate, grad_scaler or average")
     if not float64 and fuse:
         raise refusal("float64 is False; expected fuse=False with it, as bodies of fused operators are in float64")
     if autocast not in (None, torch.float16, torch.bfloat16):
@@ -153,6 +157,7 @@ def export_training_step(
             max_grad_norm=max_grad_norm,
             accumulate=accumulate,
             grad_scaler=grad_scaler,
+            average=average,
             float64=float64,
         )
 

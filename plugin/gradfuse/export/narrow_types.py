@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from gradfuse.export.torch_step import TorchStep
-
 _NARROW, _WIDE = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16), ir.DataType.FLOAT
 _KEPT = frozenset(("Cast", "Constant", "Identity", "Shape", "Size"))
 """What every runtime does with 16 bits."""
@@ -17,22 +15,26 @@ _INTEGERS = {
 """Integers that an operator of ONNX does not take, or onnxruntime has no kernel for; int32 wraps around as they do."""
 
 
-def compute_wider(model: ir.Model, step: TorchStep) -> None:
+def compute_wider(model: ir.Model, *, narrow: bool) -> None:
     """Let operators on 16 bits compute in float32 and round each result, as PyTorch's kernels for CPUs do.
 
     Not where the step itself is narrow: such a model is for a device. Small integers become int32 in any step.
+
+    Args:
+        model: the model, which is changed.
+        narrow: whether the step itself is of 16 bits.
     """
     for graph in model.graphs():
         for node in list(graph):
             types = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
             if node.domain:
                 continue
-            for narrow in _NARROW:
-                if narrow in types and node.op_type not in _KEPT and not step.is_narrow:
-                    _compute_wider(graph, node, narrow, _WIDE)
-            for small in types & _INTEGERS.get(node.op_type, frozenset()):
-                assert small is not None
-                _compute_wider(graph, node, small, ir.DataType.INT32)
+            for small in _NARROW:
+                if small in types and node.op_type not in _KEPT and not narrow:
+                    _compute_wider(graph, node, small, _WIDE)
+            for integer in types & _INTEGERS.get(node.op_type, frozenset()):
+                assert integer is not None
+                _compute_wider(graph, node, integer, ir.DataType.INT32)
 
 
 def _compute_wider(graph: ir.Graph, node: ir.Node, narrow: ir.DataType, wide: ir.DataType) -> None:

@@ -68,8 +68,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
 
 @collection_paused()
-def translate(program: ExportedProgram, step: TorchStep) -> ir.Model:
-    """Translate a program of a step.
+def translate(program: ExportedProgram, step: TorchStep | None) -> ir.Model:
+    """Translate a program of a step; or of something else, if that is None.
 
     Raises:
         ExportError: an operator has no ONNX translation, or torch.onnx.export fails.
@@ -146,7 +146,7 @@ def completed(
     own_gradients.resolve(model)
     standins.put_bodies_in(model)
     simplify(model)
-    narrow_types.compute_wider(model, step)
+    narrow_types.compute_wider(model, narrow=step.is_narrow)
     functions.attach(model)
     return model
 
@@ -296,7 +296,7 @@ def every_value(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
 
 
-def _untranslated(step: TorchStep, program: ExportedProgram, error: BaseException) -> ExportError:
+def _untranslated(step: TorchStep | None, program: ExportedProgram, error: BaseException) -> ExportError:
     """Return what stopped torch.onnx.export: the operator without a translation if it was one."""
     # The chain of causes ends at the operator, whose name is what helps.
     text, cause = one_line(error), error.__cause__ or error.__context__
@@ -306,8 +306,12 @@ def _untranslated(step: TorchStep, program: ExportedProgram, error: BaseExceptio
             # torch.onnx.export names the first one alone.
             others = private.operators_without_translation(program, OPSET, translations())
             every = dict.fromkeys((operator, *others))
+            if step is None:
+                return refusal(f"{', '.join(map(str, every))} has no ONNX translation")
             return refusal("; ".join(explaining.untranslated(step, program, one) for one in every))
-        of_size = explaining.from_a_size(step, program, private.untranslated_node(cause))
+        of_size = None
+        if step is not None:
+            of_size = explaining.from_a_size(step, program, private.untranslated_node(cause))
         if of_size is not None:
             return refusal(of_size)
         text, cause = one_line(cause), cause.__cause__ or cause.__context__

@@ -1,4 +1,4 @@
-"""Reads an optimizer of torch.optim, with the state that it has. This module imports torch."""
+"""Reads an optimizer of PyTorch, with the state that it has. This module imports torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from typing import Any
 import torch
 
 from gradfuse import _torch_private as private
+from gradfuse.export import traced_optimizer
 from gradfuse.export.reporting import refusal
 from gradfuse.models.arrays import to_numpy
-from gradfuse.optimizers import GradScaler, loss_scaling
+from gradfuse.optimizers import Average, GradScaler, averaging, loss_scaling
 from gradfuse.training.optimizers import Optimizer, ParameterGroup
 
-_ALGORITHMS = {torch.optim.SGD: "SGD", torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam"}
+_ALGORITHMS = {
+    torch.optim.SGD: "SGD",
+    torch.optim.Adam: "Adam",
+    torch.optim.AdamW: "Adam",
+    torch.optim.RMSprop: "RMSprop",
+    torch.optim.Adagrad: "Adagrad",
+    torch.optim.Adadelta: "Adadelta",
+    torch.optim.Adamax: "Adamax",
+}
+"""Those that have a rule; the steps of others are traced."""
 
 
 def described(
@@ -25,9 +35,12 @@ def described(
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     grad_scaler: torch.amp.GradScaler | GradScaler | None = None,
+    average: Average | None = None,
     float64: bool = True,
 ) -> Optimizer:
-    """Describe a `torch.optim.SGD`, `Adam` or `AdamW`, with the state that it has.
+    """Describe an optimizer, with the state that it has.
+
+    The steps of those that have no rule, such as subclasses, are traced.
 
     Args:
         optimizer: the optimizer. Parameters of it that require no gradient are left alone, as PyTorch does.
@@ -35,19 +48,20 @@ def described(
         max_grad_norm: see `Optimizer`.
         accumulate: see `Optimizer`.
         grad_scaler: how the loss is scaled, and the state to begin at; None, or one that is not enabled: it is not.
+        average: how the parameters are averaged; None: they are not.
         float64: see `Optimizer`.
 
     Raises:
-        ExportError: it is another optimizer or has hooks, an option cannot be part of a graph, or a parameter is not
-            among the names.
+        ExportError: it is no optimizer or has hooks, an option or its step cannot be part of a graph, or a parameter
+            is not among the names.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise refusal(
+            f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer, or None, for a step that ends "
+            "at the gradients"
+        )
     # A subclass may compute anything.
     algorithm = _ALGORITHMS.get(type(optimizer))
-    if algorithm is None:
-        raise refusal(
-            f"optimizer is {type(optimizer).__name__}; expected torch.optim.SGD, Adam or AdamW, no subclass; or None, "
-            "for a step that ends at the gradients"
-        )
     if private.has_step_hooks(optimizer):
         raise refusal("optimizer has a hook on its step; expected none")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
@@ -66,15 +80,27 @@ def described(
                     f"parameter group {index} of the optimizer has a tensor of shape {tuple(parameter.shape)} "
                     "that is no trainable parameter of the module or the loss; expected theirs alone"
                 )
+        if algorithm is None:
+            # The step that is traced has all else.
+            options = {"lr": options.get("lr"), "maximize": False}
         groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in trained), options))
     description = Optimizer(
-        algorithm=algorithm,
+        algorithm=algorithm or type(optimizer).__name__,
         groups=tuple(groups),
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
         loss_scaling=loss_scaling(grad_scaler, refusal),
+        averaging=averaging(average, refusal),
         float64=float64,
     )
+    if algorithm is None:
+        if not float64:
+            raise refusal(
+                f"float64 is False with {type(optimizer).__name__}, whose step is traced as PyTorch computes it; "
+                f"expected True, or torch.optim.{', '.join(sorted(one.__name__ for one in _ALGORITHMS))}"
+            )
+        traced = traced_optimizer.traced(optimizer, names)
+        return dataclasses.replace(description, traced=traced.rules, state=traced.state, steps=traced.steps)
     state, steps = _state(optimizer, names, description)
     return dataclasses.replace(description, state=state, steps=steps)
 

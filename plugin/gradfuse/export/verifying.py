@@ -26,7 +26,7 @@ from gradfuse.checking.condensing import condensed
 from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
-from gradfuse.export import onnx_model, steadiness
+from gradfuse.export import onnx_model, steadiness, traced_optimizer
 from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
@@ -35,7 +35,7 @@ from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
 from gradfuse.models.memory import give_back
 from gradfuse.models.spilling import Shelf
 from gradfuse.training import optimizers
-from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, STEP, UPDATED_SUFFIX
 
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
@@ -496,7 +496,10 @@ def compare_update(
 
     A parameter passes if max|actual - exact| <= 16 max|native - exact| + 16 eps (max|exact| + max|change|), where the
     exact one is a float64 run of the optimizer. Both start from the model's own gradients: Adam makes a change of full
-    size even from a gradient that is nothing but rounding.
+    size even from a gradient that is nothing but rounding. Where the update itself rounds to 16 bits, it may differ by
+    4 max|moved - exact| besides, where each gradient is moved by up to one such rounding.
+
+    A step that was traced is compared in more updates, as `_compare_later_updates` says.
 
     Args:
         update: the model's update alone, of its gradients.
@@ -511,6 +514,7 @@ def compare_update(
         ExportError: a parameter differs, or onnxruntime cannot run the model.
     """
     step = truth.step
+    _compare_later_updates(step, described, optimizer)
     if optimizers.LOSS_SCALE in state:
         # Where those of the loss are finite, its multiples need not be.
         gradients = _gradients(opened.run(truth.values() | state))
@@ -552,10 +556,154 @@ def compare_update(
             if error > bound:
                 # Only where it is needed: it takes as long as the reference.
                 own = _Updates(step, described, optimizer, tensors, scale, None)
-                both = zip(own.of(name), exact.of(name), strict=True)
-                bound += 16 * max(difference(one, other) for (_, one), (_, other) in both)
+                bound += 16 * _farthest(own, exact, name)
+            if error > bound and _narrow_eps(part, parameter):
+                moved = Rounding(_narrow_eps(part, parameter), 0)
+                near = {name: moved.moved(tensors[name])}
+                bound += 4 * _farthest(
+                    _Updates(step, described, optimizer, tensors | near, scale, torch.float64), exact, name
+                )
             _require(error <= bound, output, "updating", error, bound)
         give_back()
+
+
+def _farthest(updates: _Updates, others: _Updates, name: str) -> float:
+    """Return how far two updates of a parameter are from each other."""
+    both = zip(updates.of(name), others.of(name), strict=True)
+    return max(difference(one, other) for (_, one), (_, other) in both)
+
+
+def _narrow_eps(update: ir.Model, parameter: Tensor) -> float:
+    """Return the spacing at 1 of the 16-bit type that the update of a wider parameter rounds to; 0.0 for none."""
+    if torch.finfo(parameter.dtype).bits <= 16:
+        return 0.0
+    found = [
+        torch.bfloat16 if dtype == ir.DataType.BFLOAT16 else torch.float16 for dtype in float_types(update) & _NARROW
+    ]
+    return max((torch.finfo(dtype).eps for dtype in found), default=0.0)
+
+
+_UPDATES = 8
+"""So many updates in a row are compared, and half as many at a later time."""
+_LATER = 10_000
+"""So many updates later."""
+
+
+def _compare_later_updates(step: TorchStep, described: optimizers.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Compare updates that were traced with those of the optimizer: parameter and state, in the first ones and later.
+
+    One parameter of each kind is updated with random gradients, some of which are zeros, by the model and by the
+    optimizer in float64. What differs by max|actual - exact| passes if that is no more than in `compare_update`, times
+    the number of updates, with the largest values so far.
+
+    Raises:
+        ExportError: a parameter or a state differs, or onnxruntime cannot run the update.
+    """
+    examples = {described.traced[name]: name for name in described.parameters if name in described.traced}
+    for rule, name in examples.items():
+        assert isinstance(rule, traced_optimizer.TracedRule)
+        index = next(index for index, group in enumerate(described.groups) if name in group.parameters)
+        part = described.alone(name)
+        model = _update_alone(part, step.state[name], name)
+        parameter = next(one for one in optimizer.param_groups[index]["params"] if one is step.state[name])
+        feeds = {name: to_numpy(parameter)}
+        feeds |= part.initial_state(feeds) | part.hyperparameters()
+        eps = torch.finfo(parameter.dtype).eps
+        begin = functools.partial(_LaterUpdates, optimizer, index, parameter)
+        exact, own, narrow = begin(torch.float64), begin(parameter.dtype), _narrow_eps(model, parameter)
+        moved = begin(torch.float64, narrow) if narrow else None
+        runs = [one for one in (exact, own, moved) if one is not None]
+        opened, generator = Opened(model, "updating"), torch.Generator().manual_seed(0)
+        sizes: dict[str, float] = {}
+        counts = bool(part.counting)
+        for number in range(_UPDATES + _UPDATES // 2 * counts):
+            if number == _UPDATES:
+                feeds[STEP] = feeds[STEP] + _LATER
+                for run in runs:
+                    run.skip(rule.counters, _LATER)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            gradient = (gradient * (number % 4 != 3)).to(parameter.dtype)
+            results = opened.run(feeds | {name + GRADIENT_SUFFIX + _GIVEN: to_numpy(gradient)})
+            if results is None:
+                return
+            for run in runs:
+                run.take_step(gradient)
+            feeds |= {key.removesuffix(UPDATED_SUFFIX): array for key, array in results.items()}
+            wanted, natives = exact.values(name), own.values(name)
+            nearby = wanted if moved is None else moved.values(name)
+            for key, one in wanted.items():
+                if key not in feeds:
+                    continue
+                sizes[key] = max(sizes.get(key, 0.0), bounds.magnitude(one))
+                largest = sizes[key] + (sizes[name] if key == name else 0.0)
+                bound = 16 * (number + 1) * eps * largest + 16 * difference(natives[key], one)
+                bound += 4 * difference(nearby[key], one)
+                error = difference(feeds[key].astype(np.float64), one)
+                _require(error <= bound, key, f"updating (update {number + 1} of random gradients)", error, bound)
+
+
+_GIVEN = ".given"
+
+
+def _update_alone(part: optimizers.Optimizer, parameter: Tensor, name: str) -> ir.Model:
+    """Return a model of the update of one parameter, with its gradient as an input."""
+    dtype = ir.DataType.from_numpy(to_numpy(parameter[:0] if parameter.dim() else parameter).dtype)
+    given, gradient, value = (
+        ir.Value(name=one, type=ir.TensorType(dtype), shape=ir.Shape(parameter.shape))
+        for one in (name + GRADIENT_SUFFIX + _GIVEN, name + GRADIENT_SUFFIX, name)
+    )
+    node = ir.Node("", "Identity", [given], outputs=[gradient])
+    graph = ir.Graph([value, given], [gradient], nodes=[node], opset_imports={"": onnx_model.OPSET}, name="update")
+    model = ir.Model(graph, ir_version=10)
+    optimizers.append(model, part, [str(given.name)], fuse=False)
+    return model
+
+
+class _LaterUpdates:
+    """A parameter that an optimizer updates in a type, with gradients that are moved by some roundings."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        parameter: Tensor,
+        dtype: torch.dtype,
+        moved: float = 0.0,
+    ) -> None:
+        rate = float(np.float32(optimizer.param_groups[index]["lr"]))
+
+        def taken(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return deepcopy(value)
+            return value.detach().to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True).cpu()
+
+        self._parameter = taken(parameter)
+        state = {key: taken(value) for key, value in optimizer.state.get(parameter, {}).items()}
+        self._twin = traced_optimizer.twin(
+            optimizer, {index: [self._parameter]}, {self._parameter: state}, {index: rate}
+        )
+        self._optimizer, self._rounding = optimizer, Rounding(moved, 0) if moved else None
+
+    def skip(self, counters: Collection[str], updates: int) -> None:
+        """Let the optimizer think that it has made more updates."""
+        state = self._twin.state[self._parameter]
+        for key in counters:
+            state[key] = state[key] + updates
+
+    def take_step(self, gradient: Tensor) -> None:
+        wide = gradient.to(self._parameter.dtype)
+        self._parameter.grad = wide if self._rounding is None else self._rounding.moved(wide)
+        traced_optimizer.take_step(self._optimizer, self._twin)
+
+    def values(self, name: str) -> Arrays:
+        """Return the parameter and its state by the names of the model's inputs, in float64."""
+        state = self._twin.state[self._parameter]
+        tensors = {f"{name}.{key}": torch.as_tensor(one) for key, one in state.items() if _is_numeric(one)}
+        return {key: to_numpy(one.double()) for key, one in ({name: self._parameter} | tensors).items()}
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (Tensor, int, float))
 
 
 def _gradients(results: Arrays | None) -> Arrays:
@@ -579,8 +727,8 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 class _Updates:
     """What an optimizer makes of copies of the parameters, computed in a type; None: in their own.
 
-    Its arithmetic is of one element each, but for the clipping of all gradients by their norm: so it takes parts of
-    parameters, one after another.
+    The arithmetic of SGD and Adam is of one element each, but for the clipping of all gradients by their norm: so they
+    take parts of parameters, one after another. Others take whole parameters.
     """
 
     def __init__(
@@ -596,11 +744,12 @@ class _Updates:
         names = {id(tensor): name for name, tensor in step.state.items()}
         # One that is frozen may be nobody's.
         self._groups = {
-            names[id(parameter)]: (parameter, group)
-            for group in optimizer.param_groups
+            names[id(parameter)]: (parameter, index)
+            for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if names.get(id(parameter)) in gradients
         }
+        self._whole = bool(described.traced)
         self._max_norm = described.max_grad_norm
         norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]
         self._norm = torch.stack([norm.double() for norm in norms]).norm() if norms else torch.zeros(())
@@ -610,27 +759,32 @@ class _Updates:
 
     def of(self, name: str) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
         """Yield the parts of a parameter, which is flat, as float64."""
-        parameter, group = self._groups[name]
+        parameter, index = self._groups[name]
         flat = parameter.detach().reshape(-1)
-        # The rate as the model has it, and an implementation that runs anywhere.
-        options = {**group, "lr": float(np.float32(group["lr"])), "foreach": None, "fused": None, "capturable": False}
-        create: Any = type(self._optimizer)
-        for begin in range(0, max(flat.numel(), 1), _PART):
-            part = slice(begin, begin + _PART)
-            copy = flat[part].to(self._dtype or flat.dtype, copy=True).cpu()
-            copy.grad = self._gradient(name, part)
-            twin = create([{**options, "params": [copy]}])
-            state = {
-                key: value.reshape(-1)[part] if isinstance(value, Tensor) and value.shape == parameter.shape else value
-                for key, value in self._optimizer.state.get(parameter, {}).items()
-            }
-            if state:
-                twin.load_state_dict({"state": {0: deepcopy(state)}, "param_groups": twin.state_dict()["param_groups"]})
+        # As the model has it.
+        rate = float(np.float32(self._optimizer.param_groups[index]["lr"]))
+        held = self._optimizer.state.get(parameter, {})
+        dtype = self._dtype or flat.dtype
+        size = max(flat.numel(), 1) if self._whole else _PART
+        for begin in range(0, max(flat.numel(), 1), size):
+            part = slice(begin, begin + size)
+
+            def taken(value: Any, part: slice = part) -> Any:
+                """Return what a part takes of a tensor, in the type that is computed in."""
+                if not isinstance(value, Tensor):
+                    return deepcopy(value)
+                if value.shape == parameter.shape and not self._whole:
+                    value = value.reshape(-1)[part]
+                return value.detach().to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True).cpu()
+
+            copy, state = taken(parameter), {key: taken(value) for key, value in held.items()}
+            copy.grad = self._gradient(name, part).reshape(copy.shape)
+            twin = traced_optimizer.twin(self._optimizer, {index: [copy]}, {copy: state}, {index: rate})
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(copy, self._max_norm, self._norm.to(copy.dtype))
             if not self._skipped:
                 twin.step()
-            yield part, copy.double().numpy()
+            yield part, copy.double().reshape(-1).numpy()
 
     def _gradient(self, name: str, part: slice) -> Tensor:
         exact = self._gradients[name].reshape(-1)[part].double() / self._scale

@@ -18,7 +18,7 @@ from gradfuse.training.step import DROPOUT_SEED, LEARNING_RATE, LOSS, STEP, UPDA
 
 _ASIDE = "/own"
 _OURS = re.compile(
-    rf"((scaled_)?{LOSS}|{STEP}|micro_step|loss_scale|growth_tracker|{DROPOUT_SEED}|{LEARNING_RATE}(\.\d+)?)"
+    rf"((scaled_)?{LOSS}|{STEP}|micro_step|n_averaged|loss_scale|growth_tracker|{DROPOUT_SEED}|{LEARNING_RATE}(\.\d+)?)"
     rf"({re.escape(UPDATED_SUFFIX)})?"
 )
 

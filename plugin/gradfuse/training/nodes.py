@@ -77,6 +77,51 @@ class Nodes:
         """Return a value with arithmetic that appends to these nodes."""
         return GraphTensor(self, value)
 
+    def copied(
+        self, graph: ir.Graph, given: Mapping[ir.Value, GraphTensor], outputs: Sequence[ir.Value]
+    ) -> list[GraphTensor]:
+        """Append copies of the nodes of another graph that some of its values need, and return the copies of these.
+
+        Args:
+            graph: the graph, in order; its nodes have no graphs within, and initializers have values.
+            given: inputs of the graph -> what is in their place.
+            outputs: the values.
+        """
+        needed: set[ir.Value] = set()
+        rest = list(outputs)
+        while rest:
+            value = rest.pop()
+            if value not in needed:
+                needed.add(value)
+                producer = value.producer()
+                rest += [] if producer is None else [one for one in producer.inputs if one is not None]
+        new = {value: tensor.value for value, tensor in given.items()}
+        for value in graph.initializers.values():
+            if value in needed:
+                assert value.const_value is not None and value.dtype is not None
+                tensor = value.const_value
+                new[value] = self.op("Constant", [], value.dtype, tensor.shape, {"value": tensor}).value
+        for node in graph:
+            if needed.isdisjoint(node.outputs):
+                continue
+            name = self._name(node.op_type)
+            copies = [
+                ir.Value(name=f"{name}/{index}", type=one.type, shape=one.shape)
+                for index, one in enumerate(node.outputs)
+            ]
+            inputs = [None if one is None else new[one] for one in node.inputs]
+            self.tape.op_multi_out(
+                node.op_type, inputs, dict(node.attributes), outputs=copies, domain=node.domain, name=name
+            )
+            new |= dict(zip(node.outputs, copies, strict=True))
+        results: list[GraphTensor] = []
+        for value in outputs:
+            result = GraphTensor(self, new[value])
+            is_own = value not in given and all(result.value is not other.value for other in results)
+            # Each gets a name of its own.
+            results.append(result if is_own else result.op("Identity"))
+        return results
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GraphTensor:

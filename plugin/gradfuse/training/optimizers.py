@@ -22,8 +22,8 @@ from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ExportError
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.nodes import GraphTensor, Nodes
-from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, STEP, UPDATED_SUFFIX
+from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot, StateType
+from gradfuse.training.step import AVERAGE, GRADIENT_SUFFIX, LEARNING_RATE, N_AVERAGED, STEP, UPDATED_SUFFIX
 
 MICRO_STEP = "micro_step"
 ACCUMULATED_GRADIENT = "accumulated_grad"
@@ -53,17 +53,39 @@ class LossScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Averaging:
+    """Averages of the parameters, as of `torch.optim.swa_utils.AveragedModel`.
+
+    Attributes:
+        decay: the share that the average keeps in an exponential one; None: all parameters count alike.
+        start: after how many updates the first parameters are averaged that count.
+        every: of how many updates one counts.
+    """
+
+    decay: float | None
+    start: int
+    every: int
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether it depends on the number of updates."""
+        return self.start > 0 or self.every > 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """An optimizer: which algorithm, with which options for which parameters, and from which state on.
 
     Attributes:
-        algorithm: a key of `RULES`.
+        algorithm: a key of `RULES`; or any other name, with the rules in `traced`.
         groups: the parameter groups.
         steps: how many steps were done before, by parameter; none for one that is left out.
         state: `<parameter>.<state>` -> array, where it is not zeros.
+        traced: parameter -> its rule, where that was traced; parameters of one shape share one.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
         accumulate: of how many calls the gradients are averaged for one update.
         loss_scaling: how the gradients are scaled; None: they are not.
+        averaging: how the parameters are averaged; None: they are not.
         float64: whether scalars, such as Adam's bias correction, are computed in float64, as PyTorch does; else in
             float32, unless a parameter is float64.
     """
@@ -72,9 +94,11 @@ class Optimizer:
     groups: tuple[ParameterGroup, ...]
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    traced: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
     max_grad_norm: float | None = None
     accumulate: int = 1
     loss_scaling: LossScaling | None = None
+    averaging: Averaging | None = None
     float64: bool = True
 
     @property
@@ -82,13 +106,21 @@ class Optimizer:
         """The names of all parameters that it updates."""
         return tuple(name for group in self.groups for name in group.parameters)
 
+    def rule(self, parameter: str) -> Rule:
+        """Return the rule by which a parameter is updated."""
+        return self.traced[parameter] if parameter in self.traced else RULES[self.algorithm]
+
     @property
-    def rule(self) -> Rule:
-        return RULES[self.algorithm]
+    def counting(self) -> tuple[str, ...]:
+        """The names of the parameters whose update depends on the number of steps done."""
+        return tuple(
+            name for group in self.groups for name in group.parameters if self.rule(name).counts_steps(group.options)
+        )
 
     @property
     def counts_steps(self) -> bool:
-        return any(self.rule.counts_steps(group.options) for group in self.groups)
+        """Whether the number of updates done is a part of the state."""
+        return bool(self.counting) or (self.averaging is not None and self.averaging.counts_steps)
 
     def restricted(self, names: Collection[str], who: str) -> Optimizer:
         """Return the optimizer for those of its parameters only.
@@ -103,13 +135,20 @@ class Optimizer:
         )
         if not any(group.parameters for group in groups):
             raise ExportError(f"{who}: the loss depends on no parameter of the optimizer; expected at least one")
-        counting = (group for group in groups if self.rule.counts_steps(group.options))
-        steps = {name: self.steps.get(name, 0) for group in counting for name in group.parameters}
+        steps = {name: self.steps.get(name, 0) for name in dataclasses.replace(self, groups=groups).counting}
         if len(set(steps.values())) > 1:
             ends = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
             told = " and ".join(f"{name!r} {steps[name]} times" for name in ends)
             raise ExportError(f"{who}: the optimizer has updated {told}; expected one number of steps")
         return dataclasses.replace(self, groups=groups, steps=steps)
+
+    def alone(self, parameter: str) -> Optimizer:
+        """Return the optimizer of one parameter, each of whose gradients makes an update."""
+        group = next(group for group in self.groups if parameter in group.parameters)
+        one = dataclasses.replace(group, parameters=(parameter,))
+        return dataclasses.replace(
+            self, groups=(one,), max_grad_norm=None, accumulate=1, loss_scaling=None, averaging=None
+        )
 
     def hyperparameters(self) -> Arrays:
         """Return name -> value of the inputs that no step changes."""
@@ -122,8 +161,9 @@ class Optimizer:
         """Return parameter -> the names of its states."""
         return {
             name: (
-                *self.rule.states(group.options),
+                *self.rule(name).states(group.options),
                 *((ACCUMULATED_GRADIENT,) if self.accumulate > 1 else ()),
+                *((AVERAGE,) if self.averaging is not None else ()),
             )
             for group in self.groups
             for name in group.parameters
@@ -132,20 +172,31 @@ class Optimizer:
     def initial_state(self, parameters: Arrays) -> Arrays:
         """Return name -> value of the state before the first step, for parameters of the given values."""
 
-        def initial(state: str, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        def initial(name: str, state: str) -> npt.NDArray[Any]:
+            if f"{name}.{state}" in self.state:
+                return np.asarray(self.state[f"{name}.{state}"])
+            like = parameters[name]
+            own = self.state_type(name, state, StateType(ir.DataType.from_numpy(like.dtype), like.shape))
             # Zeros that nobody has written take no memory, which those of `zeros_like` do.
-            return np.asarray(self.state[state]) if state in self.state else np.zeros(like.shape, like.dtype)
+            return np.zeros(own.shape, own.dtype.numpy())
 
         arrays = {
-            f"{name}.{state}": initial(f"{name}.{state}", parameters[name])
-            for name, states in self.state_names().items()
-            for state in states
+            f"{name}.{state}": initial(name, state) for name, states in self.state_names().items() for state in states
         }
         return arrays | self.scalars()
 
+    def state_type(self, parameter: str, state: str, like: StateType) -> StateType:
+        """Return the type of a parameter's state, of a parameter of the type `like`."""
+        if state == AVERAGE:
+            # One in 16 bits would lose all small changes.
+            return dataclasses.replace(like, dtype=_wide_type(like.dtype))
+        return self.rule(parameter).state_types.get(state, like)
+
     def scalars(self) -> Arrays:
         """Return name -> value of the state of shape (): what is counted in int64, and the scale of the loss."""
-        counters = {STEP: max(self.steps.values(), default=0)} if self.counts_steps else {}
+        done = max((self.steps.get(name, 0) for name in self.counting), default=0)
+        counters = {STEP: done} if self.counts_steps else {}
+        counters |= {N_AVERAGED: 0} if self.averaging is not None else {}
         counters |= {MICRO_STEP: 0} if self.accumulate > 1 else {}
         scaling = self.loss_scaling
         counters |= {GROWTH_TRACKER: scaling.growth_tracker} if scaling is not None else {}
@@ -211,8 +262,8 @@ def _fused(
     """Return parameter -> the operator that updates it, for those that one can."""
     found = {}
     for group in optimizer.groups:
-        update = optimizer.rule.fused(group.options)
         for name in group.parameters:
+            update = optimizer.rule(name).fused(group.options)
             types = {inputs[name].dtype, gradients[name].dtype}
             if update is not None and len(types) == 1 and types <= _FUSED_TYPES:
                 found[name] = update
@@ -225,8 +276,9 @@ def _new_inputs(optimizer: Optimizer, inputs: Mapping[str, ir.Value]) -> dict[st
         for state in states:
             like = inputs[name]
             assert like.dtype is not None and like.shape is not None
+            own = optimizer.state_type(name, state, StateType(like.dtype, like.shape.numpy()))
             added[f"{name}.{state}"] = ir.Value(
-                name=f"{name}.{state}", type=ir.TensorType(like.dtype), shape=ir.Shape(like.shape)
+                name=f"{name}.{state}", type=ir.TensorType(own.dtype), shape=ir.Shape(own.shape)
             )
     for name, array in {**optimizer.scalars(), **optimizer.hyperparameters()}.items():
         # The scale of the loss is an input already.
@@ -368,12 +420,12 @@ def _updated(
     for index, group in enumerate(optimizer.groups):
         learning_rate = nodes.of(inputs[learning_rate_name(index)])
         rate = learning_rate.cast(scalar) if set(by_nodes) & set(group.parameters) else learning_rate
-        states = optimizer.rule.states(group.options)
         for name in group.parameters:
+            rule = optimizer.rule(name)
             kept = Slot(
                 nodes.of(inputs[name]),
                 gradients.scaled[name],
-                {state: nodes.of(inputs[f"{name}.{state}"]) for state in states},
+                {state: nodes.of(inputs[f"{name}.{state}"]) for state in rule.states(group.options)},
             )
             if name in fused:
                 gradient, factor = gradients.for_operator(name)
@@ -387,18 +439,54 @@ def _updated(
                 if clipping is not None:
                     gradient = gradient * clipping.cast(gradient.dtype)
                 gradient = -gradient if group.options["maximize"] else gradient
-                parameter, new_state = optimizer.rule.update(group.options, rate, count, _wide(kept, gradient))
+                parameter, new_state = rule.update(group.options, rate, count, _wide(kept, gradient, rule))
             results[name] = parameter.cast(kept.parameter.dtype).value
             results |= {
-                f"{name}.{state}": tensor.cast(kept.parameter.dtype).value for state, tensor in new_state.items()
+                f"{name}.{state}": tensor.cast(kept.state[state].dtype).value for state, tensor in new_state.items()
             }
+    if optimizer.averaging is not None:
+        results |= _averaged(nodes, optimizer, optimizer.averaging, inputs, results, scalar)
     return results
 
 
-def _wide(slot: Slot, gradient: GraphTensor) -> Slot:
-    """Return a slot with a gradient, in whose type everything is."""
+def _averaged(
+    nodes: Nodes,
+    optimizer: Optimizer,
+    averaging: Averaging,
+    inputs: Mapping[str, ir.Value],
+    results: Mapping[str, ir.Value],
+    scalar: ir.DataType,
+) -> dict[str, ir.Value]:
+    """Return the new averages of the parameters, and how many are in them, from the new values of all else.
+
+    By the rule of `torch.optim.swa_utils.AveragedModel`, the first ones are the parameters themselves.
+    """
+    averaged = nodes.of(inputs[N_AVERAGED])
+    one = nodes.constant(1.0, scalar)
+    later = one / (averaged + 1).cast(scalar) if averaging.decay is None else one - averaging.decay
+    weight = averaged.equals(0).where(one, later)
+    due: GraphTensor | None = None
+    if averaging.counts_steps:
+        counted = nodes.of(results[STEP]) - averaging.start
+        due = counted.op("Greater", 0, dtype=ir.DataType.BOOL).op("And", counted.op("Mod", averaging.every).equals(0))
+    new = {N_AVERAGED: averaged + 1}
+    for name in optimizer.parameters:
+        average = nodes.of(inputs[f"{name}.{AVERAGE}"])
+        change = nodes.of(results[name]).cast(average.dtype) - average
+        share = weight.cast(average.dtype)
+        # As torch.lerp, which begins at the nearer end.
+        near, far = average + change * share, nodes.of(results[name]).cast(average.dtype) - change * (1 - share)
+        new[f"{name}.{AVERAGE}"] = share.less(0.5).where(near, far)
+    if due is not None:
+        new = {name: due.where(tensor, nodes.of(inputs[name])) for name, tensor in new.items()}
+    return {name: tensor.value for name, tensor in new.items()}
+
+
+def _wide(slot: Slot, gradient: GraphTensor, rule: Rule) -> Slot:
+    """Return a slot with a gradient, in whose type everything is but states that have types of their own."""
     dtype = gradient.dtype
-    return Slot(slot.parameter.cast(dtype), gradient, {name: value.cast(dtype) for name, value in slot.state.items()})
+    state = {name: value if name in rule.state_types else value.cast(dtype) for name, value in slot.state.items()}
+    return Slot(slot.parameter.cast(dtype), gradient, state)
 
 
 def _by_operator(
@@ -423,7 +511,11 @@ def _by_operator(
 
 def _widened(tensor: GraphTensor) -> GraphTensor:
     """Return a tensor in the type that is computed in."""
-    return tensor.cast(ir.DataType.DOUBLE if tensor.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
+    return tensor.cast(_wide_type(tensor.dtype))
+
+
+def _wide_type(dtype: ir.DataType) -> ir.DataType:
+    return ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
 def _clipping_factor(nodes: Nodes, gradients: Collection[GraphTensor], max_norm: float) -> GraphTensor:

@@ -41,6 +41,14 @@ class FusedUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
+class StateType:
+    """What a state that is not like its parameter is."""
+
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
     """An algorithm: which state it keeps, and its update."""
 
@@ -54,6 +62,8 @@ class Rule:
     """(options, learning rate, steps done before (both float64 or both float32), slot) -> new parameter, new state."""
     fused: Callable[[Mapping[str, Any]], FusedUpdate | None] = lambda options: None
     """options -> the operator that makes the whole update; None: there is none for them."""
+    state_types: Mapping[str, StateType] = dataclasses.field(default_factory=dict)
+    """State -> its type, which the update gets it in; none for a state that is like the parameter."""
 
 
 def _sgd(
@@ -90,27 +100,86 @@ def _fused_sgd(options: Mapping[str, Any]) -> FusedUpdate | None:
 def _adam(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
-    parameter, gradient, dtype = slot.parameter, slot.gradient, slot.parameter.dtype
-    beta1, beta2 = options["betas"]
+    parameter, gradient = _decayed(options, rate, slot)
+    (beta1, beta2), dtype = options["betas"], parameter.dtype
     assert step is not None
     count = _count(step)
-    if options["weight_decay"]:
-        if options["decoupled_weight_decay"]:
-            parameter = parameter * (1 - rate * options["weight_decay"]).cast(dtype)
-        else:
-            gradient = gradient + parameter * options["weight_decay"]
-    mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
-    # As torch.lerp, which begins at the nearer end.
-    weight = 1 - beta1
-    change = gradient - mean
-    mean = mean + change * weight if weight < 0.5 else gradient - change * (1 - weight)
-    square = square * beta2 + gradient * (1 - beta2) * gradient
+    mean = _lerp(slot.state["exp_avg"], gradient, 1 - beta1)
+    square = slot.state["exp_avg_sq"] * beta2 + gradient * (1 - beta2) * gradient
     new_state = {"exp_avg": mean, "exp_avg_sq": square}
     if options["amsgrad"]:
         square = new_state["max_exp_avg_sq"] = slot.state["max_exp_avg_sq"].maximum(square)
     step_size = rate / _one_minus_power(beta1, count)
     denominator = square.sqrt() / _one_minus_power(beta2, count).sqrt().cast(dtype) + options["eps"]
     return parameter - mean * step_size.cast(dtype) / denominator, new_state
+
+
+def _lerp(start: GraphTensor, end: GraphTensor, weight: float) -> GraphTensor:
+    """Return what torch.lerp does, which begins at the nearer end."""
+    change = end - start
+    return start + change * weight if weight < 0.5 else end - change * (1 - weight)
+
+
+def _decayed(options: Mapping[str, Any], rate: GraphTensor, slot: Slot) -> tuple[GraphTensor, GraphTensor]:
+    """Return parameter and gradient with the decay of weights."""
+    parameter, gradient = slot.parameter, slot.gradient
+    if options["weight_decay"] and options.get("decoupled_weight_decay"):
+        return parameter * (1 - rate * options["weight_decay"]).cast(parameter.dtype), gradient
+    if options["weight_decay"]:
+        gradient = gradient + parameter * options["weight_decay"]
+    return parameter, gradient
+
+
+def _rmsprop(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    parameter, gradient = _decayed(options, rate, slot)
+    alpha, rate = options["alpha"], rate.cast(parameter.dtype)
+    square = slot.state["square_avg"] * alpha + gradient * (1 - alpha) * gradient
+    new_state, centered = {"square_avg": square}, square
+    if options["centered"]:
+        mean = new_state["grad_avg"] = _lerp(slot.state["grad_avg"], gradient, 1 - alpha)
+        centered = square - mean * mean
+    denominator = centered.sqrt() + options["eps"]
+    if options["momentum"]:
+        buffer = slot.state["momentum_buffer"] * options["momentum"] + gradient / denominator
+        new_state["momentum_buffer"] = buffer
+        return parameter - buffer * rate, new_state
+    return parameter - gradient * rate / denominator, new_state
+
+
+def _adagrad(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    parameter, gradient = _decayed(options, rate, slot)
+    if options["lr_decay"]:
+        assert step is not None
+        rate = rate / (step * options["lr_decay"] + 1)
+    total = slot.state["sum"] + gradient * gradient
+    return parameter - gradient * rate.cast(parameter.dtype) / (total.sqrt() + options["eps"]), {"sum": total}
+
+
+def _adadelta(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    parameter, gradient = _decayed(options, rate, slot)
+    rho, eps = options["rho"], options["eps"]
+    square = slot.state["square_avg"] * rho + gradient * (1 - rho) * gradient
+    change = (slot.state["acc_delta"] + eps).sqrt() / (square + eps).sqrt() * gradient
+    changes = slot.state["acc_delta"] * rho + change * (1 - rho) * change
+    return parameter - change * rate.cast(parameter.dtype), {"square_avg": square, "acc_delta": changes}
+
+
+def _adamax(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    assert step is not None
+    beta1, beta2 = options["betas"]
+    parameter, gradient = _decayed(options, rate, slot)
+    mean = _lerp(slot.state["exp_avg"], gradient, 1 - beta1)
+    largest = (slot.state["exp_inf"] * beta2).maximum(gradient.op("Abs") + options["eps"])
+    step_size = rate / _one_minus_power(beta1, _count(step))
+    return parameter - mean * step_size.cast(parameter.dtype) / largest, {"exp_avg": mean, "exp_inf": largest}
 
 
 def _count(step: GraphTensor) -> GraphTensor:
@@ -184,6 +253,18 @@ RULES: Mapping[str, Rule] = {
         _adam,
         _fused_adam,
     ),
+    "RMSprop": Rule(
+        lambda options: (
+            "square_avg",
+            *(("grad_avg",) if options["centered"] else ()),
+            *(("momentum_buffer",) if options["momentum"] else ()),
+        ),
+        lambda options: False,
+        _rmsprop,
+    ),
+    "Adagrad": Rule(lambda options: ("sum",), lambda options: bool(options["lr_decay"]), _adagrad),
+    "Adadelta": Rule(lambda options: ("square_avg", "acc_delta"), lambda options: False, _adadelta),
+    "Adamax": Rule(lambda options: ("exp_avg", "exp_inf"), lambda options: True, _adamax),
     "TransformersAdamW": Rule(
         lambda options: ("exp_avg", "exp_avg_sq"),
         lambda options: True,

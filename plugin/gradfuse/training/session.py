@@ -38,7 +38,16 @@ from gradfuse.training.in_place import BARRIER, with_updates_last
 from gradfuse.training.index_checks import require_in_range
 from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.sharing import Shared, Sides, require_common, shareable
-from gradfuse.training.step import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
+from gradfuse.training.step import (
+    AVERAGE,
+    GRADIENT_SUFFIX,
+    LEARNING_RATE,
+    LOSS,
+    N_AVERAGED,
+    UPDATED_SUFFIX,
+    TrainingStep,
+    load_with_files,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -241,18 +250,20 @@ class TrainingSession:
         return self._steps_before + self._runs
 
     @_alone
-    def evaluate(self, inputs: Any) -> Any:
+    def evaluate(self, inputs: Any, *, averaged: bool = False) -> Any:
         """Return what the module gives in eval mode, with the parameters and buffers as they are now.
 
         Args:
             inputs: as for `step`.
+            averaged: whether the averages of the parameters are in their places.
 
         Returns:
             An array; where the module returns several tensors a tuple of them.
 
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape; or an index is out of range.
-            GradfuseError: the step was exported without an evaluation model, or its file is missing.
+            GradfuseError: the step was exported without an evaluation model, or its file is missing; or without
+                averages.
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
         self._background.raise_error()
@@ -264,10 +275,12 @@ class TrainingSession:
         if self._evaluation is None:
             with collection_paused():
                 self._evaluation = self._inference_session(ir.from_proto(model))
-        binding = self._evaluation.io_binding()
+        binding, averages = self._evaluation.io_binding(), self._averages("evaluate") if averaged else {}
         values = self.ort_values
         for name in known:
-            if name not in feeds:
+            if name in averages:
+                binding.bind_cpu_input(name, averages[name])
+            elif name not in feeds:
                 binding.bind_ortvalue_input(name, values[name])
         for value in model.graph.output:
             binding.bind_output(value.name)
@@ -363,17 +376,27 @@ class TrainingSession:
         return values | {name: value for name, value in self._shared.values.items() if name in self._shareable}
 
     @_alone
-    def state_dict(self) -> Arrays:
+    def state_dict(self, *, averaged: bool = False) -> Arrays:
         """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
 
         Tied names, frozen parameters and constant buffers are among them, and those of a loss module, which begin
         with `loss.`.
+
+        Args:
+            averaged: whether the averages of the parameters are in their places; before the first one is made they are
+                the parameters themselves.
+
+        Raises:
+            GradfuseError: the step was exported without averages.
         """
-        step, values = self._step, self.ort_values
-        return {
-            name: np.array(step.constants[source]) if source in step.constants else _copied(values[source])
-            for name, source in step.state_dict_names.items()
-        }
+        step, averages = self._step, self._averages("state_dict") if averaged else {}
+
+        def copied(source: str) -> npt.NDArray[Any]:
+            if source in step.constants or source in averages:
+                return np.array(step.constants[source] if source in step.constants else averages[source])
+            return _copied(self.ort_values[source])
+
+        return {name: copied(source) for name, source in step.state_dict_names.items()}
 
     @_alone
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -437,7 +460,7 @@ class TrainingSession:
         self._background.start(lambda: checkpoints.write(path, tensors, text, files, where))
 
     @_alone
-    def save_evaluation_model(self, path: str | os.PathLike[str]) -> None:
+    def save_evaluation_model(self, path: str | os.PathLike[str], *, averaged: bool = False) -> None:
         """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
 
         Its inputs and outputs are those of `evaluate`; any runtime can serve it. The file is written whole or not at
@@ -445,18 +468,22 @@ class TrainingSession:
 
         Args:
             path: the file.
+            averaged: whether the averages of the parameters are in their places.
 
         Raises:
             ArgumentError: `path` is no path.
-            GradfuseError: the step was exported without an evaluation model, or its file is missing.
+            GradfuseError: the step was exported without an evaluation model, or its file is missing; or without
+                averages.
             ModelError: the file cannot be written, or is the one of the step.
         """
         require_path(path, f"{_WHO}.save_evaluation_model")
         model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
-        graph = model.graph
+        graph, averages = model.graph, self._averages("save_evaluation_model") if averaged else {}
         values = self.ort_values
         for value in [value for value in graph.inputs if value.name in values]:
-            value.const_value = ir.tensor(_copied(values[str(value.name)]), name=value.name)
+            name = str(value.name)
+            array = averages[name] if name in averages else _copied(values[name])
+            value.const_value = ir.tensor(array, name=value.name)
             graph.inputs.remove(value)
             graph.register_initializer(value)
         writing.save(model, path, inputs=self._files)
@@ -508,6 +535,21 @@ class TrainingSession:
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
         return extra
+
+    def _averages(self, method: str) -> Arrays:
+        """Return copies of the averages by the names of the parameters, in their types; none before the first one."""
+        step, values = self._step, self.ort_values
+        counter = step.own_name(N_AVERAGED)
+        if counter not in self._optimizer_state:
+            raise GradfuseError(f"{_WHO}.{method}: the step has no averages; expected one exported with `average`")
+        if not values[counter].numpy():
+            return {}
+        names = {name: step.own_name(f"{name}.{AVERAGE}") for name in values}
+        return {
+            name: _copied(values[other]).astype(self._inputs[name].dtype, copy=False)
+            for name, other in names.items()
+            if other in self._optimizer_state
+        }
 
     def _evaluation_model(self, method: str) -> onnx.ModelProto:
         model = self._step.evaluation_model

@@ -31,6 +31,8 @@ GRADIENT_SUFFIX = ".grad"
 UPDATED_SUFFIX = ".updated"
 LEARNING_RATE = "learning_rate"
 STEP = "step"
+AVERAGE = "average"
+N_AVERAGED = "n_averaged"
 DROPOUT_SEED = "dropout_seed"
 METADATA_KEY = "gradfuse.training_step"
 

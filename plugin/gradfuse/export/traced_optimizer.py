@@ -1,0 +1,861 @@
+"""Any optimizer of PyTorch, by a trace of its own step. This module imports torch.
+
+The step of each kind of parameter (one shape, type, group and state) is traced once, as a function of the parameter,
+its gradient, its state, the learning rate and the number of steps done. What Python computes with numbers, such as a
+bias correction, is traced in float64. Where the code asks whether something holds, of the number of steps or of values,
+it is traced once for each answer, and the model chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from gradfuse.errors import ExportError
+from gradfuse.export import explaining, narrow_types, onnx_model, tracing
+from gradfuse.export.reporting import WHO, quiet, refusal
+from gradfuse.export.simplifying import simplify
+from gradfuse.models.arrays import to_numpy
+from gradfuse.training.nodes import GraphTensor
+from gradfuse.training.optimizers import ACCUMULATED_GRADIENT
+from gradfuse.training.rules import Rule, Slot, StateType
+from gradfuse.training.step import AVERAGE, GRADIENT_SUFFIX, UPDATED_SUFFIX
+
+_PROBED = 3
+"""So many steps tell which state counts them."""
+_PATHS = 64
+"""So many combinations of answers the code of a step may ask for."""
+_NARROW = (torch.float16, torch.bfloat16)
+_IMPLEMENTATION = {"foreach": False, "fused": None, "capturable": False}
+"""Options that choose an implementation alone, and the one that is traced."""
+_OWN = ("state", "param_groups")
+"""Attributes of an optimizer that each twin has for itself."""
+_RESERVED = frozenset((ACCUMULATED_GRADIENT, AVERAGE, *(one[1:] for one in (GRADIENT_SUFFIX, UPDATED_SUFFIX))))
+"""What follows a parameter's name in inputs and outputs of a step already."""
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The updates of an optimizer.
+
+    Attributes:
+        rules: parameter -> its rule.
+        state: `<parameter>.<state>` -> array, where it is not zeros.
+        steps: parameter -> the number of steps done.
+    """
+
+    rules: Mapping[str, Rule]
+    state: Mapping[str, Any]
+    steps: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedRule(Rule):
+    """A rule that was traced.
+
+    Attributes:
+        counters: the names under which the optimizer keeps the number of steps itself.
+    """
+
+    counters: tuple[str, ...] = ()
+
+
+def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Traced:
+    """Trace the step of an optimizer.
+
+    Args:
+        optimizer: the optimizer; it is not changed.
+        names: `id` of each parameter that it trains -> its name.
+
+    Raises:
+        ExportError: its step cannot be exported: the text says why.
+    """
+    _require_traceable(optimizer)
+    kinds: dict[Any, _Kind] = {}
+    of: dict[str, _Kind] = {}
+    state: dict[str, Any] = {}
+    steps: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            name, held = names[id(parameter)], _held(optimizer, parameter)
+            if parameter.dtype in _NARROW and not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+                raise _refused(
+                    optimizer,
+                    f"parameter {name!r} is {parameter.dtype}, of whose rounding its step may keep account; expected "
+                    "parameters in float32 or float64",
+                )
+            key = index, tuple(parameter.shape), parameter.dtype, parameter.device, _signature(held)
+            if key not in kinds:
+                kinds[key] = _Kind.of(optimizer, index, parameter, name)
+            kind = of[name] = kinds[key]
+            begin = kind.begin | held
+            state |= {f"{name}.{one}": _array(begin[one]) for one in kind.states if one in begin}
+            counts = {int(begin[one]) for one in kind.counters} or {1 if held else 0}
+            if len(counts) > 1:
+                raise _refused(optimizer, f"its counters of {name!r} differ; expected one number of steps")
+            (steps[name],) = counts
+    if len(of) > 1:
+        _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
+    rules = dict(zip(kinds.values(), _rules(optimizer, list(kinds.values())), strict=True))
+    return Traced({name: rules[kind] for name, kind in of.items()}, state, steps)
+
+
+def twin(
+    optimizer: torch.optim.Optimizer,
+    groups: Mapping[int, Sequence[Tensor]],
+    states: Mapping[Any, Any],
+    rates: Mapping[int, Any],
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same kind that has other parameters. A step of it leaves the first one alone.
+
+    Args:
+        optimizer: the optimizer.
+        groups: parameter group -> the parameters that have its options, but for those that choose an implementation.
+        states: their states, where there are some.
+        rates: parameter group -> the learning rate.
+    """
+    result: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        is_own = isinstance(value, (list, dict, set)) and key not in _OWN
+        vars(result)[key] = copy.deepcopy(value) if is_own else value
+    result.param_groups = []
+    for index, parameters in groups.items():
+        options = {key: one for key, one in optimizer.param_groups[index].items() if key != "params"}
+        options |= {key: one for key, one in _IMPLEMENTATION.items() if key in options}
+        result.param_groups.append({**copy.deepcopy(options), "lr": rates[index], "params": list(parameters)})
+    result.state = defaultdict(dict, {parameter: state for parameter, state in states.items() if state})
+    return result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kind:
+    """What parameters that are updated alike have in common.
+
+    Attributes:
+        index: their parameter group.
+        like: one of them.
+        held: the names of the state that they have.
+        begin: what more they begin with, by name: what the optimizer makes in the first step, before it uses it.
+        constants: state that no step changes.
+        states: the names of tensors and numbers that steps change -> their types.
+        numbers: those of them that are numbers of Python.
+        counters: the names of what counts the steps.
+        counts_in_python: those of them that are numbers of Python.
+        first_differs: whether the first step does something else than those after it, such as to begin with the
+            gradient, or with the learning rate of then.
+    """
+
+    index: int
+    like: Tensor
+    held: frozenset[str]
+    begin: dict[str, Any]
+    constants: dict[str, Any]
+    states: dict[str, StateType]
+    numbers: frozenset[str]
+    counters: tuple[str, ...]
+    first_differs: bool
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, index: int, parameter: Tensor, name: str) -> _Kind:
+        """Find out by a few steps of copies which state a parameter gets."""
+        held = _held(optimizer, parameter)
+        probe = functools.partial(_Probe.of, optimizer, index, parameter)
+        first = probe(held)
+        others = probe(held, seed=1), probe(held, faster=0.5), probe(held, moved=0.5)
+        # What is not put in under its name, as by a copy of the dictionary, begins in an unknown way.
+        is_seen = first.after[0][1].keys() <= held.keys() | first.begun.keys()
+        fixed = is_seen and all(_same(first.begun, one.begun) for one in others)
+        begin = first.begun if fixed else {}
+        first_differs = not fixed or not _same(probe(held | begin).after[0], first.after[0])
+        constants, states, counters = {}, {}, []
+        for key, last in first.after[-1][1].items():
+            what = f"state {key!r} of {name!r}"
+            if not isinstance(key, str) or key in _RESERVED:
+                raise _refused(optimizer, f"{what} has a name that the step needs; expected another one")
+            values: list[Any] = [(held | first.begun).get(key), *(after.get(key) for _, after in first.after)]
+            if all(_is_number(one) for one in values) and _counts(values):
+                if values[0] < 0 or int(values[0]) != values[0]:
+                    raise _refused(optimizer, f"{what} is {float(values[0])}; expected a count from 0 on")
+                counters.append(key)
+            elif isinstance(last, Tensor) or (_is_number(last) and not all(_same(one, last) for one in values[1:])):
+                if not all(_is_tensor_or_number(one) and _type(one) == _type(last) for one in values[1:]):
+                    raise _refused(optimizer, f"{what} changes its shape or type; expected neither")
+                states[key] = _type(last)
+            elif not _holds_tensors(last) and all(_same(one, last) for one in values[1:]):
+                constants[key] = last
+            else:
+                raise _refused(optimizer, f"{what} is {type(last).__name__}; expected tensors and numbers")
+        kept = counters if first_differs else [*counters, *states]
+        python = frozenset(key for key, one in first.after[-1][1].items() if not isinstance(one, Tensor))
+        return cls(
+            index=index,
+            like=parameter,
+            held=frozenset(held),
+            begin={key: one for key, one in first.begun.items() if key in kept},
+            constants=constants,
+            states=states,
+            numbers=python,
+            counters=tuple(counters),
+            first_differs=first_differs,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that is computed in."""
+        return torch.float32 if self.like.dtype in _NARROW else self.like.dtype
+
+    def examples(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return a parameter, a gradient and the state, in the types that are computed in."""
+        parameter = self.like.detach().to(self.dtype)
+        state = []
+        for own in self.states.values():
+            array = torch.zeros(own.shape, dtype=_TYPES[own.dtype], device=self.like.device)
+            state.append(array.float() if array.dtype in _NARROW else array)
+        return parameter, torch.zeros_like(parameter), tuple(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Probe:
+    """A few steps of a copy of a parameter.
+
+    Attributes:
+        begun: name -> value of the state that was not there, as it was first put there.
+        after: the parameter and its state after each step.
+    """
+
+    begun: dict[str, Any]
+    after: list[tuple[Tensor, dict[str, Any]]]
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        parameter: Tensor,
+        held: Mapping[str, Any],
+        *,
+        seed: int = 0,
+        faster: float = 0.0,
+        moved: float = 0.0,
+    ) -> _Probe:
+        generator = torch.Generator().manual_seed(seed)
+        tensor = (parameter.detach() + moved).requires_grad_()
+        rate = float(optimizer.param_groups[index]["lr"]) + faster
+        other = twin(optimizer, {index: [tensor]}, {}, {index: rate})
+        other.state = _States(_Watched)
+        if held:
+            other.state[tensor] = _Watched(copy.deepcopy(dict(held)))
+        options, attributes = copy.deepcopy(_unowned(other.param_groups[0])), copy.deepcopy(_unowned(vars(other)))
+        after = []
+        for _ in range(_PROBED):
+            tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            take_step(optimizer, other)
+            after.append((tensor.detach().clone(), copy.deepcopy(dict(other.state[tensor]))))
+        for what, before, now in (
+            ("the option {!r} of its parameter group", options, _unowned(other.param_groups[0])),
+            ("its attribute {!r}", attributes, _unowned(vars(other))),
+        ):
+            for key, value in now.items():
+                if not _same(before.get(key), value):
+                    raise _refused(optimizer, f"its step changes {what.format(key)}; expected changes of state alone")
+        begun = {key: value for key, value in other.state[tensor].begun.items() if value is not None}
+        for key, value in begun.items():
+            counted = [state.get(key) for _, state in after]
+            if all(map(_is_number, [value, *counted])) and value == counted[0] and _counts([0, *counted]):
+                # `state.get(key, 0) + 1` was put there.
+                begun[key] = value - 1
+        return cls(begun, after)
+
+
+class _Watched(dict[str, Any]):
+    """The state of a parameter; it keeps what is put under each name first."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        super().__init__(state or {})
+        self.begun: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.get(key) is None:
+            self.begun[key] = copy.deepcopy(value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> _Watched:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+class _States(defaultdict[Any, Any]):
+    """The states of an optimizer, which may put a whole dictionary in."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(value, _Watched):
+            state = _Watched()
+            state.update(value)
+            value = state
+        super().__setitem__(key, value)
+
+
+class _CannotTraceError(Exception):
+    """The code of a step does something that no graph can."""
+
+
+class _Numbers(TorchFunctionMode):
+    """Lets tensors of shape () stand for what Python computes with numbers, and answers what the code asks of tensors.
+
+    Args:
+        answers: the first answers; those to all further questions are True.
+
+    Attributes:
+        conditions: what was asked, in order, as tensors of shape ().
+    """
+
+    def __init__(self, answers: Sequence[bool]) -> None:
+        super().__init__()
+        self._answers = answers
+        self.conditions: list[Tensor] = []
+        self._numbers: dict[int, Tensor] = {}
+
+    def number(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as a number: in place, Python changes none."""
+        # Kept, so that no other one gets its identity.
+        self._numbers[id(tensor)] = tensor
+        return tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__bool__":
+            asked = len(self.conditions)
+            self.conditions.append((args[0] != 0).reshape(()))
+            if asked == _PATHS:
+                raise _CannotTraceError("asks again and again whether something holds")
+            return self._answers[asked] if asked < len(self._answers) else True
+        if name == "item":
+            value = args[0].reshape(())
+            return self.number(value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone())
+        if name.startswith(_OF_LISTS):
+            return self._of_lists(name.removeprefix(_OF_LISTS), args, kwargs)
+        if name in _CONVERSIONS:
+            raise _CannotTraceError(f"takes {_CONVERSIONS[name]} of its state, its gradient or the rate")
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        of_numbers = [one for one in tensors if id(one) in self._numbers]
+        plain = name.strip("_")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if tensors and all(not one.dim() and one.dtype not in (torch.float32, *_NARROW) for one in tensors):
+            # Numbers alone: Python's are of 64 bits.
+            if len(of_numbers) == len(tensors) and plain in _IN_PLACE:
+                func = _IN_PLACE[plain]
+            if _is_arithmetic(plain):
+                args = tuple(map(_wide, args))
+            if plain in _SCALED and (plain == "lerp" or _SCALED[plain] in kwargs):
+                return _scaled(plain, args, {key: _wide(one) for key, one in kwargs.items()}, in_place)
+            result = func(*args, **kwargs)
+            counts = isinstance(result, Tensor) and len(of_numbers) == len(tensors) and plain != "as_tensor"
+            return self.number(result) if counts else result
+        if any(one.dtype == torch.float64 and one.dim() for one in tensors):
+            args = tuple(map(_wide, args)) if _is_arithmetic(plain) else args
+            kwargs = {key: _wide(one) for key, one in kwargs.items()} if plain in _SCALED else kwargs
+        if plain in _SCALED and (plain == "lerp" or isinstance(kwargs.get(_SCALED[plain]), Tensor)):
+            return _scaled(plain, args, kwargs, in_place)
+        if plain in ("fill", "full_like") and of_numbers:
+            value = (args[1:] or tuple(kwargs.pop(key) for key in ("fill_value", "value") if key in kwargs))[0]
+            like = args[0] if plain == "fill" else torch.empty_like(args[0], **kwargs)
+            return like.copy_(value.expand(like.shape))
+        others = [one.dtype for one in tensors if id(one) not in self._numbers and one.is_floating_point()]
+        if of_numbers and others and plain != "copy":
+            # In the type of the tensors, as kernels compute with numbers.
+            dtype = functools.reduce(torch.promote_types, others)
+
+            def narrowed(one: Any) -> Any:
+                return one.to(dtype) if id(one) in self._numbers and one.is_floating_point() else one
+
+            args, kwargs = tuple(map(narrowed, args)), {key: narrowed(one) for key, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _of_lists(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function of lists of tensors on one tensor after another."""
+        function, plain = getattr(Tensor, name), name.strip("_")
+        if plain in ("addcdiv", "addcmul") and len(args) == 4:
+            args, kwargs = args[:3], kwargs | {"value": args[3]}
+        results = []
+        for index in range(len(args[0])):
+            each = [one[index] if isinstance(one, (list, tuple)) else one for one in args]
+            named = {key: one[index] if isinstance(one, (list, tuple)) else one for key, one in kwargs.items()}
+            results.append(self.__torch_function__(function, (), tuple(each), named))
+        return None if name.endswith("_") else results
+
+
+def _wide(one: Any) -> Any:
+    """Return a number that is no whole one as a tensor of 64 bits: as a constant it would be translated in 32."""
+    return torch.tensor(one, dtype=torch.float64) if type(one) is float else one
+
+
+def _scaled(plain: str, args: Any, kwargs: Mapping[str, Any], in_place: bool) -> Any:
+    """Compute what takes a number beside its tensors, which may be a tensor of shape ()."""
+    first, second, *rest = args
+    rest += [kwargs[key] for key in ("weight", "tensor2") if key in kwargs]
+    dtype = first.dtype if in_place else torch.promote_types(first.dtype, second.dtype)
+    second = second.to(dtype)
+    if plain == "lerp":
+        weight = rest[0].to(dtype) if isinstance(rest[0], Tensor) else rest[0]
+        share, remainder = weight, 1 - weight
+        if dtype == torch.float64:
+            share, remainder = _wide(share), _wide(remainder)
+        change = second - first
+        # From the nearer end.
+        if isinstance(weight, Tensor):
+            result = torch.where(weight.abs() < 0.5, first + change * share, second - change * remainder)
+        else:
+            result = first + change * share if abs(weight) < 0.5 else second - change * remainder
+    else:
+        factor = kwargs[_SCALED[plain]]
+        term = second * (factor.to(dtype) if isinstance(factor, Tensor) else factor)
+        if plain in ("addcdiv", "addcmul"):
+            term = term / rest[0].to(dtype) if plain == "addcdiv" else term * rest[0].to(dtype)
+        result = first - term if plain in ("sub", "subtract") else first + term
+    return first.copy_(result) if in_place else result
+
+
+_CONVERSIONS = {
+    "__float__": "float()",
+    "__int__": "int()",
+    "__index__": "int()",
+    "__complex__": "complex()",
+    "__format__": "the text",
+    "tolist": "tolist()",
+    "numpy": "numpy()",
+    "__array__": "numpy()",
+}
+_OF_LISTS = "_foreach_"
+_SCALED = {
+    "add": "alpha",
+    "sub": "alpha",
+    "subtract": "alpha",
+    "addcdiv": "value",
+    "addcmul": "value",
+    "lerp": "weight",
+}
+"""Functions that take a number beside tensors -> what it is called."""
+_IN_PLACE: dict[str, Any] = {
+    "iadd": Tensor.add,
+    "isub": Tensor.sub,
+    "imul": Tensor.mul,
+    "itruediv": Tensor.div,
+    "idiv": Tensor.div,
+    "ipow": Tensor.pow,
+    "imod": Tensor.remainder,
+    "ifloordiv": Tensor.floor_divide,
+}
+"""What Python computes by statements such as `x += 1` -> the same as an expression."""
+_ARITHMETIC = frozenset(
+    "add sub mul div truediv true_divide pow mod remainder floordiv floor_divide maximum minimum "
+    "lt le gt ge eq ne less greater".split()
+)
+
+
+def _is_arithmetic(name: str) -> bool:
+    return name in _ARITHMETIC or name.removeprefix("r") in _ARITHMETIC or name.removeprefix("i") in _ARITHMETIC
+
+
+_TYPES = {
+    ir.DataType.DOUBLE: torch.float64,
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+    ir.DataType.INT64: torch.int64,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT16: torch.int16,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.UINT8: torch.uint8,
+    ir.DataType.BOOL: torch.bool,
+}
+_AS_IF_RUN = {"is_compiling": lambda: False, "is_exporting": lambda: False}
+"""What code that asks whether it is traced gets to hear."""
+_OF_MATH = "sqrt pow exp expm1 log log1p log2 log10 floor ceil sin cos tanh".split()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Give a module other attributes for a while."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _of_tensors() -> dict[str, Any]:
+    """Return functions of Python's `math` that take tensors as well."""
+
+    def taking(original: Callable[..., Any], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any) -> Any:
+            if not any(isinstance(one, Tensor) for one in args):
+                return original(*args)
+            return of_tensors(
+                *(one.to(torch.float64) if isinstance(one, Tensor) else _wide(float(one)) for one in args)
+            )
+
+        return function
+
+    return {name: taking(getattr(math, name), getattr(torch, name)) for name in _OF_MATH}
+
+
+class _Steps(nn.Module):
+    """The steps of all kinds of parameters, as a function of all their tensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> None:
+        super().__init__()
+        # In a tuple, as the module must not own the tensors.
+        self._of = (optimizer, kinds)
+
+    def forward(self, count: Tensor, rates: Sequence[Tensor], given: Sequence[Any]) -> Any:
+        optimizer, kinds = self._of
+        return [
+            _Trace(optimizer, kind, count, rates[kind.index], *tensors).merged()
+            for kind, tensors in zip(kinds, given, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """The step of one kind of parameters while it is traced, as often as its code asks for.
+
+    Attributes:
+        optimizer: the optimizer.
+        kind: the kind.
+        count: the number of steps done, in float64.
+        rate: the learning rate, in float64.
+        parameter: the parameter.
+        gradient: its gradient.
+        state: its state, in the order of the kind.
+    """
+
+    optimizer: torch.optim.Optimizer
+    kind: _Kind
+    count: Tensor
+    rate: Tensor
+    parameter: Tensor
+    gradient: Tensor
+    state: Sequence[Tensor]
+
+    def merged(self) -> list[Tensor]:
+        """Return the parameter after a step, its state and its counters, whatever the code's questions are answered."""
+        later = self._explored([], is_first=False, left=[_PATHS])
+        if not self.kind.first_differs:
+            return later
+        begin = next((float(self.kind.begin[key]) for key in self.kind.counters if key in self.kind.begin), 0.0)
+        first = self._explored([], is_first=True, left=[_PATHS])
+        changed = 1 + len(self.kind.states)
+        return [*_chosen(self.count == begin, first[:changed], later[:changed]), *later[changed:]]
+
+    def _explored(self, answers: list[bool], *, is_first: bool, left: list[int]) -> list[Tensor]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise _CannotTraceError(f"asks for more than {_PATHS} combinations of answers whether something holds")
+        results, conditions = self._run(answers, is_first)
+        for index in reversed(range(len(answers), len(conditions))):
+            asked = [*answers, *(True for _ in range(len(answers), index)), False]
+            results = _chosen(conditions[index], results, self._explored(asked, is_first=is_first, left=left))
+        return results
+
+    def _run(self, answers: Sequence[bool], is_first: bool) -> tuple[list[Tensor], list[Tensor]]:
+        kind = self.kind
+        with _Numbers(answers) as python:
+            given = {key: self.count.clone() for key in kind.counters}
+            given |= {key: one.clone() for key, one in zip(kind.states, self.state, strict=True)}
+            state = {key: python.number(one) if key in kind.numbers else one for key, one in given.items()}
+            state |= copy.deepcopy(kind.constants)
+            if is_first:
+                state = {key: one for key, one in state.items() if key in kind.held}
+            tensor = self.parameter.clone()
+            tensor.grad = self.gradient.clone()
+            rates = {kind.index: python.number(self.rate.clone())}
+            other = twin(self.optimizer, {kind.index: [tensor]}, {tensor: state}, rates)
+            other.step()
+            after = dict(other.state[tensor])
+        known = {*kind.counters, *kind.states, *kind.constants}
+        for key, value in after.items():
+            if key not in known or (key in kind.constants and not _same(value, kind.constants[key])):
+                raise _CannotTraceError(f"changes the state {key!r} in later steps only; expected it in the first ones")
+        results = [tensor]
+        for key in (*kind.states, *kind.counters):
+            like = given[key]
+            value = after[key]
+            if not isinstance(value, Tensor):
+                value = torch.full((), value, dtype=like.dtype, device=like.device)
+            if value.shape != like.shape:
+                raise _CannotTraceError(f"changes the shape of the state {key!r}; expected the same in all steps")
+            results.append(value.to(like.dtype))
+        return results, python.conditions
+
+
+def _chosen(condition: Tensor, results: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.where(condition, one, other) for one, other in zip(results, others, strict=True)]
+
+
+def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> list[TracedRule]:
+    """Return the rules of all kinds, of one trace."""
+    groups = optimizer.param_groups
+    given = tuple(kind.examples() for kind in kinds)
+    number = torch.zeros((), dtype=torch.float64)
+    arguments = (number, tuple(number.clone() for _ in groups), given)
+    try:
+        with torch.no_grad(), quiet(), _replaced(math, _of_tensors()), _replaced(torch.compiler, _AS_IF_RUN):
+            program = torch.export.export(_Steps(optimizer, kinds), arguments, strict=False)
+    except _CannotTraceError as error:
+        raise _refused(optimizer, f"its step {error}") from error
+    except Exception as error:
+        # torch.export has no common base class for what it refuses.
+        raise _refused(optimizer, f"its step cannot be traced: {explaining.reason(error)}") from error
+    for node in program.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise _refused(optimizer, f"its step draws random numbers by {node.target}; expected none")
+    program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=False)
+    _require_counted(optimizer, program, kinds)
+    try:
+        model = onnx_model.translate(program, None)
+    except ExportError as error:
+        raise _refused(optimizer, f"its step: {str(error).removeprefix(f'{WHO}: ')}") from error
+    simplify(model)
+    narrow_types.compute_wider(model, narrow=False)
+    for node in model.graph.all_nodes():
+        if node.domain or any(one.type == ir.AttributeType.GRAPH for one in node.attributes.values()):
+            raise _refused(optimizer, f"its step computes {node.op_type}; expected arithmetic of tensors")
+    inputs, outputs = iter(model.graph.inputs), iter(model.graph.outputs)
+    count, rates = next(inputs), [next(inputs) for _ in groups]
+    rules = []
+    for kind in kinds:
+        taken = [next(inputs) for _ in range(2 + len(kind.states))]
+        results = [next(outputs) for _ in range(1 + len(kind.states) + len(kind.counters))]
+        update = functools.partial(_copied, kind, model.graph, [count, rates[kind.index], *taken], results)
+        plain = StateType(_type(kind.like).dtype, tuple(kind.like.shape))
+        rules.append(
+            TracedRule(
+                states=_always(tuple(kind.states)),
+                counts_steps=_always(bool(kind.counters) or kind.first_differs),
+                update=update,
+                state_types={key: own for key, own in kind.states.items() if own != plain},
+                counters=kind.counters,
+            )
+        )
+    return rules
+
+
+def _copied(
+    kind: _Kind,
+    graph: ir.Graph,
+    taken: Sequence[ir.Value],
+    results: Sequence[ir.Value],
+    options: Mapping[str, Any],
+    rate: GraphTensor,
+    step: GraphTensor | None,
+    slot: Slot,
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    """Append copies of a traced update's nodes: a rule's update."""
+    # Of a kind that counts nothing, the trace does not read the count.
+    counted = slot.parameter.nodes.constant(0.0, ir.DataType.DOUBLE) if step is None else step
+    tensors = [counted, rate, slot.parameter, slot.gradient, *(slot.state[key] for key in kind.states)]
+    given = {}
+    for value, tensor in zip(taken, tensors, strict=True):
+        assert value.dtype is not None
+        given[value] = tensor.cast(value.dtype)
+    parameter, *state = slot.parameter.nodes.copied(graph, given, results[: 1 + len(kind.states)])
+    return parameter, dict(zip(kind.states, state, strict=True))
+
+
+def _always(value: Any) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda options: value
+
+
+def _require_counted(optimizer: torch.optim.Optimizer, program: ExportedProgram, kinds: Sequence[_Kind]) -> None:
+    """Refuse a step whose counters do not grow by 1 each time."""
+    signature = program.graph_signature
+    constants = signature.inputs_to_lifted_tensor_constants
+    count = next(node for node in program.graph.nodes if node.name == signature.user_inputs[0])
+    outputs = iter(program.graph.output_node().args[0])
+    copies = (aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default)
+
+    def original(node: Any) -> Any:
+        while isinstance(node, torch.fx.Node) and node.target in copies:
+            node = node.args[0]
+        return node
+
+    def is_one(node: Any) -> bool:
+        node = original(node)
+        if isinstance(node, torch.fx.Node):
+            return node.name in constants and bool((program.constants[constants[node.name]] == 1).all())
+        return bool(node == 1)
+
+    def counts(node: Any) -> bool:
+        node = original(node)
+        if not isinstance(node, torch.fx.Node):
+            return False
+        if node.target is aten.where.self:
+            return counts(node.args[1]) and counts(node.args[2])
+        if node.target not in (aten.add.Tensor, aten.add.Scalar):
+            return False
+        first, second = map(original, node.args[:2])
+        return (first is count and is_one(second)) or (second is count and is_one(first))
+
+    for kind in kinds:
+        results = [next(outputs) for _ in range(1 + len(kind.states) + len(kind.counters))]
+        for key, node in zip(kind.counters, results[1 + len(kind.states) :], strict=True):
+            if not counts(node):
+                raise _refused(optimizer, f"its step does not always add 1 to the state {key!r}; expected that it does")
+
+
+def _require_traceable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step takes a function, or that keeps tensors elsewhere than in its state."""
+    for name, parameter in list(inspect.signature(type(optimizer).step).parameters.items())[1:]:
+        if parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise _refused(optimizer, f"its step needs {name}; expected one of the gradients alone")
+    for index, group in enumerate(optimizer.param_groups):
+        if "lr" not in group:
+            raise _refused(optimizer, f"parameter group {index} has no option 'lr'; expected the learning rate there")
+    for key, value in _unowned(vars(optimizer)).items():
+        if _holds_tensors(value):
+            raise _refused(optimizer, f"it has tensors in its attribute {key!r}; expected them in its state")
+
+
+def _require_separate(
+    optimizer: torch.optim.Optimizer, examples: Mapping[_Kind, str], names: Mapping[int, str]
+) -> None:
+    """Refuse an optimizer that updates a parameter otherwise when it has others besides."""
+    copies: dict[int, Tensor] = {}
+    groups: dict[int, list[Tensor]] = {}
+    states, rates = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for index, group in enumerate(optimizer.param_groups):
+        rates[index] = float(group["lr"])
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                one = copies[id(parameter)] = parameter.detach().clone().requires_grad_()
+                one.grad = torch.randn(one.shape, generator=generator).to(one.device, one.dtype)
+                states[one] = copy.deepcopy(_held(optimizer, parameter))
+                groups.setdefault(index, []).append(one)
+    alone = {}
+    for kind in examples:
+        like = copies[id(kind.like)]
+        one = like.detach().clone().requires_grad_()
+        one.grad = None if like.grad is None else like.grad.clone()
+        other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, rates)
+        take_step(optimizer, other)
+        alone[kind] = one.detach(), dict(other.state[one])
+    whole = twin(optimizer, groups, states, rates)
+    take_step(optimizer, whole)
+    for kind, (parameter, state) in alone.items():
+        like = copies[id(kind.like)]
+        if not _same((like.detach(), dict(whole.state[like])), (parameter, state)):
+            raise _refused(
+                optimizer,
+                f"its step updates {names[id(kind.like)]!r} otherwise when it has other parameters besides; expected "
+                "updates of each parameter by itself",
+            )
+
+
+def take_step(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Run a step of a twin.
+
+    Raises:
+        ExportError: it fails.
+    """
+    try:
+        other.step()
+    except Exception as error:
+        # A user's optimizer may raise anything.
+        raise _refused(optimizer, f"its step fails: {explaining.reason(error)}") from error
+
+
+def _refused(optimizer: torch.optim.Optimizer, text: str) -> ExportError:
+    return refusal(f"optimizer is {type(optimizer).__name__}: {text}")
+
+
+def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter that there is."""
+    return {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+
+
+def _unowned(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if key not in (*_OWN, "params")}
+
+
+def _signature(state: Mapping[str, Any]) -> Any:
+    """Return what decides how a parameter with a state is updated, beside its tensors and counters."""
+    return tuple(
+        (key, _type(value) if isinstance(value, Tensor) else repr(value) if not _is_number(value) else type(value))
+        for key, value in sorted(state.items())
+    )
+
+
+def _counts(values: Sequence[Any]) -> bool:
+    return all(float(value) == float(values[0]) + done for done, value in enumerate(values))
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether something is a number, of Python or as a tensor of shape ()."""
+    if isinstance(value, Tensor):
+        return not value.dim() and value.dtype not in (torch.bool, torch.complex64, torch.complex128)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_tensor_or_number(value: Any) -> bool:
+    return isinstance(value, Tensor) or _is_number(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values())) or any(map(_holds_tensors, value))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and to_numpy(one).tobytes() == to_numpy(other).tobytes()
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _array(value: Any) -> Any:
+    return to_numpy(value) if isinstance(value, Tensor) else to_numpy(torch.tensor(value, dtype=torch.float64))
+
+
+def _type(value: Any) -> StateType:
+    array = _array(value)
+    return StateType(ir.DataType.from_numpy(array.dtype), tuple(array.shape))

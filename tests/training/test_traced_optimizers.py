@@ -1,0 +1,406 @@
+"""Optimizers beside SGD and Adam compute in a graph what they do in PyTorch, or are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from training.models import MakeOptimizer, Mlp, assert_trained, batches, train
+
+import gradfuse
+from gradfuse import ExportError, TrainingSession, export_training_step
+
+UPDATES = 12
+
+
+class Own(optim.Optimizer):
+    """Calls `one` for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, p.grad, self.state[p], group)
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class PlainAdam(Own):
+    """Counts in Python, and corrects the bias by Python's math."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if len(state) == 0:
+            state["t"], state["m"], state["v"] = 0, torch.zeros_like(p), torch.zeros_like(p)
+        state["t"] += 1
+        state["m"].mul_(0.9).add_(g, alpha=0.1)
+        state["v"].mul_(0.999).addcmul_(g, g, value=1 - 0.999)
+        rate = group["lr"] * math.sqrt(1 - 0.999 ** state["t"]) / (1 - 0.9 ** state["t"])
+        p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-rate)
+
+
+class Lookahead(Own):
+    """Has branches on the count, and state that begins as the parameter."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "slow" not in state:
+            state["slow"], state["n"] = p.clone(), 0
+        state["n"] += 1
+        rate = group["lr"] * state["n"] / 4 if state["n"] < 4 else max(group["lr"] * 0.5, group["lr"] / state["n"])
+        p.sub_(g * rate)
+        if state["n"] % 3 == 0:
+            p.copy_(state["slow"].lerp_(p, 0.5))
+
+
+class Lamb(Own):
+    """Has branches on values, a tensor that counts, and a number of Python that changes."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state |= {"t": torch.tensor(0), "m": torch.zeros_like(p), "v": torch.zeros_like(p), "product": 1.0}
+        state["t"] += 1
+        state["product"] *= 0.9
+        if g.norm() > 0.05:
+            g = g * (0.05 / g.norm())
+        state["m"].lerp_(g, 0.1)
+        state["v"].mul_(0.99).addcmul_(g, g, value=0.01)
+        update = state["m"] / (1 - state["product"]) / ((state["v"] / (1 - 0.99 ** state["t"])).sqrt() + 1e-6)
+        p.sub_(group["lr"] * (p.norm() / update.norm()).clamp(max=0.5) * update)
+
+
+class OfLists(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-group["lr"])
+
+
+class DerivedSgd(optim.SGD):
+    pass
+
+
+class DerivedAdamW(optim.AdamW):
+    pass
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.dim() == 2]
+
+
+def groups(module: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": matrices(module)}, {"params": [p for p in module.parameters() if p.dim() != 2], "lr": 0.003}]
+
+
+VARIANTS: dict[str, MakeOptimizer] = {
+    "rmsprop": lambda m: optim.RMSprop(groups(m), lr=0.01, momentum=0.8, centered=True, weight_decay=0.1),
+    "adagrad": lambda m: optim.Adagrad(m.parameters(), 0.05, lr_decay=0.1, initial_accumulator_value=0.2),
+    "adamax": lambda m: optim.Adamax(groups(m), lr=0.02, weight_decay=0.1, betas=(0.8, 0.95)),
+    "nadam": lambda m: optim.NAdam(m.parameters(), lr=0.02, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda m: optim.RAdam(groups(m), lr=0.02, weight_decay=0.1),
+    "adadelta": lambda m: optim.Adadelta(m.parameters(), lr=1.0, weight_decay=0.1, maximize=True),
+    "adafactor": lambda m: optim.Adafactor(groups(m), lr=0.05, weight_decay=0.1),
+    "asgd": lambda m: optim.ASGD(m.parameters(), lr=0.05, weight_decay=0.1, t0=4, lambd=0.1),
+    "rprop": lambda m: optim.Rprop(groups(m), lr=0.01, etas=(0.4, 1.3)),
+    "muon": lambda m: optim.Muon(matrices(m), lr=0.01, weight_decay=0.2),
+    "sgd": lambda m: DerivedSgd(m.parameters(), lr=0.1, momentum=0.9, dampening=0.3),
+    "adamw": lambda m: DerivedAdamW(m.parameters(), lr=0.01, foreach=True),
+    "plain_adam": lambda m: PlainAdam(groups(m)),
+    "lookahead": lambda m: Lookahead(m.parameters()),
+    "lamb": lambda m: Lamb(m.parameters()),
+    "of_lists": lambda m: OfLists(m.parameters()),
+}
+QUICK = {"radam", "lookahead"}
+RULES: list[tuple[str, dict[str, Any]]] = [
+    ("RMSprop", {"lr": 0.01, "momentum": 0.8, "centered": True, "weight_decay": 0.1, "alpha": 0.9}),
+    ("Adagrad", {"lr": 0.05, "lr_decay": 0.1, "maximize": True}),
+    ("Adadelta", {"rho": 0.8, "weight_decay": 0.1}),
+    ("Adamax", {"betas": (0.8, 0.95), "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(
+    "name, begun",
+    [
+        pytest.param(name, begun, marks=() if name in QUICK and begun == (name == "radam") else pytest.mark.long)
+        for name in VARIANTS
+        for begun in (False, True)
+    ],
+)
+def test_updates_are_those_of_torch(name: str, begun: bool) -> None:
+    """From the beginning, with a schedule of rates; or from the state that five steps leave."""
+    torch.manual_seed(0)
+    module, data = Mlp(), batches(UPDATES, 3)
+    rates = [] if begun else [0.01 * 0.9**index for index in range(UPDATES)]
+    native = train(module, VARIANTS[name], data, torch.float32, rates=rates)[1]
+    exact = train(module, VARIANTS[name], data, torch.float64, rates=rates)[1]
+    optimizer, done = VARIANTS[name](module), 5 if begun else 0
+    for x, y in data[:done]:
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    step = export_training_step(module, F.cross_entropy, data[0], optimizer, evaluation=False)
+    onnx.checker.check_model(step.model, full_check=True)
+    session = TrainingSession(step)
+    for index, batch in enumerate(data[done:], done):
+        if rates:
+            session.learning_rate = rates[index]
+        session.step(*batch)
+    assert_trained(session.state_dict(), native, exact, UPDATES)
+    if "step" in step.optimizer_state:
+        assert session.ort_values["step"].numpy() == UPDATES
+
+
+@pytest.mark.parametrize("name", ["rprop", pytest.param("lamb", marks=pytest.mark.long)])
+def test_gradients_are_accumulated_clipped_and_scaled_and_checkpoints_have_all_state(name: str, tmp_path: Any) -> None:
+    torch.manual_seed(1)
+    module, data = Mlp(), batches(UPDATES, 3)
+    options: dict[str, Any] = {"accumulate": 2, "max_grad_norm": 0.3}
+    # The first updates are skipped.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    step = export_training_step(
+        module, lambda *a: 16 * F.cross_entropy(*a), data[0], VARIANTS[name](module), grad_scaler=scaler, **options
+    )
+    step.save(tmp_path / "step.onnx")
+    session = TrainingSession(tmp_path / "step.onnx")
+    skipped = 0
+    while session.ort_values["step"].numpy() == 0:
+        skipped += 1
+        session.step(*data[0])
+        session.step(*data[1])
+    assert skipped > 1
+    session.save(tmp_path / "state.safetensors")
+    session = TrainingSession(step)
+    session.load(tmp_path / "state.safetensors")
+    for batch in data[2:]:
+        session.step(*batch)
+    twins = []
+    for dtype in (torch.float32, torch.float64):
+        twin = Mlp().to(dtype)
+        twin.load_state_dict(module.state_dict())
+        optimizer = VARIANTS[name](twin)
+        for index, (x, y) in enumerate(data):
+            (16 * F.cross_entropy(twin(x.to(dtype)), y) / 2).backward()  # type: ignore[no-untyped-call]
+            if index % 2:
+                nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        twins.append(twin)
+    native, exact = twins
+    assert_trained(session.state_dict(), native, exact, UPDATES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["nadam", "adafactor", "plain_adam", "lookahead"])
+def test_parameters_in_float64_are_updated_in_float64(name: str) -> None:
+    torch.manual_seed(0)
+    module, data = Mlp().double(), [(x.double(), y) for x, y in batches(UPDATES, 3)]
+    session = TrainingSession(
+        export_training_step(module, F.cross_entropy, data[0], VARIANTS[name](module), evaluation=False)
+    )
+    for batch in data:
+        session.step(*batch)
+    _, reference = train(module, VARIANTS[name], data, torch.float64)
+    for key, tensor in reference.state_dict().items():
+        # The learning rate is an input in float32.
+        assert abs(session.state_dict()[key] - tensor.numpy()).max() < UPDATES * 0.05 * 2**-24
+
+
+class TakesFloat(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        p.sub_(g * group["lr"] / sqrt(state["t"]))
+
+
+class OfAll(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * group["lr"] / sum(q.grad.norm() for q in group["params"]))
+
+
+class CountsInAttribute(Own):
+    count = 0
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.count += 1
+        p.sub_(g * group["lr"] / self.count)
+
+
+class CountsInGroup(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+        p.sub_(g * group["lr"] / group["k"])
+
+
+class CountsSometimes(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("t", 0)
+        if g.abs().max() > 1e-6:
+            state["t"] += 1
+        p.sub_(g * group["lr"] / (1 + state["t"]))
+
+
+class BeginsLater(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        if state["t"] == 20:
+            state["mean"] = p.clone()
+        p.sub_(g * group["lr"])
+
+
+class Lists(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("history", []).append(g.clone())
+        p.sub_(g * group["lr"])
+
+
+class Loops(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        for _ in range(state["t"]):
+            p.sub_(g * group["lr"])
+
+
+class Waits(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        while g.norm() > 0.5:
+            g = g * 0.9
+        p.sub_(g * group["lr"])
+
+
+class HasTensors(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.means = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+
+class TakesName(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["average"] = state.get("average", torch.zeros_like(p)) * 0.9 + p * 0.1
+        p.sub_(g * group["lr"])
+
+
+class Draws(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_((g + torch.randn_like(g)) * group["lr"])
+
+
+class NoRate(Own):
+    def __init__(self, params: Any) -> None:
+        optim.Optimizer.__init__(self, params, {})
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (optim.LBFGS, "LBFGS: its step needs closure; expected one of the gradients alone"),
+        (optim.SparseAdam, "SparseAdam: its step fails: SparseAdam does not support dense gradients"),
+        (TakesFloat, "its step takes float() of its state, its gradient or the rate"),
+        (OfAll, "its step updates 'first.weight' otherwise when it has other parameters besides"),
+        (CountsInAttribute, "its step changes its attribute 'count'; expected changes of state alone"),
+        (CountsInGroup, "its step changes the option 'k' of its parameter group"),
+        (CountsSometimes, "its step does not always add 1 to the state 't'"),
+        (BeginsLater, "its step changes the state 'mean' in later steps only"),
+        (Lists, "state 'history' of 'first.weight' is list; expected tensors and numbers"),
+        (Loops, "its step takes int() of its state"),
+        (Waits, "its step asks again and again whether something holds"),
+        (HasTensors, "it has tensors in its attribute 'means'"),
+        (TakesName, "state 'average' of 'first.weight' has a name that the step needs"),
+        (NoRate, "parameter group 0 has no option 'lr'"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(make: Callable[..., optim.Optimizer], message: str) -> None:
+    module = Mlp()
+    with pytest.raises(ExportError) as error:
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], make(module.parameters()))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_random_numbers_in_a_step_are_refused() -> None:
+    module = nn.Linear(4, 3, bias=False)
+    with pytest.raises(ExportError, match=r"its step draws random numbers by aten\.randn_like"):
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], Draws(module.parameters()))
+
+
+def test_an_optimizer_is_left_as_it_was() -> None:
+    module = nn.Linear(4, 3)
+    optimizer = optim.RAdam(module.parameters())
+    export_training_step(module, F.cross_entropy, batches(1, 3)[0], optimizer, evaluation=False)
+    assert not optimizer.state and math.sqrt(4.0) == 2.0 and not torch.compiler.is_compiling()
+
+
+class Forgets(Own):
+    """Asks Python, not a tensor, of which kind the count is: the trace gets another answer."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        p.sub_(g * group["lr"] * (1.5 if isinstance(state["t"], int) else 1.0))
+
+
+def test_a_trace_that_computes_something_else_is_caught() -> None:
+    module = nn.Linear(4, 3)
+    with pytest.raises(ExportError, match=r"'weight' of the updating \(update 1 of random gradients\) model differs"):
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], Forgets(module.parameters()))
+
+
+def test_a_count_that_is_asked_for_in_another_way_is_caught_later() -> None:
+    class Late(Own):
+        def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            state["t"] = state.get("t", 0) + 1
+            late = not isinstance(state["t"], Tensor) and state["t"] > 5000
+            p.sub_(g * group["lr"] * (0.1 if late else 1.0))
+
+    module = nn.Linear(4, 3)
+    with pytest.raises(ExportError, match=r"'weight' of the updating \(update 9 of random gradients\) model differs"):
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], Late(module.parameters()))
+
+
+@pytest.mark.long
+def test_parameters_of_16_bits_are_updated_in_float32() -> None:
+    torch.manual_seed(0)
+    module, data = Mlp().half(), [(x.half(), y) for x, y in batches(UPDATES, 3)]
+
+    def make(module: nn.Module) -> optim.Optimizer:
+        return optim.RMSprop(module.parameters(), lr=0.01, eps=1e-3, momentum=0.5)
+
+    session = TrainingSession(export_training_step(module, F.cross_entropy, data[0], make(module), evaluation=False))
+    for batch in data:
+        session.step(*batch)
+    native = train(module, make, data, torch.float16)[1].double().state_dict()
+    exact = train(module, make, [(x, y) for x, y in data], torch.float64)[1].state_dict()
+    for name, array in session.state_dict().items():
+        assert array.dtype == np.float16
+        bound = 4 * (native[name] - exact[name]).abs().max() + 2**-10 * exact[name].abs().max()
+        assert abs(array.astype(np.float64) - exact[name].numpy()).max() <= bound
+    with pytest.raises(ExportError, match=r"is torch\.float16, of whose rounding its step may keep account"):
+        export_training_step(module, F.cross_entropy, data[0], PlainAdam(module.parameters()))
+
+
+@pytest.mark.parametrize("name, options", RULES)
+def test_optimizers_without_torch_are_those_of_torch(name: str, options: dict[str, Any], tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    module, data = Mlp().eval(), batches(UPDATES, 3)
+    torch.onnx.export(module, (data[0][0],), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    twins = {
+        dtype: train(module, lambda m: getattr(optim, name)(m.parameters(), **options), data, dtype)[1]
+        for dtype in (torch.float32, torch.float64)
+    }
+    for float64 in (True, False):
+        optimizer = getattr(gradfuse.optimizers, name)(**options)
+        step = gradfuse.build_training_step(
+            tmp_path / "model.onnx", "cross_entropy", optimizer=optimizer, fuse=False, float64=float64
+        )
+        session = TrainingSession(step)
+        for batch in data:
+            session.step(*batch)
+        assert_trained(session.state_dict(), twins[torch.float32], twins[torch.float64], UPDATES)
