@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         register,
     )
     from gradfuse.lora.adding import add_lora, add_lora_inputs
+    from gradfuse.lora.loading import convert_adapter, load_adapter
     from gradfuse.lora.saving import save_adapter
     from gradfuse.ort_training.to_stock import to_stock
     from gradfuse.training.session import TrainingSession
@@ -54,6 +55,7 @@ __all__ = [
     "add_lora_inputs",
     "build_training_step",
     "check",
+    "convert_adapter",
     "custom_ops",
     "differentiate",
     "expand",
@@ -66,6 +68,7 @@ __all__ = [
     "get_include",
     "get_library_path",
     "info",
+    "load_adapter",
     "losses",
     "onnx_translation_table",
     "optimizers",
@@ -100,6 +103,7 @@ _MODULE_OF = {
     "add_lora_inputs": "gradfuse.lora.adding",
     "build_training_step": "gradfuse.differentiation.training",
     "check": "gradfuse.checking.check",
+    "convert_adapter": "gradfuse.lora.loading",
     "differentiate": "gradfuse.differentiation.differentiate",
     "expand": "gradfuse.fusion",
     "explain": "gradfuse.explaining",
@@ -111,6 +115,7 @@ _MODULE_OF = {
     "get_include": "gradfuse.library",
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
+    "load_adapter": "gradfuse.lora.loading",
     "onnx_translation_table": "gradfuse.export.translation",
     "register": "gradfuse.library",
     "save_adapter": "gradfuse.lora.saving",

@@ -184,7 +184,7 @@ def fuse(
     if report_path is not None:
         _require_report_path(report_path, source, target)
     from gradfuse import fusion
-    from gradfuse.models import reading, writing
+    from gradfuse.models import reading
     from gradfuse.models.tensors import copy_model
 
     with collection_paused():
@@ -202,7 +202,7 @@ def fuse(
         with busy("writing"):
             _write(fused.ir, report, source, target, in_place, inputs, force)
     if report_path is not None:
-        writing.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode(), inputs)
+        files.write_file(report_path, (json.dumps(document, indent=2) + "\n").encode(), inputs)
     _print_report(report, verbose)
     if runs:
         click.echo(f"checked: {document['check']['summary']}")
@@ -335,6 +335,7 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
     "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with its differences, on a batch if given."
 )
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
+@click.option("--straight-through", is_flag=True, help="Let gradients pass QuantizeLinear and DequantizeLinear.")
 @click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
 @_no_defaults
 @_force
@@ -351,6 +352,7 @@ def training_step(
     lora_rank: int | None,
     lora_alpha: float | None,
     train_batch_norm: bool,
+    straight_through: bool,
     max_grad_norm: float | None,
     accumulate: int,
     grad_scaler: float | None,
@@ -402,6 +404,7 @@ def training_step(
             fuse=not no_fuse,
             check=batch,
             float64=not no_float64,
+            straight_through=straight_through,
         )
     with busy("writing"):
         step.save(target, defaults=not no_defaults, inputs=inputs, force=force)
@@ -456,6 +459,21 @@ def save_adapter(source: str, target: str, checkpoint: str | None, within: str |
         save(session, target, within=within)
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
+
+
+@commands.command("convert-adapter")
+@click.argument("source", metavar="IN")
+@click.argument("target", metavar="OUT")
+@click.option("--base", metavar="MODEL.onnx", help="The model that the adapters are for: its names, checked sizes.")
+@click.option("--within", metavar="NAME", help="What PEFT's module is called in the model; without, it is that.")
+@_verbose
+def convert_adapter(source: str, target: str, base: str | None, within: str | None) -> None:
+    """Turn a folder of PEFT into OUT.onnx_adapter for onnxruntime, or such a file into a folder."""
+    files.require_other(target, [source] if base is None else [source, base], "the adapter")
+    from gradfuse.lora.loading import convert_adapter as convert
+
+    with busy("converting"):
+        convert(source, target, base=base, within=within)
 
 
 def _optimizer(name: str | None, options: Mapping[str, float | None]) -> OptimizerOptions | None:
@@ -573,9 +591,8 @@ def _inputs(model: ir.Model, source: str, target: str, in_place: bool, report_pa
 
 
 def _require_report_path(path: str, source: str, target: str) -> None:
-    from gradfuse.models import writing
 
-    if any(files.same(path, other) for other in (source, target, writing.data_path(target))):
+    if any(files.same(path, other) for other in (source, target, files.data_path(target))):
         raise click.UsageError(f"--report is {path}, which is also a model; expected another path")
     if not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise click.UsageError(f"--report is {path}; expected a file in a folder that exists")
@@ -609,7 +626,7 @@ def _write(
     elif not in_place:
         # Nothing was changed, so not a byte is.
         with open(source, "rb") as file:
-            writing.write_file(target, file.read(), inputs)
+            files.write_file(target, file.read(), inputs)
 
 
 def _print_report(report: Report, verbose: bool) -> None:

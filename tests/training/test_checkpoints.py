@@ -30,7 +30,7 @@ from training.models import SHAPES
 
 import gradfuse
 from gradfuse import ArgumentError, GradfuseError, ModelError, TrainingSession, TrainingStep
-from gradfuse.models import writing
+from gradfuse.models import files
 from gradfuse.training import checkpoints
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -92,14 +92,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        original = writing.write_file
+        original = files.write_file
 
         def write_file(*arguments: Any, **options: Any) -> None:
             self.reached.set()
             assert self.opened.wait(60)
             original(*arguments, **options)
 
-        monkeypatch.setattr(writing, "write_file", write_file)
+        monkeypatch.setattr(files, "write_file", write_file)
 
 
 def test_training_goes_on_while_the_copies_are_written(
@@ -215,9 +215,9 @@ def test_an_error_that_nobody_asks_for_is_a_warning(step: TrainingStep, tmp_path
 def test_a_program_ends_after_its_last_checkpoint(step: TrainingStep, tmp_path: Path) -> None:
     step.save(tmp_path / "step.onnx")
     code = (
-        "import time, gradfuse; from gradfuse.models import writing\n"
-        "session, original = gradfuse.TrainingSession('step.onnx'), writing.write_file\n"
-        "writing.write_file = lambda *a, **k: (time.sleep(0.5), original(*a, **k))\n"
+        "import time, gradfuse; from gradfuse.models import files\n"
+        "session, original = gradfuse.TrainingSession('step.onnx'), files.write_file\n"
+        "files.write_file = lambda *a, **k: (time.sleep(0.5), original(*a, **k))\n"
         "session.save('state.safetensors', wait=False, extra={'last': 1})\n"
     )
     run = [sys.executable, "-c", code]

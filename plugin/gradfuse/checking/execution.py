@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import onnx.inliner
 import onnx_ir as ir
 
 from gradfuse import custom_ops, library
-from gradfuse.errors import GradfuseError, ModelError, one_line
+from gradfuse.errors import ModelError
 from gradfuse.models import files, scatters, validation, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import (
@@ -32,12 +31,11 @@ from gradfuse.models.tensors import (
     tensor_bytes,
     to_proto,
 )
+from gradfuse.runtime import SILENT, find_files_in, import_onnxruntime, reason, session_of
 
 FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 """The floating point types that a model may compute in, from narrow to wide."""
 
-SILENT = 4
-"""The log level of sessions whose errors are raised: onnxruntime would log them as well."""
 _MOST_INLINED = 2000
 _LONG = 2**20
 """Bytes of inputs from which on a run may take so long that somebody wants to end it."""
@@ -47,8 +45,6 @@ _LARGE = 2**25
 """Bytes of tensors from which on a model is given to onnxruntime in files."""
 _MOST_EMBEDDED = 2**28
 """Bytes of tensors that a message to onnxruntime may hold beside references to files."""
-_FOLDER = "session.model_external_initializers_file_folder_path"
-"""onnxruntime's setting for the folder of the files that a message refers to."""
 
 
 class Session:
@@ -205,30 +201,6 @@ _NUMBERS = {
 """Types of tensors that numpy has, by onnxruntime's names."""
 
 
-def import_onnxruntime() -> Any:
-    """Return the module.
-
-    Raises:
-        GradfuseError: it is not installed.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise GradfuseError("running a model needs onnxruntime: pip install onnxruntime") from error
-    return onnxruntime
-
-
-def is_of_onnxruntime(error: Exception) -> bool:
-    """Whether onnxruntime has raised an exception, and not a signal's handler while one of its functions was called."""
-    if type(error).__module__.startswith("onnxruntime."):
-        return True
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return where.startswith("onnxruntime.") and isinstance(error, (RuntimeError, MemoryError, TypeError, ValueError))
-
-
 def inference_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
     """Return an onnxruntime session of a model of any size.
 
@@ -252,12 +224,7 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
             folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
             content = os.path.join(folder, "model.onnx")
             writing.save(model, content, external=True)
-        try:
-            # Without the fallback, which silently uses other providers than those that were asked for.
-            return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
-        except Exception as error:
-            # onnxruntime's exception classes share no public base.
-            raise ModelError(f"{source}: onnxruntime cannot load the model: {reason(error)}") from error
+        return session_of(content, source, options, providers)
 
 
 def _mapped_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
@@ -277,16 +244,10 @@ def _mapped_session(model: ir.Model, source: str, options: Any, providers: Seque
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = moved(value.const_value, os.path.basename(value.const_value.path))
     content = _called_out(serialized(copy), copy, source).SerializeToString()
+    find_files_in(folder, options)
     try:
-        known = options.get_session_config_entry(_FOLDER)
-    except Exception:
-        known = ""
-    if known != folder:
-        # It says so where an entry is set again. Models that refer to no file do not ask for the folder.
-        options.add_session_config_entry(_FOLDER, folder)
-    try:
-        return import_onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
-    except Exception:
+        return session_of(content, source, options, providers)
+    except ModelError:
         # Older versions do not know the entry. What else is wrong is found again, and told.
         return None
 
@@ -410,8 +371,3 @@ def _numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
         return None
     assert value.dtype is not None
     return value.dtype.numpy()
-
-
-def reason(error: Exception) -> str:
-    """Return the text of an exception of onnxruntime in one line."""
-    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", one_line(error))

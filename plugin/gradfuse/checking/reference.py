@@ -17,7 +17,7 @@ import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 
 from gradfuse import custom_ops, library
-from gradfuse.checking.execution import FLOATS, Session, import_onnxruntime, reason, run_in_place, widened
+from gradfuse.checking.execution import FLOATS, Session, run_in_place, widened
 from gradfuse.checking.random_outputs import RANDOM_OPS, with_subgraphs
 from gradfuse.errors import ModelError, one_line
 from gradfuse.models import scatters, spilling
@@ -25,6 +25,7 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.inlining import captured_by, graphs_of, inline
 from gradfuse.models.spilling import Shelf, Spilled
 from gradfuse.models.tensors import copy_model
+from gradfuse.runtime import import_onnxruntime, reason
 
 _Array = npt.NDArray[Any]
 

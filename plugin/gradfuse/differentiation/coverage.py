@@ -9,6 +9,7 @@ import onnx
 
 from gradfuse.differentiation.expansion import expansions
 from gradfuse.differentiation.rules import table
+from gradfuse.differentiation.straight_through import DOMAIN as PAIRS
 
 _NOT_BY_BODY = frozenset({"SequenceMap"})
 """Operators whose function body has a node without a rule."""
@@ -49,7 +50,7 @@ def differentiable() -> list[Differentiable]:
     found = [
         Differentiable(domain, name, "rule", entry.limits)
         for (domain, name), entry in rules.items()
-        if entry.rule is not None and not (not domain and name in _CONVERTED)
+        if entry.rule is not None and domain != PAIRS and not (not domain and name in _CONVERTED)
     ]
     found.append(Differentiable("", "If", "rule", "branches without random numbers"))
     found += [Differentiable("", name, "rule", "tensors, and no random numbers") for name in ("Loop", "Scan")]

@@ -20,8 +20,12 @@ no_gradient(
     *("EyeLike", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"),
 )
 refuse(
-    *("QuantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"),
+    *("DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"),
     why="rounding to integers has no derivative",
+)
+refuse(
+    "QuantizeLinear",
+    why="rounding to integers has no derivative (build_training_step has straight_through for pairs)",
 )
 
 

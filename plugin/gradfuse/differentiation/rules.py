@@ -27,6 +27,7 @@ FUSES = "gradfuse.fuses"
 
 FAMILIES = (
     "elementwise",
+    "straight_through",
     "reductions",
     "products",
     "views",

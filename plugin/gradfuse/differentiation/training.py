@@ -14,6 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from gradfuse import fusion, losses
 from gradfuse.custom_ops import functions
 from gradfuse.differentiation import loss_models
+from gradfuse.differentiation import straight_through as pairs
 from gradfuse.differentiation.batch_statistics import (
     leave_training_mode,
     nodes_in_inference_mode,
@@ -78,6 +79,7 @@ def build_training_step(
     outputs: Iterable[str] = (),
     input_gradients: Iterable[str] = (),
     train_inputs: Mapping[str, Any] | None = None,
+    straight_through: bool = False,
 ) -> TrainingStep:
     """Make a training step from a forward model in ONNX, without PyTorch.
 
@@ -121,6 +123,9 @@ def build_training_step(
         input_gradients: names of float inputs of the model whose gradients the step gives, as `<input>.grad`.
         train_inputs: input of the model -> the array that it begins at: it trains as a parameter, with those of
             `trainable`, which may be [] then.
+        straight_through: whether gradients pass pairs of QuantizeLinear and DequantizeLinear as in quantisation-aware
+            training: unchanged, and 0 where a number is cut off, as those of torch.fake_quantize_per_tensor_affine.
+            Their scales and zero points stay as they are. Not with `check`, as these are no derivatives.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
@@ -147,6 +152,8 @@ def build_training_step(
     _require_options(optimizer, max_grad_norm, accumulate, grad_scaler, average)
     if not isinstance(check, (bool, Mapping)):
         raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
+    if straight_through and check is not False:
+        raise ArgumentError(f"{_WHO}: straight_through is True; expected check=False, as it gives no derivatives")
     if not float64 and fuse:
         raise ArgumentError(
             f"{_WHO}: float64 is False; expected fuse=False with it, as bodies of fused operators are in float64"
@@ -173,6 +180,7 @@ def build_training_step(
             train_batch_norm,
             fuse,
             check,
+            straight_through,
         )
 
 
@@ -334,6 +342,7 @@ def _built(
     train_batch_norm: bool,
     fuse: bool,
     check: bool | Mapping[str, Any],
+    straight_through: bool,
 ) -> TrainingStep:
     # Of IR version 3 they are inputs as well.
     work.graph.inputs[:] = [value for value in work.graph.inputs if value.name not in work.graph.initializers]
@@ -372,6 +381,9 @@ def _built(
     for node in graph:
         node.meta[FUSES] = fuse
     expand_on_the_way(work, [*(initializers[name] for name in asked), *wanted])
+    if straight_through and not pairs.join_pairs(work):
+        raise ArgumentError(f"{_WHO}: straight_through is True; expected pairs that quantise with one scale")
+    expand_on_the_way(work, [initializers[name] for name in asked])
 
     seeds = seed_draws(work, Tape(free_prefix(graph, "draws/"), work.opset_imports[""]))
     tape = Tape(free_prefix(graph), work.opset_imports[""])
@@ -400,6 +412,8 @@ def _built(
         scale=None if scale is None else (scale, 1 / options.accumulate),
         kept=[result, *(after.value for after in updated.values()), *extra.values()],
     )
+    if straight_through:
+        pairs.part_pairs(work)
     parameters = _with_gradients(asked, initializers, found, choice.named)
     for name in (*asked_for.trained, *asked_for.gradients):
         if aside.get(name, name) not in parameters and all(value.name != aside.get(name, name) for value in wanted):

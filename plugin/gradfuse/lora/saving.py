@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 
-from gradfuse.checking.execution import import_onnxruntime
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
 from gradfuse.lora.adding import adapter_names, known_modules
-from gradfuse.models import files, tensor_files, writing
+from gradfuse.models import files, tensor_files
 from gradfuse.models.arrays import Arrays
+from gradfuse.runtime import import_onnxruntime
 from gradfuse.training.arguments import require_path
 from gradfuse.training.session import TrainingSession
 from gradfuse.training.step import TrainingStep
@@ -24,9 +24,9 @@ from gradfuse.training.step import TrainingStep
 _T = TypeVar("_T")
 
 _WHO = "save_adapter"
-_ORT_SUFFIX = ".onnx_adapter"
-_PEFT_PREFIX = "base_model.model."
-_PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ORT_SUFFIX = ".onnx_adapter"
+PEFT_PREFIX = "base_model.model."
+PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def save_adapter(
@@ -58,7 +58,7 @@ def save_adapter(
         step, values = trained, dict(trained.parameters)
     else:
         raise ArgumentError(f"{_WHO}: trained is {type(trained).__name__}; expected a TrainingSession or TrainingStep")
-    modules = _modules(step.model)
+    modules = modules_of(step.model, _WHO)
     adapters = _adapters(step, modules, values)
     others = [name for name in step.parameters if name not in adapters]
     if others:
@@ -67,28 +67,28 @@ def save_adapter(
             stacklevel=2,
         )
     path = os.fspath(path)
-    if path.endswith(_ORT_SUFFIX):
+    if path.endswith(ORT_SUFFIX):
         if within is not None:
             raise ArgumentError(f"{_WHO}: within is {within!r}; expected None, as a file has the names of the model")
-        _write_ort(path, modules, adapters)
+        write_ort(path, modules, adapters, _WHO)
     else:
         prefix = "" if within is None else f"{within}."
         outside = [module for module in modules if not module.startswith(prefix)]
         if outside:
             raise ArgumentError(f"{_WHO}: within is {within!r}, and {outside[0]!r} is not; expected a module with all")
-        _write_peft(path, _named_from(prefix, modules), _named_from(prefix, adapters))
+        write_peft(path, _named_from(prefix, modules), _named_from(prefix, adapters), _WHO)
 
 
 def _named_from(prefix: str, found: Mapping[str, _T]) -> dict[str, _T]:
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-def _modules(model: onnx.ModelProto) -> dict[str, tuple[int, float]]:
+def modules_of(model: onnx.ModelProto, who: str) -> dict[str, tuple[int, float]]:
     """Return the rank and alpha of each module whose adapters are no inputs."""
-    stored = known_modules(_WHO, {entry.key: entry.value for entry in model.metadata_props})
+    stored = known_modules(who, {entry.key: entry.value for entry in model.metadata_props})
     modules = {module: (int(found["rank"]), float(found["alpha"])) for module, found in stored.items() if found["rank"]}
     if not modules:
-        raise ArgumentError(f"{_WHO}: the step has no adapters; expected one of a model of add_lora")
+        raise ArgumentError(f"{who}: the step has no adapters; expected one of a model of add_lora")
     return modules
 
 
@@ -106,10 +106,11 @@ def _adapters(step: TrainingStep, modules: Mapping[str, Any], values: Arrays) ->
     return found
 
 
-def _write_ort(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays) -> None:
+def write_ort(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays, who: str) -> None:
+    """Write adapters as a file of onnxruntime, whose B is multiplied by alpha / rank."""
     onnxruntime = import_onnxruntime()
     if not hasattr(onnxruntime, "AdapterFormat"):
-        raise GradfuseError(f"{_WHO}: onnxruntime is {onnxruntime.__version__}; expected 1.20 or newer for adapters")
+        raise GradfuseError(f"{who}: onnxruntime is {onnxruntime.__version__}; expected 1.20 or newer for adapters")
     scaled = dict(adapters)
     for module, (rank, alpha) in modules.items():
         _, b = adapter_names(module)
@@ -131,15 +132,16 @@ def _write_ort(path: str, modules: Mapping[str, tuple[int, float]], adapters: Ar
         raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
 
 
-def _write_peft(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays) -> None:
-    content = tensor_files.content({_PEFT_PREFIX + name: array for name, array in adapters.items()}, _WHO)
+def write_peft(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays, who: str) -> None:
+    """Write adapters as a folder of PEFT."""
+    content = tensor_files.content({PEFT_PREFIX + name: array for name, array in adapters.items()}, who)
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise ModelError(f"{path}: cannot make the folder: {one_line(error)}") from error
     config = json.dumps(_peft_config(modules), indent=2) + "\n"
-    writing.write_file(os.path.join(path, _PEFT_TENSORS), content)
-    writing.write_file(os.path.join(path, _PEFT_CONFIG), config.encode())
+    files.write_file(os.path.join(path, PEFT_TENSORS), content)
+    files.write_file(os.path.join(path, PEFT_CONFIG), config.encode())
 
 
 def _peft_config(modules: Mapping[str, tuple[int, float]]) -> dict[str, Any]:

@@ -15,13 +15,15 @@ import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from gradfuse.errors import ModelError
+from gradfuse.errors import ModelError, one_line
 
 try:
     import fcntl
 except ImportError:  # Windows: nothing is locked there, and nothing of dead processes cleared.
     fcntl = None  # type: ignore[assignment]
 
+DATA = ".data"
+"""The suffix of files with external data."""
 _PREFIX = ".gradfuse-"
 _NEW, _OLD, _MOVED = "new", "old", "moved"
 _KINDS = (
@@ -108,6 +110,58 @@ def write(
         place.fill(temporary)
         if durable:
             _sync(folder)
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    content: bytes | Callable[[str], None],
+    inputs: Iterable[str] = (),
+    *,
+    durable: bool = False,
+) -> None:
+    """Write a file whole or not at all.
+
+    Args:
+        path: the file to write; where it is a link, its target.
+        content: what is in it, or a function that writes it to the path it is given.
+        inputs: files that must stay as they are.
+        durable: return only when the disk has the file, so that a power cut leaves the old file or the new one.
+
+    Raises:
+        ModelError: the file cannot be written, or would replace a folder, a pipe, a device or an input.
+    """
+    path = os.fspath(path)
+    require_free(path, inputs)
+
+    def make(written: str) -> None:
+        if callable(content):
+            content(written)
+            return
+        with open(written, "wb") as file:
+            file.write(content)
+
+    try:
+        write(path, make, durable=durable)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Errors of the disk and of what writes the content have no common base. All mean that nothing was written.
+        raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
+
+
+def require_free(path: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """Refuse a path that `write_file` would not write to.
+
+    Raises:
+        ModelError: it is a folder, a pipe, a device or an input.
+    """
+    require_regular(path, "a file")
+    require_other(path, inputs, "a file")
+
+
+def data_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of the data file of a model at `path`."""
+    return os.path.realpath(path) + DATA
 
 
 @contextlib.contextmanager

@@ -8,11 +8,10 @@ import onnx_ir as ir
 
 from gradfuse.models import zeros
 from gradfuse.models.tensors import copy_model, without_zeros
+from gradfuse.models.wire import field
 
 SMALLEST = 2**20
 """Bytes from which on an initializer of the main graph is written by itself."""
-_BYTES = 2
-"""The kind of a field of bytes, or of a message, on the wire."""
 
 
 def save(model: ir.Model, path: str) -> None:
@@ -61,17 +60,3 @@ def _head(name: str, tensor: ir.TensorProtocol) -> bytes:
     for key, value in tensor.metadata_props.items():
         proto.metadata_props.add(key=key, value=value)
     return bytes(proto.SerializeToString()) + field(onnx.TensorProto.RAW_DATA_FIELD_NUMBER, tensor.nbytes)
-
-
-def field(number: int, size: int) -> bytes:
-    """Return what a field of bytes begins with on the wire: its number, its kind and its size."""
-    return varint(number << 3 | _BYTES) + varint(size)
-
-
-def varint(number: int) -> bytes:
-    """Return a number as messages have it."""
-    groups = []
-    while number > 127:
-        groups.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*groups, number])

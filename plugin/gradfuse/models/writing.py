@@ -24,8 +24,6 @@ from gradfuse.models.tensors import (
     without_zeros,
 )
 
-_DATA = ".data"
-"""The suffix of files with external data."""
 _OUTPUT = "the model"
 
 
@@ -68,7 +66,7 @@ def save(
     external = external or (not references_hold and has_external_data(model))
     external = external or not fits_one_message_without_files(model)
     if external:
-        _require_free_data(path, data_path(path), inputs, force)
+        _require_free_data(path, files.data_path(path), inputs, force)
 
     def make(written: str) -> None:
         for other, write in beside.items():
@@ -79,76 +77,24 @@ def save(
         copy, empty = without_zeros(model)
         copy = copy_model(model) if copy is model else copy
         read_attribute_tensors(copy)
-        ir.save(copy, written, external_data=f"{name}{_DATA}")
+        ir.save(copy, written, external_data=f"{name}{files.DATA}")
         if empty:
             # Without the tensors, which are in the data file, it is small.
             proto = onnx.load(written, load_external_data=False)
             zeros.put(proto.graph, empty)
             onnx.save(proto, written)
         # The data file is empty if all tensors are small, as small ones stay in the model.
-        data = written + _DATA
+        data = written + files.DATA
         if not os.path.getsize(data):
             os.remove(data)
 
     try:
-        files.write(path, make, beside=[f"{name}{_DATA}", *beside])
+        files.write(path, make, beside=[f"{name}{files.DATA}", *beside])
     except ModelError:
         raise
     except Exception as error:
         # Errors of the disk, protobuf and numpy have no common base. All mean that nothing was written.
         raise ModelError(f"{path}: cannot write the model: {one_line(error)}") from error
-
-
-def write_file(
-    path: str | os.PathLike[str],
-    content: bytes | Callable[[str], None],
-    inputs: Iterable[str] = (),
-    *,
-    durable: bool = False,
-) -> None:
-    """Write a file whole or not at all.
-
-    Args:
-        path: the file to write; where it is a link, its target.
-        content: what is in it, or a function that writes it to the path it is given.
-        inputs: files that must stay as they are.
-        durable: return only when the disk has the file, so that a power cut leaves the old file or the new one.
-
-    Raises:
-        ModelError: the file cannot be written, or would replace a folder, a pipe, a device or an input.
-    """
-    path = os.fspath(path)
-    require_free(path, inputs)
-
-    def make(written: str) -> None:
-        if callable(content):
-            content(written)
-            return
-        with open(written, "wb") as file:
-            file.write(content)
-
-    try:
-        files.write(path, make, durable=durable)
-    except ModelError:
-        raise
-    except Exception as error:
-        # Errors of the disk and of what writes the content have no common base. All mean that nothing was written.
-        raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
-
-
-def require_free(path: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """Refuse a path that `write_file` would not write to.
-
-    Raises:
-        ModelError: it is a folder, a pipe, a device or an input.
-    """
-    files.require_regular(path, "a file")
-    files.require_other(path, inputs, "a file")
-
-
-def data_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of the data file of a model at `path`."""
-    return os.path.realpath(path) + _DATA
 
 
 def _require_free_data(path: str, data: str, inputs: Iterable[str], force: bool) -> None:

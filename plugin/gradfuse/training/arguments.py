@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from gradfuse.errors import ArgumentError, one_line
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.plain_reading import PlainType, dtype_of
+from gradfuse.training.step import IndexRange
+
+if TYPE_CHECKING:
+    import onnx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +28,16 @@ class TensorType:
 
     @classmethod
     def of(cls, value: onnx.ValueInfoProto) -> TensorType:
+        import onnx
+
         tensor = value.type.tensor_type
         shape = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
         return cls(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), tuple(shape))
+
+    @classmethod
+    def of_plain(cls, name: str, value: PlainType, who: str) -> TensorType:
+        """Return that of an input or output as a device reads it."""
+        return cls(dtype_of(value.number, f"{who}: {name!r}"), value.shape)
 
     def __str__(self) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
@@ -46,6 +57,29 @@ def require_shapes(where: str, feeds: Arrays, known: Mapping[str, TensorType]) -
             raise ArgumentError(
                 f"{where}: {name!r} is {TensorType(array.dtype, array.shape)}; expected {wanted}{bound}"
             )
+
+
+def require_in_range(where: str, feeds: Arrays, ranges: Mapping[str, Sequence[IndexRange]]) -> None:
+    """Refuse an array with an element out of range."""
+    for name, known in ranges.items():
+        array = feeds.get(name)
+        for one in known if array is not None and array.size else ():
+            assert array is not None
+            if array.min() < 0 or array.max() >= one.size:
+                _refuse(where, name, array, one)
+
+
+def _refuse(where: str, name: str, array: npt.NDArray[np.integer], one: IndexRange) -> None:
+    wrong = (array < 0) | (array >= one.size)
+    ignored = ""
+    if one.ignored is not None:
+        wrong &= array != one.ignored
+        ignored = "" if 0 <= one.ignored < one.size else f", or {one.ignored}, which is ignored"
+    if not wrong.any():
+        return
+    place = tuple(np.argwhere(wrong)[0])
+    shown = f"[{', '.join(map(str, place))}]" if place else ""
+    raise ArgumentError(f"{where}: {name!r}{shown} is {array[place]}; expected 0 to {one.size - 1}{ignored}")
 
 
 def require_rates(rates: npt.NDArray[Any], what: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradfuse.errors import ArgumentError, ModelError, one_line
-from gradfuse.models import tensor_files, writing
+from gradfuse.models import files, tensor_files
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.arguments import in_short
 
@@ -65,7 +65,7 @@ def write(path: str | os.PathLike[str], tensors: Arrays, text: str, inputs: Iter
     def make(written: str) -> None:
         save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, written, metadata)
 
-    writing.write_file(path, make, inputs, durable=True)
+    files.write_file(path, make, inputs, durable=True)
 
 
 def read(path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:

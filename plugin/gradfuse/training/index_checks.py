@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
-from gradfuse.errors import ArgumentError
-from gradfuse.models.arrays import Arrays
 from gradfuse.training.nodes import GraphTensor, Nodes
 from gradfuse.training.step import LOSS, IndexRange
 
@@ -89,29 +86,6 @@ def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
         if check.of is not None and isinstance(check.index.size, int):
             found.setdefault(check.of, {})[IndexRange(check.index.size, check.index.ignored)] = None
     return {name: tuple(ranges) for name, ranges in found.items()}
-
-
-def require_in_range(where: str, feeds: Arrays, ranges: Mapping[str, Sequence[IndexRange]]) -> None:
-    """Refuse an array with an element out of range."""
-    for name, known in ranges.items():
-        array = feeds.get(name)
-        for one in known if array is not None and array.size else ():
-            assert array is not None
-            if array.min() < 0 or array.max() >= one.size:
-                _refuse(where, name, array, one)
-
-
-def _refuse(where: str, name: str, array: npt.NDArray[np.integer], one: IndexRange) -> None:
-    wrong = (array < 0) | (array >= one.size)
-    ignored = ""
-    if one.ignored is not None:
-        wrong &= array != one.ignored
-        ignored = "" if 0 <= one.ignored < one.size else f", or {one.ignored}, which is ignored"
-    if not wrong.any():
-        return
-    place = tuple(np.argwhere(wrong)[0])
-    shown = f"[{', '.join(map(str, place))}]" if place else ""
-    raise ArgumentError(f"{where}: {name!r}{shown} is {array[place]}; expected 0 to {one.size - 1}{ignored}")
 
 
 def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:

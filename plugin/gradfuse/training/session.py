@@ -1,28 +1,29 @@
 """`TrainingSession`: training steps in stock onnxruntime, whose parameters never leave the device.
 
-This module needs neither torch nor the exporter.
+This module needs neither torch nor the exporter. Where onnx or onnx_ir is missing, as on a device, it trains steps of
+files with onnxruntime and numpy alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnx_ir as ir
 
-from gradfuse import library
-from gradfuse.checking.execution import SILENT, import_onnxruntime, inference_session, is_of_onnxruntime, reason
+from gradfuse import deferred, library
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, listed
-from gradfuse.models import tensor_files, writing
+from gradfuse.models import files, tensor_files
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused, give_back
+from gradfuse.models.plain_reading import PlainModel, with_values
+from gradfuse.runtime import SILENT, find_files_in, import_onnxruntime, is_of_onnxruntime, reason, session_of
 from gradfuse.training import checkpoints
 from gradfuse.training.arguments import (
     TensorType,
@@ -30,12 +31,11 @@ from gradfuse.training.arguments import (
     checked_providers,
     contiguous,
     in_short,
+    require_in_range,
     require_path,
     require_rates,
     require_shapes,
 )
-from gradfuse.training.in_place import BARRIER, with_updates_last
-from gradfuse.training.index_checks import require_in_range
 from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.sharing import Shared, Sides, require_common, shareable
 from gradfuse.training.step import (
@@ -46,8 +46,17 @@ from gradfuse.training.step import (
     N_AVERAGED,
     UPDATED_SUFFIX,
     TrainingStep,
+    load_plain,
     load_with_files,
 )
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+    from gradfuse.models import writing
+else:
+    onnx, ir, writing = (deferred.Module(name) for name in ("onnx", "onnx_ir", "gradfuse.models.writing"))
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -124,18 +133,32 @@ class TrainingSession:
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
         """What nothing may take the place of: the files of the step and its evaluation model, their data and values."""
+        self._plain: tuple[PlainModel, PlainModel | None] | None = None
+        """The model of the step and the one of evaluation, where onnx or onnx_ir is missing."""
         if not isinstance(step, TrainingStep):
             with collection_paused():
-                step, self._files = load_with_files(step)
+                if _has_onnx():
+                    step, self._files = load_with_files(step)
+                else:
+                    read = load_plain(step)
+                    step, self._files, self._plain = read.step, read.files, (read.model, read.evaluation_model)
         self._step = step
         self._optimizer_state = frozenset(step.optimizer_state)
-        step.require_consistent(_WHO)
-        with collection_paused():
-            self._session, in_place = self._training_session()
         self._evaluation: Any = None
-        graph = step.model.graph
-        self._inputs = {value.name: TensorType.of(value) for value in graph.input}
-        outputs = {value.name: TensorType.of(value) for value in graph.output}
+        if self._plain is not None:
+            model, evaluation = self._plain
+            self._inputs, outputs = _types(model)
+            in_place: frozenset[str] = frozenset()
+            self._session = self._plain_session(model)
+            # onnxruntime has the message by now.
+            self._plain = dataclasses.replace(model, message=b""), evaluation
+        else:
+            step.require_consistent(_WHO)
+            with collection_paused():
+                self._session, in_place = self._training_session()
+            graph = step.model.graph
+            self._inputs = {value.name: TensorType.of(value) for value in graph.input}
+            outputs = {value.name: TensorType.of(value) for value in graph.output}
         self._device = _device(self._providers[0])
 
         batch = {*step.input_names, *step.target_names}
@@ -179,9 +202,8 @@ class TrainingSession:
             self._share(share_with, given)
         if self._files:
             # The session has these values by now, and onnxruntime the model.
-            self._step = dataclasses.replace(
-                step, model=onnx.ModelProto(), parameters={}, optimizer_state={}, report=None
-            )
+            model_of_none = step.model if self._plain is not None else onnx.ModelProto()
+            self._step = dataclasses.replace(step, model=model_of_none, parameters={}, optimizer_state={}, report=None)
         del step, values
         give_back()
 
@@ -267,14 +289,13 @@ class TrainingSession:
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
         self._background.raise_error()
-        model = self._evaluation_model("evaluate")
-        known = {value.name: TensorType.of(value) for value in model.graph.input}
+        known, results_of = self._evaluation_types()
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
         require_in_range(f"{_WHO}.evaluate", feeds, self._step.index_ranges)
         if self._evaluation is None:
             with collection_paused():
-                self._evaluation = self._inference_session(ir.from_proto(model))
+                self._evaluation = self._evaluation_session()
         binding, averages = self._evaluation.io_binding(), self._averages("evaluate") if averaged else {}
         values = self.ort_values
         for name in known:
@@ -282,8 +303,8 @@ class TrainingSession:
                 binding.bind_cpu_input(name, averages[name])
             elif name not in feeds:
                 binding.bind_ortvalue_input(name, values[name])
-        for value in model.graph.output:
-            binding.bind_output(value.name)
+        for name in results_of:
+            binding.bind_output(name)
         try:
             self._run(self._evaluation, binding, feeds)
         except Exception as error:
@@ -449,15 +470,15 @@ class TrainingSession:
         require_path(path, where)
         text = checkpoints.text_of(self.step_count if optimizer else None, {} if extra is None else extra, where)
         tensor_files.safetensors_numpy(where)
-        writing.require_free(path, self._files)
+        files.require_free(path, self._files)
         self._background.wait()
         if wait:
             checkpoints.write(path, self._tensors(optimizer), text, self._files, where)
             return
-        tensors, files = self._tensors(optimizer, copy=True), list(self._files)
+        tensors, kept = self._tensors(optimizer, copy=True), list(self._files)
         # Relative to the folder of now.
         path = os.path.abspath(path)
-        self._background.start(lambda: checkpoints.write(path, tensors, text, files, where))
+        self._background.start(lambda: checkpoints.write(path, tensors, text, kept, where))
 
     @_alone
     def save_evaluation_model(self, path: str | os.PathLike[str], *, averaged: bool = False) -> None:
@@ -477,6 +498,9 @@ class TrainingSession:
             ModelError: the file cannot be written, or is the one of the step.
         """
         require_path(path, f"{_WHO}.save_evaluation_model")
+        if self._plain is not None:
+            self._save_plain_evaluation_model(path, self._plain[1])
+            return
         model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
         graph, averages = model.graph, self._averages("save_evaluation_model") if averaged else {}
         values = self.ort_values
@@ -530,7 +554,7 @@ class TrainingSession:
         except ArgumentError as error:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
         if not stored and own:
-            step = self.training_step
+            step = self.training_step if self._plain is None else load_plain(self._files[0]).step
             begin = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
@@ -554,8 +578,41 @@ class TrainingSession:
     def _evaluation_model(self, method: str) -> onnx.ModelProto:
         model = self._step.evaluation_model
         if model is None:
-            raise GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected one exported with it")
+            raise _no_evaluation_model(method)
         return model
+
+    def _evaluation_types(self) -> tuple[dict[str, TensorType], list[str]]:
+        """Return the inputs of the evaluation model, and the names of its outputs."""
+        if self._plain is not None:
+            if self._plain[1] is None:
+                raise _no_evaluation_model("evaluate")
+            inputs, outputs = _types(self._plain[1])
+            return inputs, list(outputs)
+        graph = self._evaluation_model("evaluate").graph
+        return {value.name: TensorType.of(value) for value in graph.input}, [value.name for value in graph.output]
+
+    def _evaluation_session(self) -> Any:
+        if self._plain is not None and self._plain[1] is not None:
+            return self._plain_session(self._plain[1])
+        return self._inference_session(ir.from_proto(self._evaluation_model("evaluate")))
+
+    def _save_plain_evaluation_model(self, path: str | os.PathLike[str], model: PlainModel | None) -> None:
+        method = "save_evaluation_model"
+        if model is None:
+            raise _no_evaluation_model(method)
+        folder = os.path.dirname(os.path.abspath(model.path))
+        if model.has_files and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+            what = f"{os.fspath(path)} is in another folder than the weights of {model.path}"
+            raise GradfuseError(f"{_WHO}.{method}: {what}; expected a path beside them, or onnx and onnx_ir installed")
+        values = self.ort_values
+        kept = {name: _copied(values[name]) for name in model.inputs if name in values}
+        files.write_file(path, with_values(model, kept), self._files)
+
+    def _plain_session(self, model: PlainModel) -> Any:
+        """Return a session of a model that was read without onnx."""
+        if model.has_files:
+            find_files_in(os.path.dirname(os.path.abspath(model.path)), self._options)
+        return session_of(model.message, _WHO, self._options, self._providers)
 
     def _tensors(self, optimizer: bool, *, copy: bool = False) -> Arrays:
         """Return what a checkpoint holds, by name; unless copied it may be the memory that the next step changes."""
@@ -571,6 +628,8 @@ class TrainingSession:
 
     def _training_session(self) -> tuple[Any, frozenset[str]]:
         """Return a session of the step, and the names of inputs that it writes in place."""
+        from gradfuse.training.in_place import BARRIER, with_updates_last
+
         if self._providers == ["CPUExecutionProvider"]:
             model, in_place = with_updates_last(self._step.model, self._step.own_names)
             try:
@@ -583,6 +642,8 @@ class TrainingSession:
         return self._inference_session(ir.from_proto(self._step.model)), frozenset()
 
     def _inference_session(self, model: ir.Model) -> Any:
+        from gradfuse.checking.execution import inference_session
+
         for value in (*model.graph.inputs, *model.graph.outputs):
             if value.dtype == ir.DataType.BFLOAT16:
                 raise GradfuseError(
@@ -750,6 +811,23 @@ class TrainingSession:
         elif name in self._optimizer_state and array.dtype == np.int64 and array < 0:
             raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array
+
+
+def _has_onnx() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("onnx", "onnx_ir"))
+
+
+def _types(model: PlainModel) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
+    """Return the inputs and outputs of a model."""
+    inputs, outputs = (
+        {name: TensorType.of_plain(name, value, _WHO) for name, value in of.items()}
+        for of in (model.inputs, model.outputs)
+    )
+    return inputs, outputs
+
+
+def _no_evaluation_model(method: str) -> GradfuseError:
+    return GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected one exported with it")
 
 
 def _device(provider: Any) -> tuple[str, int]:

@@ -1,30 +1,38 @@
 """A training step as data: the ONNX model, the values that training starts from, and the file that holds both.
 
-This module needs neither torch nor onnxruntime.
+This module needs neither torch nor onnxruntime, and to read a step on a device neither onnx nor onnx_ir.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnx_ir as ir
 
-from gradfuse.errors import ModelError, one_line
-from gradfuse.models import files, reading, tensor_files, writing, zeros
+from gradfuse import deferred
+from gradfuse.errors import GradfuseError, ModelError, one_line
+from gradfuse.models import files, plain_reading, tensor_files
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.tensors import data_files, moved, to_mapped_proto
 
 if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+    from gradfuse.models import reading, tensors, writing, zeros
     from gradfuse.passes.report import Report
+else:
+    ir = deferred.Module("onnx_ir")
+    reading, tensors, writing, zeros = (
+        deferred.Module(f"gradfuse.models.{name}") for name in ("reading", "tensors", "writing", "zeros")
+    )
 
 LOSS = "loss"
 GRADIENT_SUFFIX = ".grad"
@@ -221,7 +229,7 @@ class TrainingStep:
             content = tensor_files.content(values, _WHO)
             writers[os.path.basename(beside)] = functools.partial(_write, content)
         writing.save(model, path, inputs=inputs, force=force, beside=writers)
-        written = _written_tensors(path) if data_files(model) else {}
+        written = _written_tensors(path) if tensors.data_files(model) else {}
         if self.evaluation_model is not None:
             evaluated = ir.from_proto(self.evaluation_model)
             shares = _refer_to_data(evaluated, model, written, path)
@@ -229,9 +237,9 @@ class TrainingStep:
         for proto in (self.model, self.evaluation_model):
             # A step that replaces the file it was read from finds its tensors in the new one.
             for tensor in () if proto is None else proto.graph.initializer:
-                if tensor.name in written and files.same(_location(tensor), writing.data_path(path)):
+                if tensor.name in written and files.same(_location(tensor), files.data_path(path)):
                     new = written[tensor.name]
-                    tensor.CopyFrom(ir.to_proto(moved(new, os.path.abspath(new.path))))
+                    tensor.CopyFrom(ir.to_proto(tensors.moved(new, os.path.abspath(new.path))))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
@@ -255,31 +263,40 @@ class TrainingStep:
             ModelError: an input of the model has no value, or two; a name of the batch or of `state_dict_names` stands
                 for nothing; or there is no loss.
         """
-        inputs = {value.name for value in self.model.graph.input}
+        evaluation = self.evaluation_model
+        self._require_names(
+            who,
+            [value.name for value in self.model.graph.input],
+            [value.name for value in self.model.graph.output],
+            [] if evaluation is None else [value.name for value in evaluation.graph.input],
+        )
+
+    def _require_names(
+        self, who: str, inputs: Collection[str], outputs: Collection[str], evaluation_inputs: Collection[str]
+    ) -> None:
+        """Do the work of `require_consistent`, given the names of the inputs and outputs of the models."""
         held = [name for field in _TENSORS[:-1] for name in getattr(self, field)]
         given = collections.Counter([*held, *self.input_names, *self.target_names])
         sources = {*self.parameters, *self.buffers, *self.constants}
-        for value in self.model.graph.input:
-            if value.name not in given:
-                raise ModelError(f"{who}: the step has no value for the input {value.name!r}; expected one")
+        for name in inputs:
+            if name not in given:
+                raise ModelError(f"{who}: the step has no value for the input {name!r}; expected one")
         for name, count in given.items():
             if name not in inputs:
                 raise ModelError(f"{who}: the step has {name!r}, which is no input of its model; expected only inputs")
             if count > 1:
                 raise ModelError(f"{who}: the step has {name!r} in {count} places; expected one")
         loss = self.own_name(LOSS)
-        outputs = {value.name for value in self.model.graph.output}
         for name in (loss, *self.output_names):
             if name not in outputs:
                 raise ModelError(f"{who}: the model of the step has no output {name!r}; expected one")
         for name, source in self.state_dict_names.items():
             if source not in sources:
                 raise ModelError(f"{who}: the step has no value for {name!r} of its state_dict; expected one")
-        if self.evaluation_model is not None:
-            known = {*self.parameters, *self.buffers, *self.input_names}
-            unknown = [value.name for value in self.evaluation_model.graph.input if value.name not in known]
-            if unknown:
-                raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
+        known = {*self.parameters, *self.buffers, *self.input_names}
+        unknown = [name for name in evaluation_inputs if name not in known]
+        if unknown:
+            raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
 
 
 def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[str]]:
@@ -291,26 +308,15 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
     loaded, defaults = reading.load_with_defaults(path)
     model = loaded.ir
     initializers = model.graph.initializers
-    try:
-        stored = json.loads(model.metadata_props.pop(METADATA_KEY))
-        names = {field: _names(stored[field]) for field in _TENSORS}
-        values_file = _file_beside(stored, _VALUES_FILE)
-        if values_file is not None:
-            defaults |= _read_values(path, values_file, model, names)
-        arrays = {
+    with _stored_step(path, model.metadata_props) as stored:
+        del model.metadata_props[METADATA_KEY]
+        names = stored.names
+        if stored.values_file is not None:
+            defaults |= _read_values(path, stored.values_file, model, names)
+        arrays: dict[str, Any] = {
             field: {n: defaults[n] if n in defaults else _array(initializers[n]) for n in own}
             for field, own in names.items()
         }
-        input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
-        # Steps of older versions have none.
-        nesting = dict(stored.get("nesting", {}))
-        state_dict_names, evaluation_file = dict(stored["state_dict"]), _file_beside(stored, _EVALUATION_FILE)
-        carried = tuple(name for name in _names(stored.get("carried", [])) if name in arrays["buffers"])
-        index_ranges = _ranges(stored.get(_INDEX_RANGES, {}), {*input_names, *target_names})
-        own_names, output_names = dict(stored.get("own_names", {})), _names(stored.get("outputs", []))
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        reason = one_line(ValueError(repr(error)))
-        raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
     for field, own in names.items():
         for name in own:
             value = initializers.get(name)
@@ -322,30 +328,116 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
             value.const_value = ir.tensor(defaults[value.name], name=value.name)
             model.graph.register_initializer(value)
     evaluation_model = None
-    if evaluation_file is not None:
-        beside = os.path.join(os.path.dirname(path), evaluation_file)
+    if stored.evaluation_file is not None:
+        beside = os.path.join(os.path.dirname(path), stored.evaluation_file)
         if os.path.exists(beside):
-            evaluation_model = to_mapped_proto(reading.load(beside).ir)
+            evaluation_model = tensors.to_mapped_proto(reading.load(beside).ir)
     step = TrainingStep(
-        model=to_mapped_proto(model),
-        parameters=arrays["parameters"],
-        buffers=arrays["buffers"],
-        input_names=input_names,
-        target_names=target_names,
-        optimizer_state=arrays["optimizer_state"],
-        hyperparameters=arrays["hyperparameters"],
-        constants=arrays["constants"],
-        state_dict_names=state_dict_names,
-        index_ranges=index_ranges,
-        evaluation_model=evaluation_model,
-        nesting=nesting,
-        own_names=own_names,
-        output_names=output_names,
-        carried=carried,
+        model=tensors.to_mapped_proto(model), evaluation_model=evaluation_model, **arrays, **stored.fields
     )
     step.require_consistent(os.fspath(path))
-    read_from = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), writing.data_path(of))]
-    return step, read_from if values_file is None else [*read_from, _beside(path, values_file)]
+    return step, _read_from(path, stored.values_file)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainStep:
+    """A step of a file as a device has it that has neither onnx nor onnx_ir.
+
+    Attributes:
+        step: the step, whose models are None.
+        model: its model.
+        evaluation_model: likewise; None where the step has none, or its file is missing.
+        files: those that training begins with.
+    """
+
+    step: TrainingStep
+    model: plain_reading.PlainModel
+    evaluation_model: plain_reading.PlainModel | None
+    files: list[str]
+
+
+def load_plain(path: str | os.PathLike[str]) -> PlainStep:
+    """Read a step that `TrainingStep.save` wrote, without onnx and onnx_ir.
+
+    Raises:
+        ModelError: as for `TrainingStep.load`, and where the file has tensors that are stored otherwise.
+        GradfuseError: as for `TrainingStep.load`, or a tensor has a type that numpy does not have.
+    """
+    model = plain_reading.read(path)
+    arrays: dict[str, Any] = {}
+    with _stored_step(path, model.metadata) as stored:
+        values: Arrays = {}
+        if stored.values_file is not None:
+            read, _ = tensor_files.read(_beside(path, stored.values_file), _WHO, f"the values of {os.fspath(path)}")
+            values = {name: _compact(array) for name, array in read.items() if name in model.inputs}
+        for field, own in stored.names.items():
+            for name in own:
+                if stored.values_file is not None and name in model.inputs and name not in values:
+                    beside, of = _beside(path, stored.values_file), os.fspath(path)
+                    raise ModelError(f"{beside}: {name!r} is missing; expected all values of {of}")
+            arrays[field] = {name: values[name] if name in values else model.array(name) for name in own}
+    evaluation_model = None
+    if stored.evaluation_file is not None and os.path.exists(_beside(path, stored.evaluation_file)):
+        evaluation_model = plain_reading.read(_beside(path, stored.evaluation_file))
+    # Nothing reads the model: onnxruntime has it.
+    step = TrainingStep(model=None, **arrays, **stored.fields)  # type: ignore[arg-type]
+    step._require_names(
+        os.fspath(path), model.inputs, model.outputs, () if evaluation_model is None else evaluation_model.inputs
+    )
+    return PlainStep(step, model, evaluation_model, _read_from(path, stored.values_file))
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredStep:
+    """What the metadata of a step say.
+
+    Attributes:
+        names: the names of the tensors that each field of a step has.
+        fields: the fields of a step that have no tensors.
+        evaluation_file: the name of the file of the evaluation model.
+        values_file: the name of the file of the values.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    fields: dict[str, Any]
+    evaluation_file: str | None
+    values_file: str | None
+
+
+@contextlib.contextmanager
+def _stored_step(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Iterator[_StoredStep]:
+    """Yield what the metadata of a model say of the step that it is.
+
+    Raises:
+        ModelError: they say nothing, or what is read under it is not as they say.
+    """
+    try:
+        stored = json.loads(metadata[METADATA_KEY])
+        input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
+        fields = {
+            "input_names": input_names,
+            "target_names": target_names,
+            "state_dict_names": dict(stored["state_dict"]),
+            "index_ranges": _ranges(stored.get(_INDEX_RANGES, {}), {*input_names, *target_names}),
+            # Steps of older versions have none.
+            "nesting": dict(stored.get("nesting", {})),
+            "own_names": dict(stored.get("own_names", {})),
+            "output_names": _names(stored.get("outputs", [])),
+        }
+        names = {field: _names(stored[field]) for field in _TENSORS}
+        fields["carried"] = tuple(name for name in _names(stored.get("carried", [])) if name in names["buffers"])
+        yield _StoredStep(names, fields, _file_beside(stored, _EVALUATION_FILE), _file_beside(stored, _VALUES_FILE))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, GradfuseError):
+            raise
+        reason = one_line(ValueError(repr(error)))
+        raise ModelError(f"{os.fspath(path)}: is not a training step saved by gradfuse: {reason}") from error
+
+
+def _read_from(path: str | os.PathLike[str], values_file: str | None) -> list[str]:
+    """Return the files that a step's training begins with."""
+    found = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), files.data_path(of))]
+    return found if values_file is None else [*found, _beside(path, values_file)]
 
 
 def _written_tensors(path: str | os.PathLike[str]) -> dict[str, ir.ExternalTensor]:
@@ -371,9 +463,9 @@ def _refer_to_data(
         place = _place(value.const_value)
         tensor = None if place is None else written.get(own.get(place, ""))
         if tensor is not None:
-            value.const_value = moved(tensor, str(tensor.location), str(tensor.base_dir), str(value.name))
-    found = data_files(evaluation)
-    return bool(found) and all(files.same(one, writing.data_path(path)) for one in found)
+            value.const_value = tensors.moved(tensor, str(tensor.location), str(tensor.base_dir), str(value.name))
+    found = tensors.data_files(evaluation)
+    return bool(found) and all(files.same(one, files.data_path(path)) for one in found)
 
 
 def _location(tensor: onnx.TensorProto) -> str:
