@@ -88,6 +88,9 @@ samples: $(INSTALLED)
 	$(BIN)/python samples/train_without_torch.py train build/samples
 	$(BIN)/python samples/finetune_onnx.py
 	$(BIN)/python samples/lora_int4.py
+	$(BIN)/python samples/force_field.py
+	$(BIN)/python samples/heat_equation.py
+	$(BIN)/python samples/wgan_gp.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -14,6 +14,7 @@ import functools
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -230,6 +231,174 @@ def without_autocast() -> Iterator[None]:
         torch.set_autocast_enabled("cpu", before)
 
 
+def innermost(tensor: Tensor) -> Tensor:
+    """Return the tensor that one stands for below all functions of torch.func."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def gradients_off_unseen() -> Iterator[None]:
+    """Turn gradients off without a trace in what is traced."""
+    before = torch.is_grad_enabled()
+    set_grad_enabled_unseen(False)
+    try:
+        yield
+    finally:
+        set_grad_enabled_unseen(before)
+
+
+@contextlib.contextmanager
+def derivatives_noted() -> Iterator[list[None]]:
+    """Note each time that code takes a derivative, backward or forward, in the list that is given."""
+    from torch._functorch import eager_transforms
+
+    noted: list[None] = []
+    engine: Any = torch.autograd
+    backward, forward = engine._engine_run_backward, eager_transforms._jvp_with_argnums
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            noted.append(None)
+            return original(*args, **kwargs)
+
+        return call
+
+    engine._engine_run_backward = note(backward)
+    eager_transforms._jvp_with_argnums = note(forward)
+    try:
+        yield noted
+    finally:
+        engine._engine_run_backward, eager_transforms._jvp_with_argnums = backward, forward
+
+
+@contextlib.contextmanager
+def forward_mode_by_reverse() -> Iterator[None]:
+    """Let `torch.func.jvp`, `jacfwd` and `hessian` differentiate backward passes: J v is the derivative of J^T u by u.
+
+    Forward mode itself cannot be traced for sizes that vary.
+    """
+    from torch._functorch import eager_transforms
+
+    original = eager_transforms._jvp_with_argnums
+
+    def jvp(
+        func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool
+    ) -> Any:
+        places = range(len(primals)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
+        places = [place % len(primals) for place in places]
+        given = tangents if isinstance(tangents, tuple) else (tangents,)
+
+        def of(*chosen: Any) -> Any:
+            args = list(primals)
+            for place, one in zip(places, chosen, strict=True):
+                args[place] = one
+            return func(*args)
+
+        taken: Any = torch.func.vjp(of, *(primals[place] for place in places), has_aux=has_aux)
+        value, pull, *aux = taken
+        pulled: Any = torch.func.vjp(pull, _pytree.tree_map(torch.zeros_like, value))
+        (tangent,) = pulled[1](given)
+        return (value, tangent, *aux)
+
+    eager_transforms._jvp_with_argnums = jvp
+    try:
+        yield
+    finally:
+        eager_transforms._jvp_with_argnums = original
+
+
+@contextlib.contextmanager
+def gradients_batched_by_vmap() -> Iterator[None]:
+    """Let `torch.autograd.grad(is_grads_batched=True)` run under `torch.func.vmap`: its own cannot be traced."""
+    from torch import _vmap_internals
+
+    original = _vmap_internals._vmap
+
+    def batch(func: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found: list[int] = []
+
+            def without_none(*rows: Any) -> Any:
+                results = func(*rows)
+                found[:] = [len(results), *(place for place, one in enumerate(results) if one is not None)]
+                return tuple(one for one in results if one is not None)
+
+            results = torch.func.vmap(without_none)(*args)
+            count, *places = found
+            known = dict(zip(places, results, strict=True))
+            return tuple(known.get(place) for place in range(count))
+
+        return call
+
+    _vmap_internals._vmap = batch
+    try:
+        yield
+    finally:
+        _vmap_internals._vmap = original
+
+
+@contextlib.contextmanager
+def batched_by(rules: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let `vmap` batch operators by other rules than PyTorch's own.
+
+    Args:
+        rules: operator, such as `torch.ops.aten.cat` -> its rule, as for `torch.library.register_vmap`.
+    """
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            # Of a kernel that takes the place of another one.
+            warnings.simplefilter("ignore")
+            for operator, rule in rules.items():
+                torch.library.register_vmap(str(operator).replace(".", "::"), rule, lib=library)
+        yield
+    finally:
+        library._destroy()
+
+
+def below_autograd(
+    function: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], differentiable: Sequence[bool]
+) -> torch.fx.GraphModule:
+    """Return a function of tensors that are traced in operators below autograd, with what it differentiates.
+
+    Args:
+        function: the function.
+        tensors: those that it is called with, of a trace that notes nothing of the call.
+        differentiable: which of them are leaves that require gradients.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    fake = next(one.fake_mode for one in tensors if isinstance(one, FakeTensor))
+    with _disable_current_modes(), fake, pre_dispatch_hidden():
+        leaves = [one.detach().requires_grad_(requires) for one, requires in zip(tensors, differentiable, strict=True)]
+        return make_fx(function)(*leaves)
+
+
+@contextlib.contextmanager
+def pre_dispatch_hidden() -> Iterator[None]:
+    """Take the mode of torch.export that notes calls of functions away, and leave the others."""
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    overrides: Any = torch.overrides
+    before = list(overrides._get_current_function_mode_stack())
+
+    def become(modes: Sequence[Any]) -> None:
+        for _ in range(len(overrides._get_current_function_mode_stack())):
+            overrides._pop_mode()
+        for mode in modes:
+            overrides._push_mode(mode)
+
+    become([mode for mode in before if not isinstance(mode, PreDispatchTorchFunctionMode)])
+    try:
+        yield
+    finally:
+        become(before)
+
+
 def has_setup_context(function: Any) -> bool:
     """Tell whether the forward pass of a `torch.autograd.Function` gets no context."""
     return function.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
@@ -241,14 +410,22 @@ def has_backward(function: Any) -> bool:
 
 
 @contextlib.contextmanager
-def functions_applied_by(apply: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+def functions_applied_by(
+    apply: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any], untouched: Collection[type] = ()
+) -> Iterator[None]:
     """Let `apply` of every `torch.autograd.Function` be another function, of the class, its arguments and named ones.
 
-    Code may hold the method of a class from before, which is found again by its code alone.
+    Those that are `untouched` keep theirs. Code may hold the method of a class from before, which is found again by its
+    code alone.
     """
     original: Any = torch.autograd.Function.apply
     code = original.__func__.__code__
-    _APPLYING.append(apply)
+    as_is = types.FunctionType(code, original.__func__.__globals__, closure=original.__func__.__closure__)
+
+    def applied(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return as_is(function, *args, **kwargs) if function in untouched else apply(function, args, kwargs)
+
+    _APPLYING.append(applied)
     original.__func__.__code__ = _Applied.apply.__code__
     try:
         yield
@@ -362,6 +539,12 @@ def flattened_with_keys(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], C
 
     places = [(tuple(map(key, path)), leaf) for path, leaf in leaves]
     return places, lambda values: _pytree.tree_unflatten(values, specification)
+
+
+def flattened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the leaves of nested tuples, lists and dictionaries, and what puts others there."""
+    leaves, specification = _pytree.tree_flatten(tree)
+    return leaves, lambda values: _pytree.tree_unflatten(list(values), specification)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -897,6 +1080,11 @@ def is_about_data(error: BaseException) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
+
+
+def is_about_varying_sizes(error: BaseException) -> bool:
+    """Tell whether torch.export failed as a size that may vary was made a constant."""
+    return str(error).startswith("Constraints violated")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ import torch
 from node_tests import run
 from torch import Tensor
 
-from gradfuse import differentiate
+from gradfuse import TrainingSession, build_training_step, differentiate
+from gradfuse.optimizers import SGD
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -75,3 +76,47 @@ def test_a_name_that_the_model_has_stays_its_own() -> None:
     assert [o.name for o in result.graph.output] == ["y", "x.grad_2"]
     x = np.array([1, -2, 3], np.float32)
     assert (run(result, {"x": x, "c": np.array(True)}, by_onnx=False)["x.grad_2"] == 2 * x).all()
+
+
+ENERGY = HEAD + (
+    "g (float[n, 3] x) => (float e) <float[3, 2] w = {0.3, -0.2, 0.5, 0.1, -0.4, 0.6}, float[2] b = {0.1, -0.2}> "
+    "{ a = MatMul(x, w) c = Add(a, b) d = Tanh(c) e = ReduceSum<keepdims = 0>(d) }"
+)
+LOSS = HEAD + (
+    "l (float e, float[n, 3] dx, float energy, float[n, 3] force) => (float y) "
+    "{ a = Sub(e, energy) b = Mul(a, a) s = Add(dx, force) q = Mul(s, s) r = ReduceMean<keepdims = 0>(q) "
+    "y = Add(b, r) }"
+)
+
+
+@pytest.mark.parametrize("fuse", (True, False))
+def test_a_loss_of_a_gradient_trains_as_in_torch(fuse: bool) -> None:
+    loss = onnx.parser.parse_model(LOSS)
+    loss.graph.input[1].name = loss.graph.node[2].input[0] = "x.grad"
+    step = build_training_step(
+        differentiate(onnx.parser.parse_model(ENERGY), ["x"]), loss, optimizer=SGD(lr=0.01), fuse=fuse
+    )
+    session = TrainingSession(step)
+    rng = np.random.default_rng(0)
+    batches = [(rng.standard_normal((4 + k, 3)), rng.standard_normal((4 + k, 3))) for k in range(3)]
+
+    def trained(dtype: torch.dtype) -> dict[str, Any]:
+        values = {name: torch.tensor(np.array(one), dtype=dtype) for name, one in step.parameters.items()}
+        for given in batches:
+            x, force = (torch.tensor(one.astype(np.float32)).to(dtype) for one in given)
+            w, b = (values[name].requires_grad_() for name in ("w", "b"))
+            x.requires_grad_()
+            energy = (x @ w + b).tanh().sum()
+            (dx,) = torch.autograd.grad(energy, x, create_graph=True)
+            gradients = torch.autograd.grad((energy - 0.5) ** 2 + (dx + force).square().mean(), (w, b))
+            values = {name: (values[name] - 0.01 * one).detach() for name, one in zip("wb", gradients, strict=True)}
+        return {name: one.numpy() for name, one in values.items()}
+
+    for x, force in batches:
+        session.step(x.astype(np.float32), {"energy": np.float32(0.5), "force": force.astype(np.float32)})
+    native, exact = trained(torch.float32), trained(torch.float64)
+    for name, truth in exact.items():
+        terms = 64 * np.abs(truth).max()
+        assert_gradients_close(session.state_dict()[name], native[name], truth, np.float32, terms=terms)
+    _, gradient = session.evaluate(batches[0][0].astype(np.float32))
+    assert gradient.shape == (4, 3)

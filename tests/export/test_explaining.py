@@ -147,25 +147,6 @@ def test_a_refusal_names_the_users_line(
     assert capfd.readouterr() == ("", "")
 
 
-class Penalised(nn.Module):
-    """Adds the gradient of its input, as penalties do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        h = self.layer(x)
-        (gradient,) = torch.autograd.grad(h.tanh().sum(), x, create_graph=True)
-        return h + gradient[:, :5]  # type: ignore[no-any-return]
-
-
-def test_gradients_within_a_step_are_refused_with_their_place() -> None:
-    with pytest.raises(ExportError, match=r"torch.autograd.grad.*Penalised.forward \(test_explaining.py:\d+\)"):
-        export_training_step(Penalised(), F.cross_entropy, (torch.randn(4, 6), torch.arange(4)), dynamic_shapes=DYNAMIC)
-
-
 def test_a_size_that_is_the_key_of_what_is_kept_is_named() -> None:
     kept: dict[int, Tensor] = {}
 

@@ -976,3 +976,129 @@ def test_what_vmap_maps_over_has_its_memory() -> None:
 
     torch.vmap(note)(x)
     assert found == [private.storage(x)]
+
+
+def test_derivatives_noted() -> None:
+    with needed("torch.autograd._engine_run_backward and _jvp_with_argnums", "find derivatives within a step"):
+        x = torch.ones(2, requires_grad=True)
+        for take in (
+            lambda: torch.autograd.grad(x.square().sum(), x),
+            lambda: torch.func.grad(torch.sum)(x),
+            lambda: torch.func.jvp(torch.sin, (x,), (x,)),
+        ):
+            with private.derivatives_noted() as noted:
+                take()
+            assert noted
+        with private.derivatives_noted() as noted:
+            x.sin()
+        assert not noted
+
+
+def test_forward_mode_by_reverse() -> None:
+    with needed("eager_transforms._jvp_with_argnums", "trace torch.func.jvp for sizes that vary"):
+        x, v = torch.rand(2, 3, dtype=torch.float64)
+        expected = torch.func.jvp(torch.sin, (x,), (v,)), torch.func.hessian(lambda z: z.pow(3).sum())(x)
+        with private.forward_mode_by_reverse():
+            found = torch.func.jvp(torch.sin, (x,), (v,)), torch.func.hessian(lambda z: z.pow(3).sum())(x)
+        torch.testing.assert_close(found, expected)
+
+
+def test_gradients_batched_by_vmap() -> None:
+    with needed("torch._vmap_internals._vmap", "trace torch.autograd.grad with is_grads_batched"):
+        x, other = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+        with private.gradients_batched_by_vmap():
+            by_x, by_other = torch.autograd.grad(
+                x.square(), (x, other), torch.eye(3), is_grads_batched=True, allow_unused=True
+            )
+        torch.testing.assert_close(by_x, torch.diag(2 * x.detach()))
+        assert by_other is None
+
+
+def test_batched_by() -> None:
+    with needed("torch.library.Library._destroy", "batch operators by rules of one's own"):
+        with private.batched_by({torch.ops.aten.cat: lambda info, in_dims, tensors, dim=0: (tensors[0] * 0, 0)}):
+            assert not torch.func.vmap(lambda x: torch.cat([x, x]))(torch.ones(2, 3)).any()
+        assert torch.func.vmap(lambda x: torch.cat([x, x]))(torch.ones(2, 3)).shape == (2, 6)
+
+
+def test_innermost() -> None:
+    with needed("torch._C._functorch.get_unwrapped", "know what has a gradient within torch.func"):
+        x, seen = torch.ones(2, requires_grad=True), list[Tensor]()
+
+        def total(z: Tensor) -> Tensor:
+            seen.append(private.innermost(z))
+            return z.sum()
+
+        torch.func.grad(total)(x)
+        assert seen[0].requires_grad and not private.is_wrapped(seen[0])
+
+
+def test_below_autograd() -> None:
+    with needed("make_fx, _disable_current_modes and the stack of modes", "trace derivatives within a step"):
+
+        class Derived(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                module = private.below_autograd(
+                    lambda z: torch.autograd.grad(z.sin().sum(), z, create_graph=True), [x], [True]
+                )
+                with private.gradients_off_unseen():
+                    return module(x)[0]  # type: ignore[no-any-return]
+
+        x = torch.rand(3)
+        program = torch.export.export(Derived(), (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
+        assert torch.ops.aten.cos.default in {node.target for node in program.graph.nodes}
+        torch.testing.assert_close(program.module()(torch.ones(5)), torch.ones(5).cos())
+
+
+def test_flattened() -> None:
+    leaves, back = private.flattened(({"a": 1}, [2, 3]))
+    assert leaves == [1, 2, 3]
+    assert back([4, 5, 6]) == ({"a": 4}, [5, 6])
+
+
+def test_gradients_off_unseen() -> None:
+    with needed("torch._C._set_grad_enabled", "replay a trace without gradients"):
+        with private.gradients_off_unseen():
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled()
+
+
+def test_rules_are_reached_below_vmap_of_gradients() -> None:
+    seen = []
+
+    def rule(info: Any, in_dims: Any, grad: Tensor, sizes: Any, *rest: Any) -> tuple[Tensor, int]:
+        seen.append(sizes)
+        return torch.ones(len(grad), *sizes), 0
+
+    with private.batched_by({torch.ops.aten.slice_backward: rule}):
+        torch.func.vmap(torch.func.grad(lambda x: x[1:].sum()))(torch.ones(2, 3))
+    assert seen
+
+
+def test_is_about_varying_sizes() -> None:
+    with needed("the text 'Constraints violated'", "say that an axis became a constant"):
+
+        class Fixed(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + torch.ones(3)
+
+        with pytest.raises(Exception) as caught:
+            torch.export.export(Fixed(), (torch.ones(3),), dynamic_shapes=({0: torch.export.Dim("n")},))
+        assert private.is_about_varying_sizes(caught.value)
+
+
+def test_pre_dispatch_hidden() -> None:
+    with needed("_get_current_function_mode_stack, _pop_mode and _push_mode", "trace within a trace"):
+        seen = []
+
+        class Hidden(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                with private.pre_dispatch_hidden(), torch.no_grad():
+                    seen.append(torch.is_grad_enabled())
+                return x + 1
+
+        program = torch.export.export(Hidden(), (torch.ones(3),))
+        assert seen and not any(seen)
+        assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [
+            torch.ops.aten.add.Tensor
+        ]

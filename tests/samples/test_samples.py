@@ -186,3 +186,26 @@ def test_training_without_torch_goes_on_where_it_stopped(tmp_path: Path) -> None
         predicted = module(torch.from_numpy(data["test_images"])).argmax(1).numpy()
         accuracy = 100 * (predicted == data["test_labels"]).mean()
     assert numbers("test accuracy #%", whole) == [pytest.approx(accuracy, abs=0.005)]
+
+
+@pytest.mark.long
+def test_a_force_field_learns_forces() -> None:
+    output = sample("force_field", "--steps", 300, "--width", 48, "--error", 0.5)
+    before, after = numbers("error of the forces: # before training, # after", output)
+    assert after < 0.5 < before
+    whole, potential = numbers("stays within #, the potential energy within #", output)
+    assert whole < potential / 5
+
+
+@pytest.mark.long
+def test_a_network_solves_the_heat_equation() -> None:
+    output = sample("heat_equation", "--steps", 200, "--width", 16, "--batch-size", 64, "--error", 0.05)
+    before, after = numbers("temperature: # before training, # after", output)
+    assert after < 0.05 < 0.5 < before
+
+
+@pytest.mark.long
+def test_a_generator_learns_from_a_penalised_critic() -> None:
+    output = sample("wgan_gp", "--steps", 150, "--width", 32, "--share", 0.2)
+    before, after = numbers("near the ring: #% of the points before training, #% after", output)
+    assert before < 5 and after >= 20

@@ -260,7 +260,7 @@ def _exported(
         if wants_evaluation:
             try:
                 evaluating = evaluation_model(
-                    step, shapes, native.changed, sizes, shared, python, fuse=fuse, in_float64=in_float64
+                    step, shapes, native, sizes, shared, python, fuse=fuse, in_float64=in_float64
                 )
             except ExportError as error:
                 if evaluation or sizes.made_general:

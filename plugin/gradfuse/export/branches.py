@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
-from gradfuse.export import batch_norms, dropout, explaining, host_draws, own_gradients
+from gradfuse.export import batch_norms, dropout, explaining, host_draws, inner_derivatives, own_gradients
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.reporting import WHO, refusal
@@ -284,7 +284,12 @@ def warn_of_assumptions(branches: Branches) -> None:
 
 @contextlib.contextmanager
 def answered(
-    step: TorchStep, branches: Branches, state: Mapping[str, Tensor], changed: Collection[str]
+    step: TorchStep,
+    branches: Branches,
+    state: Mapping[str, Tensor],
+    changed: Collection[str],
+    *,
+    differentiates: bool,
 ) -> Iterator[None]:
     """Let a module be traced: decide its checks, let `len` give symbolic lengths, and `to` do nothing where it can.
 
@@ -293,11 +298,13 @@ def answered(
         branches: the branches on values that it takes.
         state: the traced tensors of buffers, among others.
         changed: those that the step changes; the numbers of the others are constants.
+        differentiates: whether the step takes derivatives itself.
     """
     fixed = [
         (state[name], step.state[name]) for name in step.buffers if name not in changed and is_fixed(step.state[name])
     ]
-    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), own_gradients.traced():
+    own = own_gradients.by_formula(inner_derivatives.FUNCTIONS) if differentiates else own_gradients.traced()
+    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), own:
         with both_sides(step, branches) as decisions, _Decided(branches, fixed, decisions):
             yield
 

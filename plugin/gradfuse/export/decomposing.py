@@ -284,7 +284,8 @@ class _Assembly:
             self.graph.eliminate_dead_code()
         elif node.target is operator.getitem:
             whole, index = cast(tuple[Node, int], node.args)
-            self._new[node] = self._items[whole][index]
+            # A backward pass gives None for gradients that are not wanted.
+            self._new[node] = self._items[whole].get(index)
         elif node.op != "placeholder" and node.target not in _CHECKS:
             self._new[node] = self._size(node, self._of)
 

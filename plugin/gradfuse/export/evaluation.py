@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from gradfuse.export import (
     comparing_sizes,
     dropout,
     explaining,
+    inner_derivatives,
     onnx_model,
     pools,
     recurrences,
@@ -33,7 +35,7 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import kind, quiet, refusal
-from gradfuse.export.torch_step import TRIED_SEED, TorchStep
+from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Opened, Truth
 from gradfuse.models.arrays import Arrays, to_numpy
@@ -44,7 +46,7 @@ from gradfuse.training.step import DROPOUT_SEED
 def evaluation_model(
     step: TorchStep,
     shapes: DynamicShapes,
-    changed: Sequence[str],
+    outcome: Outcome,
     sizes: explaining.Sizes,
     shared: tuple[ir.Model, Sequence[str]] | None,
     state: PythonState,
@@ -61,7 +63,8 @@ def evaluation_model(
     Args:
         step: the step; the loss and autocast are left out.
         shapes: its dynamic dimensions.
-        changed: the buffers that the step changes: they are inputs, as trainable parameters are; all others constants.
+        outcome: what PyTorch's own run of it gave. The buffers that the step changes are inputs, as trainable
+            parameters are; all others constants.
         sizes: tells the user what is taken to be so of sizes.
         shared: a translated model with these outputs and the names of its inputs, parameters and buffers first, if the
             step gives one.
@@ -75,12 +78,14 @@ def evaluation_model(
     """
     step.module.eval()
     step = step.with_seed(TRIED_SEED)
+    changed = outcome.changed
     try:
-        with quiet(), torch.no_grad():
+        inside = outcome.differentiates and _differentiates(step)
+        with quiet(), torch.set_grad_enabled(inside):
             runs: list[tuple[Arrays, int]] = []
 
             def run() -> Arrays:
-                runs.append(_run_and_count(step, lambda tensor: tensor))
+                runs.append(_run_and_count(step, lambda tensor: tensor, inside))
                 return runs[-1][0]
 
             steadiness.require_same(run, step, state)
@@ -90,14 +95,14 @@ def evaluation_model(
                     "the module draws random numbers in eval mode, but none in training, so that the step has no seed "
                     "for them; expected none in eval mode, or in both"
                 )
-            program = _traced(step, shapes, changed, sizes, state) if shared is None else None
+            program = _traced(step, shapes, changed, sizes, state, inside) if shared is None else None
     except ExportError:
         raise
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
     if program is not None:
-        shared = _translated(step, shapes, sizes, program), (*step.state, *step.input_names)
+        shared = _translated(step, shapes, sizes, program, inside), (*step.state, *step.input_names)
     assert shared is not None
     model, names = shared
     free = [name for name in step.state if name in step.trainable or name in changed]
@@ -109,7 +114,7 @@ def evaluation_model(
     def run_anew(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
         with state.fresh():
             step.module.eval()
-            outputs = _run(step, cast)
+            outputs = _run_and_count(step, cast, inside)[0]
         step.module.eval()
         return outputs
 
@@ -124,7 +129,12 @@ def evaluation_model(
 
 
 def _traced(
-    step: TorchStep, shapes: DynamicShapes, changed: Sequence[str], sizes: explaining.Sizes, state: PythonState
+    step: TorchStep,
+    shapes: DynamicShapes,
+    changed: Sequence[str],
+    sizes: explaining.Sizes,
+    state: PythonState,
+    inside: bool,
 ) -> ExportedProgram:
     """Trace the program (tensors of the step, inputs) -> the tensors that the module returns."""
     arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
@@ -132,16 +142,17 @@ def _traced(
     taken = branches.branches_of(step)
     with sizes.noted(), state.fresh():
         step.module.eval()
-        program = private.exported(_Traced(step, taken, changed), arguments, dims)
+        program = private.exported(_Traced(step, taken, changed, inside), arguments, dims)
     step.module.eval()
     return program
 
 
-def _translated(step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram) -> ir.Model:
+def _translated(
+    step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram, inside: bool
+) -> ir.Model:
     sizes.warn(step, program, shapes)
-    program = tracing.decomposed(
-        program, fuse=False, batch_norm=False, narrow=step.eps_of_activations > torch.finfo(torch.float32).eps
-    )
+    narrow = step.eps_of_activations > torch.finfo(torch.float32).eps
+    program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=narrow, differentiates=inside)
     if DROPOUT_SEED in step.state:
         dropout.connect(program, list(step.state).index(DROPOUT_SEED))
     return onnx_model.translate(program, step)
@@ -150,21 +161,27 @@ def _translated(step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes,
 class _Traced(nn.Module):
     """The module of a step, as a function of all tensors of the step."""
 
-    def __init__(self, step: TorchStep, taken: branches.Branches, changed: Sequence[str]) -> None:
+    def __init__(self, step: TorchStep, taken: branches.Branches, changed: Sequence[str], inside: bool) -> None:
         super().__init__()
         # In a tuple, as this module must not own the tensors of the other.
-        self._traced = (step, taken, changed)
+        self._traced = (step, taken, changed, inside)
 
     def forward(self, values: Any, inputs: Any) -> Any:
-        step, taken, changed = self._traced
-        # A graph must not write into its inputs.
-        copies = {
-            name: value.clone() if name in step.buffers else value
-            for name, value in zip(step.state, values, strict=True)
-        }
-        answered = branches.answered(step, taken, copies, changed)
-        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), splits.sized(), answered:
-            return _outputs(step, copies, inputs)
+        step, taken, changed, inside = self._traced
+
+        def outputs(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            # A graph must not write into its inputs.
+            copies = {name: value.clone() if name in step.buffers else value for name, value in state.items()}
+            answered = branches.answered(step, taken, copies, changed, differentiates=inside)
+            scanned = contextlib.nullcontext() if inside else recurrences.scanned()
+            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered:
+                return _outputs(step, copies, inputs)
+
+        state = dict(zip(step.state, values, strict=True))
+        if inside:
+            traced: tuple[Tensor, ...] = inner_derivatives.traced(outputs, state, step.trainable, inputs)
+            return traced
+        return outputs(state, inputs)
 
 
 def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -176,20 +193,31 @@ def _outputs(step: TorchStep, state: Mapping[str, Tensor], inputs: Sequence[Tens
     return tensors
 
 
-def _run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
-    """Return what the module gives, by the names of the model's outputs, as float64."""
-    return _run_and_count(step, cast)[0]
+def _differentiates(step: TorchStep) -> bool:
+    """Whether the module takes derivatives itself, which it cannot under `no_grad`."""
+    with quiet(), private.derivatives_noted() as noted:
+        _run_and_count(step, lambda tensor: tensor, True)
+    return bool(noted)
 
 
-def _run_and_count(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> tuple[Arrays, int]:
-    """Return the same, and how often the module draws random numbers."""
-    with torch.no_grad(), lengths_as_tensors(), SeededDropout(step.state.get(DROPOUT_SEED)) as drawn:
+def _run_and_count(step: TorchStep, cast: Callable[[Tensor], Tensor], inside: bool) -> tuple[Arrays, int]:
+    """Return what the module gives, by the names of the model's outputs, as float64, and how often it draws numbers.
+
+    Args:
+        step: the step, with its module in eval mode.
+        cast: is applied to all tensors first.
+        inside: whether the module takes derivatives itself.
+    """
+    grad, seeded = torch.set_grad_enabled(inside), SeededDropout(step.state.get(DROPOUT_SEED))
+    with grad, lengths_as_tensors(), seeded as drawn:
         state = {name: cast(tensor.detach().clone()) for name, tensor in step.state.items()}
+        for name in step.trainable if inside else ():
+            state[name].requires_grad_()
         leaves = _outputs(step, state, [cast(tensor.detach()) for tensor in step.inputs])
     results = [f"output_{index}" for index in range(len(leaves))] if len(leaves) > 1 else ["output"]
     results = [f"{name}_" if name in {*step.state, *step.batch} else name for name in results]
     outputs = {
-        name: condensed(to_numpy(leaf, copy=False)).astype(np.float64, copy=False)
+        name: condensed(to_numpy(leaf.detach(), copy=False)).astype(np.float64, copy=False)
         for name, leaf in zip(results, leaves, strict=True)
     }
     return outputs, drawn.count

@@ -420,8 +420,6 @@ class _Calls(TorchFunctionMode):
 def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[str, str] | None:
     """Return what a call does that no traced program can hold, and what to do instead."""
     name = getattr(func, "__name__", "")
-    if func is torch.autograd.grad:
-        return "takes gradients by torch.autograd.grad, which torch.export cannot trace", "the derivative as a formula"
     if name.endswith("pack_padded_sequence"):
         return (
             "packs sequences of several lengths",

@@ -72,7 +72,9 @@ class MadeTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [one for one in private.tensors_in((args, kwargs)) if isinstance(one, Tensor) and one not in self]
+        tensors = [one for one in private.tensors_in((args, kwargs)) if isinstance(one, Tensor)]
+        # What has a history was computed by the step, as was what it is detached from.
+        given = [one for one in tensors if one.is_leaf and one not in self]
         outside = {_address(one) for one in given}
         for one in private.tensors_in(result):
             if isinstance(one, Tensor) and one.is_leaf and _address(one) not in outside:

@@ -74,6 +74,7 @@ class Outcome:
         functions: the names of the `torch.autograd.Function`s with gradients of their own.
         outputs: what the loss returns beside its value, by name.
         input_gradients: the gradients of the tensors of the batch that the step is asked for.
+        differentiates: whether module or loss take derivatives themselves.
     """
 
     loss: Tensor
@@ -84,6 +85,7 @@ class Outcome:
     functions: tuple[str, ...]
     outputs: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
+    differentiates: bool = False
 
     def without_values(self) -> Outcome:
         """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
@@ -415,7 +417,8 @@ class TorchStep:
         # A step without a seed is run to find whether it needs one.
         drawing = SeededDropout(state.get(DROPOUT_SEED, torch.tensor(TRIED_SEED)))
         try:
-            with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept:
+            derivatives = private.derivatives_noted()
+            with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept, derivatives as taken_inside:
                 value, after, outputs = self.apply(state, inputs, targets)
         except ExportError:
             raise
@@ -429,6 +432,12 @@ class TorchStep:
         if not value.requires_grad:
             raise refusal("loss depends on no trainable parameter; expected a differentiable loss")
         functions = tuple(private.own_functions(value))
+        collected = [name for name, leaf in leaves.items() if leaf.grad is not updated.get(name)]
+        if collected:
+            raise refusal(
+                f"the step calls backward(), which adds to .grad of {collected[0]!r}, where the gradient of the loss "
+                "comes too; expected torch.autograd.grad, or backward(inputs=[...]) without parameters"
+            )
         refuse_foreign_leaves(value, leaves | wanted, (*inputs, *targets), made)
         written_into = [
             name
@@ -484,6 +493,7 @@ class TorchStep:
             functions=functions,
             outputs={name: tensor.detach() for name, tensor in outputs.items()},
             input_gradients={name: gradients[name] for name in wanted},
+            differentiates=bool(taken_inside),
         )
 
     def _where_changed(self, name: str) -> str:

@@ -639,7 +639,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> list[Tra
     for node in program.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise _refused(optimizer, f"its step draws random numbers by {node.target}; expected none")
-    program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=False)
+    program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=False, differentiates=False)
     _require_counted(optimizer, program, kinds)
     try:
         model = onnx_model.translate(program, None)

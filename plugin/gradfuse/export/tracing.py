@@ -5,6 +5,7 @@ This module imports torch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from gradfuse.export import (
     dropout,
     explaining,
     indices,
+    inner_derivatives,
     layouts,
     onnx_model,
     pools,
@@ -30,7 +32,7 @@ from gradfuse.export import (
     splits,
     standins,
 )
-from gradfuse.export.decompositions import complex_numbers, forward, logarithms
+from gradfuse.export.decompositions import backward, complex_numbers, forward, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.python_state import PythonState
@@ -95,7 +97,7 @@ def forward_program(
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
-    shared = evaluation and _may_share(step, shapes, taken)
+    shared = evaluation and not native.differentiates and _may_share(step, shapes, taken)
 
     def trace(inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> _Trace:
         given = (*arguments[:2], inputs, targets, *arguments[4:])
@@ -118,9 +120,13 @@ def forward_program(
         if known is not None:
             raise refusal(known) from error
         branches.refuse_open(step, taken, error)
-        raise refusal(
-            sizes.explain(step, error) or f"torch.export cannot trace the step: {explaining.reason(error)}"
-        ) from error
+        explained = sizes.explain(step, error)
+        if native.differentiates and explained is None and private.is_about_varying_sizes(error):
+            raise refusal(
+                "an axis that may vary becomes a constant where the step takes derivatives; expected torch.func.jvp in "
+                "the place of torch.autograd.forward_ad, vmap of other operators, or static axes"
+            ) from error
+        raise refusal(explained or f"torch.export cannot trace the step: {explaining.reason(error)}") from error
     program, watch = _general(step, traced, shapes, sizes, trace)
     constant = sizes.explain_constants(step, program, shapes)
     if constant is not None:
@@ -137,7 +143,7 @@ def forward_program(
     indices.mark(program)
     narrow = step.eps_of_activations > torch.finfo(torch.float32).eps
     try:
-        program = decomposed(program, fuse=fuse, batch_norm=True, narrow=narrow)
+        program = decomposed(program, fuse=fuse, batch_norm=True, narrow=narrow, differentiates=native.differentiates)
     except ExportError as error:
         known = explaining.untraceable(step)
         if known is None:
@@ -188,7 +194,9 @@ def _may_share(step: TorchStep, shapes: DynamicShapes, taken: branches.Branches)
 
 
 @collection_paused()
-def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow: bool) -> ExportedProgram:
+def decomposed(
+    program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow: bool, differentiates: bool
+) -> ExportedProgram:
     """Return a program without the operators that torch.onnx.export does not know, or translates wrongly.
 
     Args:
@@ -196,6 +204,7 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow
         fuse: whether recurrent layers become operators of gradfuse.
         batch_norm: whether batch normalisation in training mode does, until its gradient is written.
         narrow: whether the step itself is of 16 bits.
+        differentiates: whether it takes derivatives itself, so that backward passes are among its operators.
 
     Raises:
         ExportError: PyTorch fails to decompose it.
@@ -204,6 +213,8 @@ def decomposed(program: ExportedProgram, *, fuse: bool, batch_norm: bool, narrow
     with quiet():
         table = private.decompositions_of_export(onnx_model.OPSET, onnx_model.translations().keys())
     table.update(torch.export.default_decompositions())
+    if differentiates:
+        table.update(backward.table())
     table.update(forward.table())
     table.update(forward.of_numbers(table))
     table.update(complex_numbers.table(table))
@@ -270,12 +281,21 @@ class _Traced(nn.Module):
     def forward(self, used_values: Any, other_values: Any, inputs: Any, targets: Any, *scale: Any) -> Any:
         step, native, taken, watch, used, others = self._traced
         state = dict(zip(others, other_values, strict=True)) | dict(zip(used, used_values, strict=True))
-        # A graph must not write into its inputs: copies take the updates and are returned.
-        state |= {name: state[name].clone() for name in step.buffers}
-        answered = branches.answered(step, taken, state, native.changed)
-        with lengths_as_tensors(), recurrences.scanned(), pools.sized(), splits.sized(), answered:
-            batch = [one.clone() for one in inputs], [one.clone() for one in targets]
-            value, after, extra = step.apply(state, *batch, watch)
+
+        def apply(
+            state: dict[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
+        ) -> tuple[Tensor, Any, Any]:
+            # A graph must not write into its inputs: copies take the updates and are returned.
+            state |= {name: state[name].clone() for name in step.buffers}
+            answered = branches.answered(step, taken, state, native.changed, differentiates=native.differentiates)
+            scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
+            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered:
+                return step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
+
+        if native.differentiates:
+            value, after, extra = inner_derivatives.traced(apply, state, step.trainable, inputs, targets)
+        else:
+            value, after, extra = apply(state, inputs, targets)
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
         outputs = () if watch is None else watch.outputs
