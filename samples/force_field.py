@@ -63,7 +63,8 @@ def clusters(count: int) -> Tensor:
     corners = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]])
     best: float = 2 ** (1 / 6)
     corners = corners * (best / (corners[0] - corners[1]).norm())
-    return corners + 0.05 * torch.randn(count, ATOMS, 3)
+    moved: Tensor = corners + 0.05 * torch.randn(count, ATOMS, 3)
+    return moved
 
 
 def moved(session: gradfuse.TrainingSession, steps: int, time: float = 0.005) -> tuple[float, float]:
