@@ -130,6 +130,14 @@ def batch_norm_class() -> Any:
     return nn.modules.batchnorm._BatchNorm
 
 
+def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the object has another step than its class; a scheduler of learning rates puts a wrapper there."""
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", step)
+    return step is not None and step is not type(optimizer).step
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether a hook of the user runs before or after each step of an optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -580,6 +580,16 @@ def test_has_backward_hooks(register: str) -> None:
         assert private.has_backward_hooks(module)
 
 
+def test_has_step_of_its_own() -> None:
+    with needed("the wrapper of step, _wrapped_by_lr_sched", "tell a scheduler from a step of the user's"):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+        assert not private.has_step_of_its_own(optimizer)
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+        assert not private.has_step_of_its_own(optimizer)
+        vars(optimizer)["step"] = lambda: None
+        assert private.has_step_of_its_own(optimizer)
+
+
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_has_step_hooks(register: str) -> None:
     with needed("Optimizer._optimizer_step_pre_hooks or _post_hooks", "refuse hooks that it would ignore"):

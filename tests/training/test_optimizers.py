@@ -372,6 +372,12 @@ def refused(make: Callable[[nn.Module], Any], **options: Any) -> str:
     return text
 
 
+def replaced(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = SGD(module.parameters())
+    vars(optimizer)["step"] = lambda: None
+    return optimizer
+
+
 def hooked(module: nn.Module) -> torch.optim.Optimizer:
     optimizer = SGD(module.parameters())
     optimizer.register_step_post_hook(lambda *_: None)
@@ -448,6 +454,7 @@ def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., to
             "float64 is False; expected fuse=False with it",
         ),
         (hooked, {}, "optimizer has a hook on its step; expected none"),
+        (replaced, {}, "optimizer.step is replaced in the object; expected the step of its class"),
         (of_no_use, {}, "the loss depends on no parameter of the optimizer; expected at least one"),
         (lambda m: thawed(ADAM, m), {}, "has updated 'last.weight' 0 times and 'first.weight' 1 times; expected one"),
         (lambda m: thawed(SGD, m, momentum=0.9, dampening=0.5), {}, "'last.weight' 0 times and 'first.weight' 1 times"),
@@ -496,3 +503,17 @@ def test_a_wrong_update_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers.Optimizer, "restricted", plain)
     with pytest.raises(ExportError, match=r"output 'first\.weight\.updated' of the updating model differs"):
         export(Mlp(), VARIANTS["sgd"], batches(1, 3)[0])
+
+
+def test_an_optimizer_with_a_scheduler_is_left_as_it_is() -> None:
+    """A scheduler puts a wrapper of step into the object, which steps that object alone."""
+    torch.manual_seed(0)
+    module = Mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    batch = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    F.cross_entropy(module(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+    before = copy.deepcopy(module.state_dict())
+    export_training_step(module, nn.CrossEntropyLoss(), batch, optimizer)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert not optimizer.state

@@ -62,6 +62,8 @@ def described(
         )
     # A subclass may compute anything.
     algorithm = _ALGORITHMS.get(type(optimizer))
+    if private.has_step_of_its_own(optimizer):
+        raise refusal("optimizer.step is replaced in the object; expected the step of its class, or a subclass")
     if private.has_step_hooks(optimizer):
         raise refusal("optimizer has a hook on its step; expected none")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):

@@ -133,8 +133,10 @@ def twin(
     """
     result: torch.optim.Optimizer = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
-        is_own = isinstance(value, (list, dict, set)) and key not in _OWN
-        vars(result)[key] = copy.deepcopy(value) if is_own else value
+        # A scheduler's wrapper of step would step the optimizer itself.
+        if key != "step":
+            is_own = isinstance(value, (list, dict, set)) and key not in _OWN
+            vars(result)[key] = copy.deepcopy(value) if is_own else value
     result.param_groups = []
     for index, parameters in groups.items():
         options = {key: one for key, one in optimizer.param_groups[index].items() if key != "params"}
