@@ -282,6 +282,45 @@ def derivatives_noted() -> Iterator[list[None]]:
         engine._engine_run_backward, eager_transforms._jvp_with_argnums = backward, forward
 
 
+_MOST_DERIVATIVES = 2
+"""In one another within `vmap`, where one is in forward mode."""
+
+
+@contextlib.contextmanager
+def derivatives_limited(refuse: Callable[[], Exception]) -> Iterator[None]:
+    """Raise what is given where derivatives of torch.func nest so deep within `vmap` that PyTorch's backward crashes.
+
+    Of three in one another with one in forward mode the process ends, once a dispatch mode looks on.
+    """
+    from torch._functorch import eager_transforms
+
+    functorch, kinds = torch._C._functorch, torch._C._functorch.TransformType
+    names = ("_grad_increment_nesting", "_jvp_increment_nesting")
+    originals = {name: getattr(eager_transforms, name) for name in names}
+
+    def limited(name: str) -> Callable[[], Any]:
+        def call() -> Any:
+            own = kinds.Jvp if name == names[1] else kinds.Grad
+            around = [one.key() for one in functorch.get_interpreter_stack() or ()]
+            taken = [own, *(one for one in around if one in (kinds.Grad, kinds.Jvp))]
+            level = originals[name]()
+            # jacfwd has a vmap of its own. Behind the call, as PyTorch leaves the level whatever happens.
+            batched = around.count(kinds.Vmap) > taken.count(kinds.Jvp) > 0
+            if batched and len(taken) > _MOST_DERIVATIVES:
+                raise refuse()
+            return level
+
+        return call
+
+    for name in names:
+        setattr(eager_transforms, name, limited(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(eager_transforms, name, original)
+
+
 @contextlib.contextmanager
 def forward_mode_by_reverse() -> Iterator[None]:
     """Let `torch.func.jvp`, `jacfwd` and `hessian` differentiate backward passes: J v is the derivative of J^T u by u.

@@ -380,3 +380,20 @@ def test_an_operator_of_known_sizes_is_named() -> None:
     shapes = ({0: "batch"}, {0: "batch"})
     with pytest.raises(ExportError, match=r"within vmap takes sizes that are known alone"):
         export_training_step(Model(network(), sorted_items), penalised, inputs_and_targets(), dynamic_shapes=shapes)
+
+
+def test_what_crashes_pytorch_is_refused() -> None:
+    def third(net: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = vmap(jacrev(hessian(lambda point: net(point).squeeze())))(x)
+        return found
+
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return third(self.net, x).square().mean()
+
+    with pytest.raises(ExportError, match="three derivatives in one another within vmap"):
+        export_training_step(Third(), None, (torch.randn(2, 3), None))

@@ -988,6 +988,16 @@ def test_what_vmap_maps_over_has_its_memory() -> None:
     assert found == [private.storage(x)]
 
 
+def test_derivatives_limited() -> None:
+    with needed("_grad_increment_nesting, _jvp_increment_nesting and get_interpreter_stack", "refuse what crashes"):
+        x = torch.ones(2, 3)
+        with private.derivatives_limited(lambda: ValueError("deep")):
+            torch.func.vmap(torch.func.hessian(torch.sum))(x)
+            torch.func.jacrev(torch.func.hessian(torch.sum))(x)
+            with pytest.raises(ValueError, match="deep"):
+                torch.func.vmap(torch.func.jacrev(torch.func.hessian(torch.sum)))(x)
+
+
 def test_derivatives_noted() -> None:
     with needed("torch.autograd._engine_run_backward and _jvp_with_argnums", "find derivatives within a step"):
         x = torch.ones(2, requires_grad=True)

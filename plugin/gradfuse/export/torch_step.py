@@ -48,6 +48,13 @@ _WRITES_OF_UPDATE = 3
 """How often an update in place counts as a write."""
 
 
+def _too_deep() -> ExportError:
+    return refusal(
+        "the step takes three derivatives in one another within vmap, one of them in forward mode, which crashes "
+        "PyTorch's backward pass; expected jacrev in the place of jacfwd and hessian"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a module keeps a parameter or buffer: an entry of one of its dictionaries."""
@@ -418,8 +425,10 @@ class TorchStep:
         drawing = SeededDropout(state.get(DROPOUT_SEED, torch.tensor(TRIED_SEED)))
         try:
             derivatives = private.derivatives_noted()
-            with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept, derivatives as taken_inside:
-                value, after, outputs = self.apply(state, inputs, targets)
+            limited = private.derivatives_limited(_too_deep)
+            with lengths_as_tensors(), drawing as drawn, made, written, read, hooks, kept, limited:
+                with derivatives as taken_inside:
+                    value, after, outputs = self.apply(state, inputs, targets)
         except ExportError:
             raise
         except Exception as error:
