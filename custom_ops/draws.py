@@ -73,9 +73,12 @@ KEPT = f"""
     {_WORDS_TEXT}
     shift_2 = Constant<value=uint32 {{1}}>()
     high_2 = BitShift<direction="RIGHT">(bits_2, shift_2)
-    drawn = Cast<to=7>(high_2)
+    drawn = Cast<to=6>(high_2)
     limit = Constant<value_int: int = @threshold>()
-    kept_line = GreaterOrEqual(drawn, limit)
+    single = Constant<value_int=1>()
+    below_limit = Sub(limit, single)
+    highest_dropped = Cast<to=6>(below_limit)
+    kept_line = Greater(drawn, highest_dropped)
     kept = Reshape<allowzero=1>(kept_line, shape)
 """
 """Nodes that compute `kept`, of the shape of `input`, of `seed` and `before`: which elements a dropout keeps."""

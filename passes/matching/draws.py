@@ -50,10 +50,9 @@ class _Walk:
 
     def mask(self, kept: ir.Value) -> Draw:
         line = self._input(kept, "Reshape")
-        bits, limit = self._inputs(line, "GreaterOrEqual")
-        threshold = self._number(limit)
+        bits, threshold = self._drawn(line)
         high, shift = self._inputs(self._input(bits, "Cast"), "BitShift")
-        self._require(self._number(shift) == 1 and threshold is not None)
+        self._require(self._number(shift) == 1)
         word = self._times(self._input(high, "Cast"), draws.FACTORS[2])
         word = self._times(self._mixed(word, 1), draws.FACTORS[1])
         seed, layer, before = None, 0, None
@@ -62,10 +61,19 @@ class _Walk:
                 continue
             self._require(seed is None)
             seed, layer, before = self._key(one)
-        assert threshold is not None
         if seed is None:
             raise _Other
         return Draw(seed, layer, before, threshold)
+
+    def _drawn(self, line: ir.Value) -> tuple[ir.Value, int]:
+        """Return the drawn bits and the threshold; files of earlier versions compare with the threshold itself."""
+        node = line.producer()
+        earlier = node is not None and node.op_type == "GreaterOrEqual"
+        bits, limit = self._inputs(line, "GreaterOrEqual" if earlier else "Greater")
+        number = self._number(limit)
+        if number is None:
+            raise _Other
+        return bits, number if earlier else number + 1
 
     def _key(self, value: ir.Value) -> tuple[ir.Value, int, ir.Value | None]:
         """Read what the hashes of a draw begin with."""
@@ -160,10 +168,17 @@ class _Walk:
         if array is not None:
             return int(array.item()) if array.size == 1 else None
         node = None if value is None else value.producer()
-        if node is None or node.domain or node.op_type != "Mul":
+        if node is None or node.domain or node.op_type not in ("Cast", "Mul", "Sub"):
             return None
-        first, second = (self._number(one) for one in node.inputs)
-        return None if first is None or second is None else first * second
+        numbers = [number for one in node.inputs if (number := self._number(one)) is not None]
+        if len(numbers) < len(node.inputs):
+            return None
+        if node.op_type == "Cast":
+            # To an integer type that has the number, or it would be another one.
+            to = node.attributes.get_int("to", 0)
+            held = to in (ir.DataType.INT32, ir.DataType.INT64) and -(2**31) <= numbers[0] < 2**31
+            return numbers[0] if held else None
+        return numbers[0] * numbers[1] if node.op_type == "Mul" else numbers[0] - numbers[1]
 
     @staticmethod
     def _require(holds: bool) -> None:
