@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-payoff bench-pointwise bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
+.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-memory bench-payoff bench-pointwise bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make bench-differentiation   measure gradients and training steps of models of up to 100,000 nodes (ten minutes)"
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
+	@echo "make bench-memory   measure steps within memory budgets, and write the table of docs/training.md (five minutes)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (eight minutes)"
 	@echo "make bench-pointwise   measure what one pass over elementwise nodes could save in training steps (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
@@ -218,6 +219,9 @@ bench-head: $(INSTALLED)
 
 bench-payoff: $(INSTALLED)
 	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
+
+bench-memory: $(INSTALLED)
+	$(BIN)/python benchmarks/memory_budget.py --page docs/training.md
 
 bench-pointwise: $(INSTALLED)
 	$(BIN)/python benchmarks/pointwise.py --out benchmarks/results/pointwise.md

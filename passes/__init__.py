@@ -13,6 +13,7 @@ from gradfuse.passes.matching import FusePass
 from gradfuse.passes.max_pool_backward import FuseMaxPoolBackwardPass
 from gradfuse.passes.mse_loss_backward import FuseMseLossBackwardPass
 from gradfuse.passes.pipeline import default_pipeline
+from gradfuse.passes.recompute import Recomputation, RecomputePass
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report
 from gradfuse.passes.scaled_dot_product_attention import FuseScaledDotProductAttentionPass
 from gradfuse.passes.scaled_dot_product_attention_backward import FuseScaledDotProductAttentionBackwardPass
@@ -39,6 +40,8 @@ __all__ = [
     "FuseThresholdBackwardPass",
     "Fusion",
     "NearMiss",
+    "Recomputation",
+    "RecomputePass",
     "Report",
     "default_pipeline",
 ]

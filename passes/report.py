@@ -157,11 +157,12 @@ class Report:
 
 
 def _predicted(fusion: Fusion) -> str:
-    moved = f"{_bytes(fusion.bytes_before)} -> {_bytes(fusion.bytes_after)}"
+    moved = f"{bytes_text(fusion.bytes_before)} -> {bytes_text(fusion.bytes_after)}"
     return f"predicted traffic {moved}, {fusion.speedup:.1f} x as fast"
 
 
-def _bytes(n: int) -> str:
+def bytes_text(n: int) -> str:
+    """Return a number of bytes as people read it."""
     size, unit = float(n), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -171,4 +172,4 @@ def _bytes(n: int) -> str:
 
 
 def traffic_text(n: int) -> str:
-    return f"{_bytes(abs(n))} {'less' if n >= 0 else 'more'} traffic"
+    return f"{bytes_text(abs(n))} {'less' if n >= 0 else 'more'} traffic"

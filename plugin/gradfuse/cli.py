@@ -277,6 +277,8 @@ def to_stock(
         step.save(target, defaults=not no_defaults, inputs=inputs, force=force)
     if step.report is not None:
         _print_report(step.report, verbose=False)
+    if step.recomputation is not None:
+        click.echo(str(step.recomputation))
     click.echo(f"parameters {listed(step.parameters, quoted=False, most=_MOST_NAMES)}")
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
 
@@ -334,6 +336,14 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
 @click.option(
     "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with its differences, on a batch if given."
 )
+@click.option(
+    "--memory-budget",
+    metavar="SIZE",
+    help="Compute activations again to take no more: 512MiB, or 0.5 of all.",
+)
+@click.option(
+    "--size", multiple=True, metavar="DIM=N", help="A dimension's size, for --memory-budget; may be repeated."
+)
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
 @click.option("--straight-through", is_flag=True, help="Let gradients pass QuantizeLinear and DequantizeLinear.")
 @click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
@@ -357,6 +367,8 @@ def training_step(
     accumulate: int,
     grad_scaler: float | None,
     check: str | None,
+    memory_budget: str | None,
+    size: tuple[str, ...],
     no_fuse: bool,
     no_float64: bool,
     no_defaults: bool,
@@ -370,6 +382,11 @@ def training_step(
     if not all(name and other for name, _, other in pairs):
         wrong = next(one for one, (name, _, other) in zip(tie, pairs, strict=True) if not name or not other)
         raise click.UsageError(f"--tie is {wrong!r}; expected NAME=OTHER")
+    sizes = dict(one.rpartition("=")[::2] for one in size)
+    if not all(name and number.isdecimal() and int(number) for name, number in sizes.items()):
+        raise click.UsageError(f"--size is {size[0] if len(size) == 1 else list(size)!r}; expected DIM=N")
+    if sizes and memory_budget is None:
+        raise click.UsageError("--size is given without --memory-budget; expected both or neither")
     if no_float64 and not no_fuse:
         raise click.UsageError("--no-float64 is given without --no-fuse; expected both or neither")
     if not lora and (lora_rank is not None or lora_alpha is not None):
@@ -405,6 +422,8 @@ def training_step(
             check=batch,
             float64=not no_float64,
             straight_through=straight_through,
+            memory_budget=memory_budget,
+            memory_sizes={name: int(number) for name, number in sizes.items()},
         )
     with busy("writing"):
         step.save(target, defaults=not no_defaults, inputs=inputs, force=force)

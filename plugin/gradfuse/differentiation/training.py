@@ -47,7 +47,9 @@ from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, loss_scaling
+from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import index_checks, names, optimizers
+from gradfuse.training.budget import within_budget
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ def build_training_step(
     input_gradients: Iterable[str] = (),
     train_inputs: Mapping[str, Any] | None = None,
     straight_through: bool = False,
+    memory_budget: int | float | str | None = None,
+    memory_sizes: Mapping[str, int] | None = None,
 ) -> TrainingStep:
     """Make a training step from a forward model in ONNX, without PyTorch.
 
@@ -126,6 +130,10 @@ def build_training_step(
         straight_through: whether gradients pass pairs of QuantizeLinear and DequantizeLinear as in quantisation-aware
             training: unchanged, and 0 where a number is cut off, as those of torch.fake_quantize_per_tensor_affine.
             Their scales and zero points stay as they are. Not with `check`, as these are no derivatives.
+        memory_budget: the most memory that a run may take beside parameters, state and batch: bytes, a text such as
+            "512MiB", or a share up to 1.0 of what it would take; activations are computed again for it, and the step
+            is run in onnxruntime to compare the bits; see `gradfuse.passes.RecomputePass`. None: all are kept.
+        memory_sizes: symbolic dimension -> its size, which a budget in bytes counts with.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
@@ -167,9 +175,13 @@ def build_training_step(
     asked = _Asked(_listed("outputs", outputs), _listed("input_gradients", input_gradients), dict(train_inputs or {}))
     if asked.gradients and options.loss_scaling is not None:
         raise refusal("input_gradients are given with grad_scaler, which scales them; expected one of the two")
+    if memory_sizes and memory_budget is None:
+        raise refusal("memory_sizes are given without memory_budget; expected both or neither")
+    if memory_budget is not None:
+        memory_budget = parse_budget(memory_budget, _WHO)
     with collection_paused():
         # What has been read is held by nobody here, so that it is gone at the end.
-        return _built(
+        step = _built(
             *_read(model, check is not False),
             criterion,
             asked,
@@ -182,6 +194,7 @@ def build_training_step(
             check,
             straight_through,
         )
+    return step if memory_budget is None else within_budget(step, memory_budget, memory_sizes, _WHO)
 
 
 def _read(model: ModelLike, checked: bool) -> tuple[ir.Model, ir.Model | None]:

@@ -51,6 +51,7 @@ def export_training_step(
     verify: Literal["full", "quick"] = "full",
     input_gradients: Sequence[str] = (),
     progress: Progress | bool = False,
+    memory_budget: int | float | str | None = None,
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, verified against PyTorch.
 
@@ -114,6 +115,9 @@ def export_training_step(
         progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
             there are, and every second of a long one, with the share of it that is done; True: a bar shows that where
             standard error is a terminal.
+        memory_budget: the most memory that a run on the batch may take beside parameters, state and batch: bytes, a
+            text such as "512MiB", or a share up to 1.0 of what it would take; activations are computed again for it;
+            the step must give the bits that it gives without. None: all are kept.
 
     Raises:
         ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
@@ -136,11 +140,15 @@ def export_training_step(
     from gradfuse.export.torch_step import TorchStep
     from gradfuse.models import spilling
     from gradfuse.models.memory import arrays_mapped, collection_paused
+    from gradfuse.passes.recompute import parse_budget
+    from gradfuse.training import budget as budgets
 
     if optimizer is None and (max_grad_norm is not None or accumulate != 1 or (grad_scaler, average) != (None, None)):
         raise refusal("optimizer is None; expected one with max_grad_norm, accumulate, grad_scaler or average")
     if not float64 and fuse:
         raise refusal("float64 is False; expected fuse=False with it, as bodies of fused operators are in float64")
+    if memory_budget is not None:
+        memory_budget = parse_budget(memory_budget, WHO)
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise refusal(f"autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
     if verify not in ("full", "quick"):
@@ -173,12 +181,17 @@ def export_training_step(
             _exported, step, shapes, optimizer, shelf, fuse=fuse, evaluation=evaluation, verify=verify
         )
         try:
-            return make(sizes, parts)
+            exported = make(sizes, parts)
         except ExportError:
             if not sizes.made_general:
                 raise
-        # What other lengths than multiples of a number compute is not what those of the batch do.
-        return make(explaining.Sizes(general=False), parts)
+            # What other lengths than multiples of a number compute is not what those of the batch do.
+            exported = make(explaining.Sizes(general=False), parts)
+        if memory_budget is None:
+            return exported
+        parts.begin("choosing what to compute again")
+        arrays = [tensor.detach().cpu() for tensor in (*step.inputs, *step.targets)]
+        return budgets.within_budget_on(exported, memory_budget, arrays, WHO)
 
 
 def _exported(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from gradfuse.models import reading, tensors, writing, zeros
+    from gradfuse.passes.recompute import Recomputation
     from gradfuse.passes.report import Report
 else:
     ir = deferred.Module("onnx_ir")
@@ -104,6 +105,7 @@ class TrainingStep:
         output_names: the names of what the step gives beside its loss, such as an accuracy, and the gradients
             `<input>.grad` of the batch that it was asked for.
         carried: the names of the buffers that `carrying` made of inputs.
+        recomputation: what a memory budget did; None for a step that was made without one or loaded.
     """
 
     model: onnx.ModelProto
@@ -122,6 +124,7 @@ class TrainingStep:
     own_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     output_names: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    recomputation: Recomputation | None = None
 
     def own_name(self, name: str) -> str:
         """Return what the step calls an input or output of its own, such as "loss", "step" or "weight.grad"."""

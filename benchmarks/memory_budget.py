@@ -1,0 +1,133 @@
+"""Training steps within memory budgets: predicted and measured memory, and time beside the step without a budget.
+
+    python benchmarks/memory_budget.py [--page docs/training.md] [--only MODEL,...]
+
+Each step is exported with SGD, saved, and given less and less memory by `RecomputePass`. What a process grows by is
+measured by step_memory.py in a process of its own, and what a budget saves is the difference to the growth without.
+Times are those of steps in turn with the step without a budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from step_models import MODELS, OPTIMIZERS, Gpt, Model
+from torch import nn
+
+import gradfuse
+from gradfuse.errors import ArgumentError
+from gradfuse.training.budget import within_budget
+from gradfuse.training.step import TrainingStep
+
+SHARES = (0.8, 0.65, 0.5)
+BATCHES = {"gpt": 16, "vit": 64, "resnet18": 64, "unet": 64}
+"""Batches at which activations take several times what the gradients of parameters take."""
+START, END = "<!-- make bench-memory -->\n", "<!-- end -->\n"
+MIB = 2**20
+
+
+class Letters(Gpt):
+    """The GPT with a vocabulary of letters, so that the logits are not most of the memory."""
+
+    vocabulary = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, help="the page to write the table to")
+    parser.add_argument("--only", default=",".join(BATCHES), help="models, separated by commas")
+    options = parser.parse_args()
+    lines = [
+        "| step | budget | predicted MiB | measured MiB | saved, predicted | saved, measured | time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in options.only.split(","):
+        for line in rows(name):
+            print(line, flush=True)
+            lines.append(line)
+    if options.page is not None:
+        text = options.page.read_text(encoding="utf-8")
+        before, _, rest = text.partition(START)
+        _, _, after = rest.partition(END)
+        options.page.write_text(f"{before}{START}\n" + "\n".join(lines) + f"\n\n{END}{after}", encoding="utf-8")
+
+
+def rows(name: str) -> Iterator[str]:
+    model, count = MODELS[name], BATCHES[name]
+    title = f"{model.title}, batch of {count}"
+    if name == "gpt":
+        title = f"GPT, 4 layers of 256, vocabulary {Letters.vocabulary}, 128 tokens, batch of {count}"
+    step, inputs, targets = exported(model, Letters if name == "gpt" else model.module, count)
+    batch = dict(zip((*step.input_names, *step.target_names), (*inputs, *targets), strict=True))
+    session = gradfuse.TrainingSession(step)
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = str(Path(folder) / "batch.npz")
+        np.savez(arrays, **{f"0_{i}": a for i, a in enumerate(inputs)}, **{f"1_{i}": a for i, a in enumerate(targets)})  # type: ignore[arg-type]
+        plain = within_budget(step, 1.0, None, name, batch)
+        assert plain.recomputation is not None
+        before, grown = plain.recomputation.before / MIB, growth(plain, folder, arrays)
+        yield f"| {title} | - | {before:.0f} | {grown:.0f} | - | - | 1.00 |"
+        for share in SHARES:
+            try:
+                less = within_budget(step, share, None, name, batch)
+            except ArgumentError as error:
+                least = int(str(error).rpartition("(")[2].partition(")")[0]) / MIB
+                yield f"| | {share:.0%} | refused: {least:.0f} at least | - | - | - | - |"
+                continue
+            assert less.recomputation is not None
+            after, now = less.recomputation.after / MIB, growth(less, folder, arrays)
+            ratio = slower(session, gradfuse.TrainingSession(less), inputs, targets)
+            saved = f"{before - after:.0f} | {grown - now:.0f}"
+            yield f"| | {share:.0%} | {after:.0f} | {now:.0f} | {saved} | {ratio:.2f} |"
+
+
+def exported(
+    model: Model, make: type[nn.Module] | object, count: int
+) -> tuple[TrainingStep, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    torch.manual_seed(0)
+    inputs, targets = model.batch(count)
+    if make is Letters:
+        inputs, targets = (inputs[0] % Letters.vocabulary,), (targets[0] % Letters.vocabulary,)
+    module = make()  # type: ignore[operator]
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    step = gradfuse.export_training_step(module, model.loss, (inputs, targets), optimizer, verify="quick")
+    return step, tuple(t.numpy() for t in inputs), tuple(t.numpy() for t in targets)
+
+
+def growth(step: TrainingStep, folder: str, arrays: str) -> float:
+    """MiB that a process grows by in which a step trains."""
+    file = str(Path(folder) / "step.onnx")
+    step.save(file, force=True)
+    script = str(Path(__file__).with_name("step_memory.py"))
+    return float(subprocess.run([sys.executable, script, "step", file, arrays], check=True, capture_output=True).stdout)
+
+
+def slower(
+    plain: gradfuse.TrainingSession,
+    less: gradfuse.TrainingSession,
+    inputs: tuple[np.ndarray, ...],
+    targets: tuple[np.ndarray, ...],
+) -> float:
+    """The median of the times of one by the other's, in turn."""
+    ratios = []
+    for _ in range(6):
+        times = []
+        for session in (plain, less):
+            start = time.perf_counter()
+            session.step(inputs, targets)
+            times.append(time.perf_counter() - start)
+        ratios.append(times[1] / times[0])
+    return statistics.median(ratios[1:])
+
+
+if __name__ == "__main__":
+    main()

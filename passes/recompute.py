@@ -1,0 +1,711 @@
+"""`RecomputePass`: a training step within a memory budget, by computing activations again in the backward pass.
+
+What is computed again are copies of nodes of the forward pass. Each begins at views of what is kept, whose shape is
+computed of an empty slice of a value that the backward pass has just made. So no optimizer of a runtime can merge a
+copy with the first, and none can run early; the view costs no memory, and no number is changed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from gradfuse.errors import ArgumentError
+from gradfuse.models.inlining import graphs_of
+from gradfuse.models.tensors import copy_model
+from gradfuse.passes import shapes
+from gradfuse.passes.matching.cost import ASSUMED_DIM, NODE
+from gradfuse.passes.report import bytes_text
+
+if TYPE_CHECKING:
+    from gradfuse.checking.order import Observed
+
+SMALL = 4096
+"""Values of so many bytes are always kept."""
+OPERATION = 0.25
+"""Bytes that move in the time of one multiplication and addition, half of that each."""
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+"""Operators whose result is the memory of their first input in onnxruntime."""
+_IN_PLACE = frozenset(
+    {
+        *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Exp", "Log", "Sqrt", "Relu", "Sigmoid", "Tanh", "Erf", "Clip"),
+        *("LeakyRelu", "Elu", "Not", "And", "Or", "Softmax", "LogSoftmax"),
+    }
+)
+"""Operators whose result takes the memory of an input of its size that nothing reads any more."""
+_DRAWS = frozenset(
+    {"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+"""Operators that give other numbers when they run again."""
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "Conv"})
+_INTO_PRODUCTS = frozenset({"Transpose", "Mul", "Div", "Add", "Relu"})
+"""Operators that onnxruntime takes into products beside them, which changes roundings: nothing comes between."""
+
+_ATTEMPTS = 6
+"""How many plans are tried, each with less memory than the last, until one is within the budget as it is run."""
+
+Key = tuple[int, bool]
+"""Number of a value, and whether it is a copy's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputation:
+    """What a memory budget did to a step. Bytes are those of values that a run computes, beside its inputs and outputs.
+
+    Attributes:
+        budget: the most bytes that were allowed.
+        before: predicted bytes at the peak, without the budget.
+        after: predicted bytes at the peak now.
+        nodes: how many nodes run twice.
+        extra_time: predicted time of these, as a share of the time of the step without them.
+    """
+
+    budget: int
+    before: int
+    after: int
+    nodes: int
+    extra_time: float
+
+    def __str__(self) -> str:
+        return (
+            f"memory {bytes_text(self.before)} -> {bytes_text(self.after)} of {bytes_text(self.budget)}; "
+            f"{self.nodes} nodes run twice, {self.extra_time:.1%} more time, as predicted"
+        )
+
+
+def parse_budget(budget: object, who: str) -> int | float:
+    """Return a budget as bytes (int) or as a share of what the step would take (float).
+
+    Args:
+        budget: bytes as an integer, a text such as "512MiB" or "0.5", or a share above 0 and up to 1.
+        who: what the message names first.
+
+    Raises:
+        ArgumentError: it is none of these.
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", budget)
+        if match is not None and match[2] in _UNITS:
+            number = float(match[1])
+            if match[2] or (number > 1 and number.is_integer()):
+                number, budget = number * _UNITS[match[2]], None
+                if number >= 1:
+                    return int(number)
+            elif 0 < number <= 1:
+                return number
+    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    elif isinstance(budget, float) and 0 < budget <= 1:
+        return budget
+    raise ArgumentError(
+        f"{who}: memory_budget is {budget!r}; expected bytes, a text such as '512MiB', or a share above 0.0 up to 1.0"
+    )
+
+
+class RecomputePass(ir.passes.InPlacePass):
+    """Lets a training step take no more memory than a budget, by computing activations again.
+
+    What a budget counts is the most bytes of computed values, beside inputs and outputs, that are there at a time in
+    the order in which onnxruntime runs the nodes of the step. The step is run there once as it is, and once for each
+    plan: a plan that takes more is followed by another, and results of other bits are refused.
+
+    Nodes that draw numbers without a seed, or have subgraphs, are not run twice.
+
+    Args:
+        budget: bytes as an integer, a text such as "512MiB", or a share above 0 and up to 1 of what the step takes.
+        sizes: symbolic dimension of the inputs -> its size.
+        loss: the name of the output that gradients are of.
+        feeds: input -> the array to run the step on, where it is not random: integers are 0 then.
+        as_run: returns what onnxruntime is given of a model; None: the model itself.
+
+    Attributes:
+        report: what the last call did.
+
+    Raises:
+        ArgumentError: the budget is none, a dimension that bytes depend on has no size, the least that is possible,
+            which is named, is more, or results would have other bits.
+        GradfuseError: onnxruntime is not installed.
+        ModelError: onnxruntime cannot run the step.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str,
+        sizes: Mapping[str, int] | None = None,
+        loss: str = "loss",
+        who: str = "",
+        *,
+        feeds: Mapping[str, npt.NDArray[Any]] | None = None,
+        as_run: Callable[[ir.Model], ir.Model] | None = None,
+    ) -> None:
+        super().__init__()
+        self._who = who or type(self).__name__
+        self._budget = parse_budget(budget, self._who)
+        self._sizes, self._loss = dict(sizes or {}), loss
+        self._feeds, self._as_run = dict(feeds or {}), as_run or (lambda model: model)
+        self.report: Recomputation | None = None
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        dims = {str(d.value) for v in model.graph.inputs for d in v.shape or () if isinstance(d, ir.SymbolicDim)}
+        unknown = next((name for name in self._sizes if name not in dims), None)
+        if unknown is not None:
+            raise ArgumentError(f"{self._who}: sizes name {unknown!r}; expected dimensions of inputs: {sorted(dims)}")
+        known, assumed = _shapes(model, self._sizes)
+        if assumed and not isinstance(self._budget, float):
+            raise ArgumentError(
+                f"{self._who}: the dimension {assumed[0]!r} has no size, which a budget in bytes depends on; "
+                "expected its size, or a share such as 0.5"
+            )
+        if not any(value.name == self._loss for value in model.graph.outputs):
+            raise ArgumentError(f"{self._who}: the model has no output {self._loss!r}; expected a training step")
+        feeds = _random(model, known) | self._feeds
+        plain, before = self._observed(model, feeds, known)
+        budget = int(self._budget * before) if isinstance(self._budget, float) else self._budget
+        self.report = Recomputation(budget, before, before, 0, 0.0)
+        if before <= budget:
+            return ir.passes.PassResult(model, False)
+        asked, least, wrong = budget, before, None
+        for _ in range(_ATTEMPTS):
+            copy = copy_model(model)
+            loss = next(value for value in copy.graph.outputs if value.name == self._loss)
+            # The order of the file may need less than the one that onnxruntime chooses.
+            found = []
+            for places in (_places(copy.graph, plain.model.graph), None):
+                steps = _Step(copy.graph, known, loss, places)
+                found.append((_choose(steps, steps.plan(frozenset(steps.candidates)), asked), steps))
+            plan, steps = min(found, key=lambda one: (max(one[0].peak, asked), one[0].extra))
+            _rewrite(copy.graph, steps, plan)
+            now, after = self._observed(copy, feeds, known)
+            other = next((name for name, digest in plain.digests.items() if now.digests[name] != digest), None)
+            wrong = wrong or other
+            least = least if other is not None else min(least, after)
+            if other is None and after <= budget:
+                model.graph = copy.graph
+                count = sum(is_copy for _, is_copy in plan.order)
+                self.report = Recomputation(budget, before, after, count, plan.extra / steps.time)
+                return ir.passes.PassResult(model, True)
+            if plan.peak > asked:
+                break
+            asked = plan.peak - max(after - budget, plan.peak // 64)
+        why = "" if wrong is None else f"; with less, {wrong!r} has other bits"
+        raise ArgumentError(
+            f"{self._who}: memory_budget is {bytes_text(budget)}; "
+            f"the least that was found possible is {bytes_text(least)} ({least}){why}"
+        )
+
+    def _observed(
+        self, model: ir.Model, feeds: Mapping[str, npt.NDArray[Any]], known: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Observed, int]:
+        """Return what onnxruntime makes of a model, and the most bytes of its values."""
+        from gradfuse.checking.order import observed
+
+        found = observed(self._as_run(model), feeds, self._who)
+        return found, peak_of(found.model, self._sizes, known)
+
+
+def peak_of(
+    model: ir.Model, sizes: Mapping[str, int] | None = None, known: Mapping[str, tuple[int, ...]] | None = None
+) -> int:
+    """Return the most bytes of computed values that are there at a time, with nodes run in the order of the graph.
+
+    `known` has shapes of values by name, for those that do not follow in the graph.
+    """
+    found, _ = _shapes(model, sizes or {})
+    graph = model.graph
+    steps = _Step(graph, {**(known or {}), **found}, graph.outputs[0])
+    return steps.peak([(index, False) for index in range(len(steps.nodes))], ())
+
+
+def _random(model: ir.Model, known: Mapping[str, tuple[int, ...]]) -> dict[str, npt.NDArray[Any]]:
+    """Return arrays for the inputs of a model that have no default."""
+    rng = np.random.default_rng(0)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for value in model.graph.inputs:
+        shape, dtype = known.get(str(value.name)), value.dtype
+        if value.const_value is None and shape is not None and dtype is not None:
+            numbers = np.abs(rng.standard_normal(shape)) if dtype.is_floating_point() else np.zeros(shape)
+            arrays[str(value.name)] = numbers.astype(dtype.numpy())
+    return arrays
+
+
+def _places(graph: ir.Graph, run: ir.Graph) -> dict[ir.Node, int]:
+    """Return the places of a graph's nodes in the order in which a runtime runs what it has made of the graph."""
+    known = {str(value.name): place for place, node in enumerate(run) for value in node.outputs}
+    places: dict[ir.Node, int] = {}
+    for node in graph:
+        own = [known[str(value.name)] for value in node.outputs if value.name in known]
+        before = [places[maker] for value in _read_by(node) if (maker := value.producer()) in places]
+        places[node] = max([*own, *before], default=-1)
+    return places
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    order: list[tuple[int, bool]]
+    """Nodes by number, and whether it is their copy that runs."""
+    again: frozenset[int]
+    """Numbers of the values that copies make."""
+    peak: int
+    extra: float
+
+
+class _Step:
+    """A step's graph as numbers, for many plans."""
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        known: Mapping[str, tuple[int, ...]],
+        loss: ir.Value,
+        places: Mapping[ir.Node, int] | None = None,
+    ) -> None:
+        self.nodes = sorted(graph, key=lambda node: 0 if places is None else places[node])
+        outside = list(dict.fromkeys([*graph.inputs, *graph.initializers.values()]))
+        self.values = [*outside, *(value for node in self.nodes for value in node.outputs)]
+        self.number = {value: index for index, value in enumerate(self.values)}
+        self.known = known
+        self.reads = [[self.number[v] for v in _read_by(node) if v in self.number] for node in self.nodes]
+        self.makes = [[self.number[v] for v in node.outputs] for node in self.nodes]
+        self.maker = {value: index for index, made in enumerate(self.makes) for value in made}
+        self.size = [_bytes(value, known.get(str(value.name))) for value in self.values]
+        self.root = list(range(len(self.values)))
+        self.own = [index >= len(outside) and not v.is_graph_output() for index, v in enumerate(self.values)]
+        constant = {self.number[value] for value in graph.initializers.values() if not value.is_graph_input()}
+        for node, read, made in zip(self.nodes, self.reads, self.makes, strict=True):
+            if node.domain == "" and node.op_type in _VIEWS and self.own[made[0]] and node.inputs[0] is not None:
+                self.root[made[0]] = self.root[self.number[node.inputs[0]]]
+            if constant.issuperset(read) and node.op_type not in _DRAWS:
+                constant.update(made)  # Folded when a session is made.
+        for value in range(len(self.values)):
+            self.own[value] = self.own[value] and self.root[value] == value and value not in constant
+        self.cost = [self._cost(index) for index in range(len(self.nodes))]
+        self.time = sum(self.cost)
+        self.forward = self._ancestors(loss)
+        self.early = {self.nodes[index] for index in self.forward}
+        self.candidates = {
+            value
+            for index in self.forward
+            for value in self.makes[index]
+            if self.own[value] and self.size[value] > SMALL and self._repeats(index)
+        }
+        self.scaled = {value for value in self.candidates if self._is_scaled(self.nodes[self.maker[value]])}
+        """Multiples by constants, which are computed wherever they are read: products take the factor in."""
+        self.candidates -= {value for value in self.candidates - self.scaled if self._would_be_fused(value)}
+        self.first = [index for index in range(len(self.nodes)) if index in self.forward]
+        self.late = [index for index in range(len(self.nodes)) if index not in self.forward]
+
+    def _cost(self, index: int) -> float:
+        """The bytes that would move in the time that a node takes."""
+        node = self.nodes[index]
+        if node.domain == "" and node.op_type in _VIEWS:
+            return NODE
+        moved = sum(self.size[value] for value in (*self.reads[index], *self.makes[index]))
+        return NODE + moved + OPERATION * self._operations(index)
+
+    def _operations(self, index: int) -> float:
+        node = self.nodes[index]
+        shape = [None if v is None else self.known.get(str(v.name)) for v in (*node.inputs[:3], *node.outputs[:1])]
+        a, b, out = shape[0] if shape else None, shape[1] if len(shape) > 2 else None, shape[-1]
+        if a is None or b is None or out is None:
+            return 0.0
+        count = math.prod(out)
+        if node.op_type in ("MatMul", "Gemm", "FusedMatMul") and a and b:
+            inner = math.prod(a) * math.prod(b) / max(1, math.prod(out)) if len(a) == len(b) == 2 else a[-1] ** 2
+            return 2.0 * count * math.sqrt(inner)
+        if node.op_type.startswith("Conv"):
+            return 2.0 * count * math.prod(b[1:])
+        if "Attention" in node.op_type and len(a) > 1:
+            return 4.0 * math.prod(a) * b[-2]
+        return 0.0
+
+    def _is_scaled(self, node: ir.Node) -> bool:
+        small = any(v is not None and self.known.get(str(v.name)) in ((), (1,)) for v in node.inputs)
+        return node.domain == "" and node.op_type in ("Mul", "Div") and small
+
+    def _would_be_fused(self, value: int) -> bool:
+        """Whether onnxruntime would fuse the maker of a value with its reader if the backward pass did not read it."""
+        producer = self.values[value].producer()
+        readers = {use.node for use in self.values[value].uses()}
+        early = [node for node in readers if node in self.early]
+        return producer is not None and len(readers) > len(early) == 1 and _are_joined(producer, early[0])
+
+    def _ancestors(self, value: ir.Value) -> frozenset[int]:
+        found: set[int] = set()
+        rest = [self.maker.get(self.number[value])]
+        while rest:
+            index = rest.pop()
+            if index is not None and index not in found:
+                found.add(index)
+                rest += [self.maker.get(read) for read in self.reads[index]]
+        return frozenset(found)
+
+    def _repeats(self, index: int) -> bool:
+        """Whether a node gives the same bits once more, and can begin at a view of an input."""
+        node = self.nodes[index]
+        if node.op_type in _DRAWS or graphs_of(node):
+            return False
+        return any(v is not None and self.known.get(str(v.name)) and _is_number(v) for v in node.inputs)
+
+    def plan(self, kept: frozenset[int]) -> _Plan:
+        """Return the plan in which the backward pass finds what is kept, and all else is computed once more."""
+        order = [(index, False) for index in self.first]
+        again: set[int] = set()
+        copied: set[int] = set()
+
+        def needed(index: int) -> Iterator[int]:
+            for value in self.reads[index]:
+                root, maker = self.root[value], self.maker.get(value)
+                if maker in self.forward and root in self.candidates and root not in kept:
+                    assert maker is not None
+                    if maker not in copied:
+                        yield maker
+
+        for index in self.late:
+            stack = [index]
+            while stack:
+                missing = list(needed(stack[-1]))
+                if missing:
+                    stack.extend(missing)
+                    continue
+                done = stack.pop()
+                if done == index:
+                    order.append((done, False))
+                elif done not in copied:
+                    copied.add(done)
+                    again.update(v for v in self.makes[done] if self.root[v] in self.candidates - kept)
+                    order.append((done, True))
+        peak = self.peak(order, again)
+        return _Plan(order, frozenset(again), peak, sum(self.cost[index] for index in copied))
+
+    def peak(self, order: Sequence[tuple[int, bool]], again: Collection[int]) -> int:
+        """Return the most bytes that are there at a time, where the backward pass reads some values of copies."""
+        last: dict[Key, int] = {}
+        for place, (index, is_copy) in enumerate(order):
+            late = is_copy or index not in self.forward
+            for value in self.reads[index]:
+                last[self.root[value], late and value in again] = place
+        dying: dict[int, list[Key]] = {}
+        for key, place in last.items():
+            dying.setdefault(place, []).append(key)
+        total = most = 0
+        alive: dict[Key, int] = {}
+        for place, (index, is_copy) in enumerate(order):
+            made = {(v, is_copy): self.size[v] for v in self.makes[index] if self.own[v]}
+            gone = [alive[key] for key in dying.get(place, ()) if key in alive]
+            new = sum(made.values())
+            node = self.nodes[index]
+            if node.domain == "" and node.op_type in _IN_PLACE and new in gone:
+                most = max(most, total)
+            else:
+                most = max(most, total + new)
+            for key in dying.get(place, ()):
+                total -= alive.pop(key, 0)
+            for key, size in made.items():
+                if last.get(key, -1) > place:
+                    alive[key] = size
+                    total += size
+        return most
+
+    def cuts(self, count: int) -> frozenset[int]:
+        """Return what crosses the narrowest places that divide the forward pass into so many parts of equal bytes."""
+        crossing, sums = self._crossing
+        chosen: set[int] = set()
+        for part in range(1, count):
+            low, high = ((part + shift) / count * sums[-1] for shift in (-0.5, 0.5))
+            places = range(bisect.bisect_left(sums, low), min(bisect.bisect_right(sums, high), len(sums)))
+            if places:
+                chosen |= min((crossing[place] for place in places), key=lambda s: sum(self.size[v] for v in s))
+        return frozenset(chosen)
+
+    @functools.cached_property
+    def _crossing(self) -> tuple[list[frozenset[int]], list[int]]:
+        last = {self.root[value]: place for place, index in enumerate(self.first) for value in self.reads[index]}
+        alive: set[int] = set()
+        crossing, sums = [], []
+        total = 0
+        for place, index in enumerate(self.first):
+            made = {value for value in self.makes[index] if value in self.candidates}
+            total += sum(self.size[value] for value in made)
+            alive = {value for value in alive | made if last.get(value, -1) > place}
+            crossing.append(frozenset(alive))
+            sums.append(total)
+        return crossing, sums
+
+
+def _choose(steps: _Step, everything: _Plan, budget: int) -> _Plan:
+    """Return the plan of the least further time within a budget or, if there is none, of the least memory.
+
+    The forward pass is divided into parts, of which only the borders are kept. Then as much more is kept as fits: what
+    takes long to compute for its bytes first.
+    """
+    if everything.peak <= budget:
+        return everything
+    by_price = sorted(steps.candidates - steps.scaled, key=lambda v: -steps.cost[steps.maker[v]] / steps.size[v])
+    best: _Plan | None = None
+    least = everything
+    counts = {number for i in range(12) for number in (2**i, 3 * 2**i) if number <= len(steps.first) // 2}
+    for count in sorted({1, *counts}):
+        borders = steps.cuts(count) - steps.scaled
+        plan = steps.plan(borders)
+        least = min(least, plan, key=lambda one: one.peak)
+        low, high = 0, len(by_price)
+        if plan.peak > budget:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = steps.plan(borders.union(by_price[:middle]))
+            if tried.peak <= budget:
+                low, plan = middle, tried if tried.extra <= plan.extra else plan
+            else:
+                high = middle
+        if best is None or plan.extra < best.extra:
+            best = plan
+    return best or least
+
+
+def _rewrite(graph: ir.Graph, steps: _Step, plan: _Plan) -> None:
+    """Put the copies of a plan into a graph, and order it so that a runtime has to follow the plan."""
+    order = _Order(graph, steps, plan)
+    nodes: list[ir.Node] = []
+    for index, is_copy in plan.order:
+        nodes += order.copied(index) if is_copy else order.original(index)
+    graph.remove(steps.nodes)
+    graph.extend(nodes)
+
+
+class _Order:
+    """Makes the nodes of a plan one after the other."""
+
+    def __init__(self, graph: ir.Graph, steps: _Step, plan: _Plan) -> None:
+        self._graph, self._steps, self._plan = graph, steps, plan
+        names = {str(value.name) for part in (graph, *graph.subgraphs()) for value in _values(part)}
+        self._prefix = next(p for p in _prefixes() if not any(name.startswith(p) for name in names))
+        self._copies: dict[ir.Value, ir.Value] = {}
+        self._count = 0
+        self._sinks: dict[ir.Node, None] = {}
+        """Nodes of the backward pass whose results nothing has read so far."""
+        self._latest = next(
+            n for n in map(steps.nodes.__getitem__, reversed(steps.first)) if any(map(_may_be_read, n.outputs))
+        )
+        self._empty: list[ir.Value] | None = None
+        self._views: dict[ir.Value, ir.Value] = {}
+        self._shapes: dict[int, ir.Value] = {}
+        self._constants: dict[str, ir.Value] = {}
+        heights: dict[ir.Node, int] = {}
+        for node in reversed(steps.nodes):
+            above = (heights.get(use.node, 0) for value in node.outputs for use in value.uses())
+            heights[node] = 1 + max(above, default=0)
+        most, self._spine = 0, set()
+        for index in reversed(steps.late):
+            node = steps.nodes[index]
+            if heights[node] >= most:
+                most = heights[node]
+                self._spine.add(node)
+
+    def original(self, index: int) -> list[ir.Node]:
+        node = self._steps.nodes[index]
+        if index in self._steps.forward:
+            return [node]
+        made: list[ir.Node] = []
+        for position, value in enumerate(node.inputs):
+            if value in self._copies:
+                node.replace_input_with(position, self._copies[value])
+        own = [value.producer() for value in node.inputs if value is not None]
+        waiting = [sink for sink in self._sinks if sink not in own]
+        if node in self._spine and any(map(self._holds_much, waiting)) and not _gives_output(node):
+            late = (i for i, v in enumerate(node.inputs) if v is not None and v.producer() in self._seen)
+            begin = next((i for i in late if self._can_begin(node, node.inputs[i])), None)
+            if begin is not None:
+                value = node.inputs[begin]
+                assert value is not None
+                made = self._gate(value)
+                node.replace_input_with(begin, made[-1].outputs[0])
+        for producer in own:
+            if producer is not None:
+                self._sinks.pop(producer, None)
+        self._seen.add(node)
+        if any(map(_may_be_read, node.outputs)):
+            self._latest, self._empty, self._views = node, None, {}
+            self._sinks[node] = None
+        return [*made, node]
+
+    @functools.cached_property
+    def _seen(self) -> set[ir.Node]:
+        return set()
+
+    def _holds_much(self, node: ir.Node) -> bool:
+        steps = self._steps
+        read = (steps.size[steps.number[v]] for v in node.inputs if v in steps.number)
+        return 256 * max(read, default=0) > self._plan.peak
+
+    def _can_begin(self, node: ir.Node, value: ir.Value | None) -> bool:
+        if value is None or not self._steps.known.get(str(value.name)) or not _is_number(value):
+            return False
+        producer = value.producer()
+        return producer is None or not _are_joined(producer, node)
+
+    def copied(self, index: int) -> list[ir.Node]:
+        """Return the copy of a node; one that reads no copy begins at a view of what is kept."""
+        node, made = self._steps.nodes[index], []
+        # One view of a value for all copies, as a pattern that onnxruntime fuses may read it more than once.
+        inputs = [
+            None if v is None else (self._copies if self._is_again(v) else self._views).get(v, v) for v in node.inputs
+        ]
+        if all(new is old for new, old in zip(inputs, node.inputs, strict=True)):
+
+            def rank(position: int) -> tuple[bool, bool, bool]:
+                value = node.inputs[position]
+                assert value is not None
+                return not self._can_begin(node, value), value.is_initializer(), value.producer() is None
+
+            able = [i for i, v in enumerate(node.inputs) if v is not None and _is_number(v)]
+            able = [i for i in able if self._steps.known.get(str(node.inputs[i].name))]  # type: ignore[union-attr]
+            begin = min(able, key=rank)
+            value = node.inputs[begin]
+            assert value is not None
+            made = self._gate(value)
+            inputs[begin] = self._views[value] = made[-1].outputs[0]
+        attributes = list(node.attributes.values())
+        copy = ir.Node(
+            node.domain, node.op_type, inputs, attributes, overload=node.overload, num_outputs=len(node.outputs),
+            name=self._name(f"{node.name}"), version=node.version,
+        )  # fmt: skip
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            if old.name:
+                new.name = self._name(str(old.name))
+            new.type, new.shape = old.type, old.shape
+            if self._is_again(old):
+                self._copies[old] = new
+        return [*made, copy]
+
+    def _is_again(self, value: ir.Value | None) -> bool:
+        return value is not None and self._steps.number.get(value, -1) in self._plan.again
+
+    def _gate(self, value: ir.Value) -> list[ir.Node]:
+        """Return nodes of which the last is a view of a value that waits for all that has run so far."""
+        rank = len(self._steps.known[str(value.name)])
+        made: list[ir.Node] = []
+        if self._empty is None:
+            self._empty, self._shapes = [], {}
+            for node in dict.fromkeys([*self._sinks, self._latest]):
+                ready = next(one for one in node.outputs if _may_be_read(one))
+                for op, more, attributes in (
+                    ("Reshape", [self._constant("flat", [-1])], {}),
+                    ("Slice", [self._constant("none", [0])] * 2, {}),
+                    ("Cast", [], {"to": ir.DataType.INT64}),
+                ):
+                    made.append(self._node(op, [ready, *more], attributes))
+                    ready = made[-1].outputs[0]
+                self._empty.append(ready)
+            self._sinks.clear()
+        if rank not in self._shapes:
+            # A 0 in the shape of Reshape is the size that there is.
+            made.append(self._node("Concat", [self._constant(f"same{rank}", [0] * rank), *self._empty], {"axis": 0}))
+            self._shapes[rank] = made[-1].outputs[0]
+        made.append(self._node("Reshape", [value, self._shapes[rank]], {}))
+        made[-1].outputs[0].type, made[-1].outputs[0].shape = value.type, value.shape
+        return made
+
+    def _node(self, op: str, inputs: Sequence[ir.Value], attributes: Mapping[str, object]) -> ir.Node:
+        node = ir.node(op, inputs, dict(attributes), name=self._name(op))  # type: ignore[arg-type]
+        node.outputs[0].name = self._name(op)
+        return node
+
+    def _name(self, name: str) -> str:
+        self._count += 1
+        return f"{self._prefix}{name}_{self._count}"
+
+    def _constant(self, name: str, numbers: list[int]) -> ir.Value:
+        if name not in self._constants:
+            tensor = ir.tensor(np.array(numbers, np.int64), name=f"{self._prefix}{name}")
+            value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            value.shape = ir.Shape([len(numbers)])
+            self._graph.register_initializer(value)
+            self._constants[name] = value
+        return self._constants[name]
+
+
+def _prefixes() -> Iterator[str]:
+    yield "again/"
+    number = 2
+    while True:
+        yield f"again{number}/"
+        number += 1
+
+
+def _gives_output(node: ir.Node) -> bool:
+    return any(value.is_graph_output() for value in node.outputs)
+
+
+def _is_number(value: ir.Value) -> bool:
+    return bool(value.name) and value.dtype not in (None, ir.DataType.UNDEFINED, ir.DataType.STRING)
+
+
+def _are_joined(producer: ir.Node, node: ir.Node) -> bool:
+    """Whether onnxruntime may make one operator of two, of which one computes a product or a normalization."""
+    both = (producer.op_type, node.op_type)
+    return both == ("Add", "LayerNormalization") or any(
+        one in _PRODUCTS and other in _INTO_PRODUCTS for one, other in (both, both[::-1])
+    )
+
+
+def _may_be_read(value: ir.Value) -> bool:
+    """Whether one more reader of a value changes nothing."""
+    producer = value.producer()
+    return _is_number(value) and (producer is None or not any(_are_joined(producer, use.node) for use in value.uses()))
+
+
+def _bytes(value: ir.Value, shape: Sequence[int] | None) -> int:
+    if shape is None or not _is_number(value) or value.dtype is None:
+        return 0
+    return math.ceil(math.prod(shape) * value.dtype.itemsize)
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+
+
+def _read_by(node: ir.Node) -> list[ir.Value]:
+    """Return the values that a node reads, in its subgraphs too."""
+    inner = graphs_of(node)
+    nodes = [node, *(one for graph in inner for one in graph.all_nodes())]
+    read = [value for one in nodes for value in one.inputs if value is not None]
+    return list(dict.fromkeys([*read, *(value for graph in inner for value in graph.outputs)]))
+
+
+def _shapes(model: ir.Model, sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Return the shapes of the values of a graph by name, and the dimensions of inputs whose sizes are not known."""
+    copy = copy_model(model)
+    assumed: dict[str, None] = {}
+    for value in copy.graph.inputs:
+        if value.shape is not None:
+            names = [str(dim.value) for dim in value.shape if isinstance(dim, ir.SymbolicDim)]
+            assumed |= dict.fromkeys(name for name in names if name not in sizes)
+            dims = [dim if isinstance(dim, int) else sizes.get(str(dim.value), ASSUMED_DIM) for dim in value.shape]
+            value.shape = ir.Shape(dims)
+    values = [value for node in copy.graph for value in node.outputs]
+    for value in values:
+        if value.shape is not None and not value.shape.is_static():
+            value.shape = None
+    shapes.infer(copy, values)
+    found = {}
+    for value in _values(copy.graph):
+        if value.shape is not None:
+            found[str(value.name)] = tuple(dim if isinstance(dim, int) else ASSUMED_DIM for dim in value.shape)
+    return found, list(assumed)

@@ -1,0 +1,93 @@
+"""Training steps within a memory budget: the same bits, the order in onnxruntime, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradfuse
+from gradfuse import ArgumentError, TrainingSession, TrainingStep
+from gradfuse.passes import RecomputePass
+from gradfuse.passes.recompute import parse_budget, peak_of
+
+BATCH, WIDTH = 256, 64
+
+
+class Layer(nn.Module):
+    """A residual layer with dropout, whose bias and weight gradients read what the forward pass keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+def made(budget: int | float | str | None, *, dynamic: bool = False) -> TrainingStep:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Layer() for _ in range(6)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    batch = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    shapes = ({0: "batch"}, {0: "batch"}) if dynamic else None
+    return gradfuse.export_training_step(
+        module, nn.MSELoss(), batch, optimizer, memory_budget=budget, dynamic_shapes=shapes, verify="quick"
+    )
+
+
+def state_after(step: TrainingStep) -> list[bytes]:
+    session, rng = TrainingSession(step), np.random.default_rng(0)
+    for _ in range(3):
+        x, y = rng.standard_normal((2, BATCH, WIDTH)).astype(np.float32)
+        x[0, 0] = -0.0
+        session.step(x, y)
+    return [array.tobytes() for array in session.state_dict().values()]
+
+
+@pytest.mark.long
+def test_bits_memory_and_random_numbers(tmp_path: Path) -> None:
+    """Three steps with dropout and in-place updates give the same bits; onnxruntime runs the nodes as planned."""
+    plain, less = made(None), made(0.6)
+    assert state_after(plain) == state_after(less)
+    report = less.recomputation
+    assert report is not None and report.nodes > 0
+    assert report.after <= report.budget <= 0.6 * report.before
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 4
+    gradfuse.register(options)
+    # It is written in the order in which nodes run, after everything that could be merged is.
+    TrainingSession(less, session_options=options)
+    really = peak_of(ir.from_proto(onnx.load(tmp_path / "optimized.onnx")))
+    assert abs(really - report.after) <= 0.1 * really
+
+
+def test_what_is_refused() -> None:
+    for wrong in (0, -1, True, 0.0, 1.5, float("nan"), "512 MuB", "", "0", None):
+        with pytest.raises(ArgumentError, match="expected bytes"):
+            parse_budget(wrong, "x")
+    assert [parse_budget(one, "x") for one in ("1KiB", "2 MB", "0.5", "77", 0.5, 9)] == [1024, 2000000, 0.5, 77, 0.5, 9]
+
+
+@pytest.mark.long
+def test_the_least_is_named_and_possible() -> None:
+    """An error names the least; that much is enough, and the model is left as it was where it is refused."""
+    step = made(None, dynamic=True)
+    with pytest.raises(ArgumentError, match="has no size") as caught:
+        RecomputePass(1000)(ir.from_proto(step.model))
+    model = ir.from_proto(step.model)
+    with pytest.raises(ArgumentError, match="the least that was found") as caught:
+        RecomputePass(1000, {"batch": BATCH})(model)
+    assert ir.to_proto(model).SerializeToString() == ir.to_proto(ir.from_proto(step.model)).SerializeToString()
+    least = int(str(caught.value).rpartition("(")[2].partition(")")[0])
+    recompute = RecomputePass(least, {"batch": BATCH})
+    recompute(model)
+    assert recompute.report is not None and recompute.report.after <= least
