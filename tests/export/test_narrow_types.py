@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,3 +109,67 @@ def test_a_gradient_within_halves_that_is_wrong_by_one_percent_is_refused(seed: 
     for mutant in wrong:
         text = refusal(truth, mutant.model)
         assert text is not None and "differs from PyTorch" in text, mutant.place
+
+
+class Mixed(nn.Module):
+    """An embedding, layer norm, attention and a convolution: what models under autocast are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.heads = nn.Embedding(11, 16), nn.LayerNorm(16), nn.Linear(16, 48)
+        self.convolution, self.head = nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.embedding(x)
+        query, key, value = self.heads(self.norm(h)).chunk(3, -1)
+        h = h + torch.softmax(query @ key.transpose(1, 2) / 4, -1) @ value
+        h = h + F.gelu(self.convolution(h.transpose(1, 2)).transpose(1, 2))
+        return self.head(h).mean(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_autocast_to_bfloat16_trains_in_stock_onnxruntime(fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = Mixed()
+    batches = [((torch.randint(0, 11, (items, 6)),), (torch.arange(items) % 5,)) for items in (3, 7)]
+    options = {"dynamic_shapes": DYNAMIC, "autocast": torch.bfloat16, "fuse": fuse, "evaluation": True}
+    step = export_training_step(module, F.cross_entropy, batches[0], **options)  # type: ignore[arg-type]
+    assert step.evaluation_model is not None
+    onnxruntime.InferenceSession(step.evaluation_model.SerializeToString())
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            native = autograd(module, F.cross_entropy, batch, torch.float32, step)
+        exact = autograd(module, F.cross_entropy, batch, torch.float64, step)
+        for kernels in (True, False) if fuse else (False,):
+            for name, result in run(step, batch, kernels=kernels).items():
+                # As many roundings to bfloat16 as there are layers, of the largest number.
+                size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
+                assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
+
+
+def test_steps_in_bfloat16_by_a_session_follow_those_of_autocast() -> None:
+    torch.manual_seed(0)
+    module = Mixed()
+    (x,), (y,) = batch = (torch.randint(0, 11, (4, 6)),), (torch.arange(4) % 5,)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    session = TrainingSession(
+        export_training_step(module, F.cross_entropy, batch, autocast=torch.bfloat16, optimizer=optimizer)
+    )
+    losses = [float(session.step(x.numpy(), y.numpy())) for _ in range(6)]
+
+    def trained(dtype: torch.dtype) -> list[float]:
+        copy, found = deepcopy(module).to(dtype), []
+        stepping = torch.optim.SGD(copy.parameters(), lr=0.1)
+        for _ in range(6):
+            stepping.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                loss = F.cross_entropy(copy(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            stepping.step()
+            found.append(loss.item())
+        return found
+
+    native, exact = np.array(trained(torch.float32)), np.array(trained(torch.float64))
+    terms = exact.max() * 2.0**-8 / np.finfo(np.float32).eps
+    assert_gradients_close(np.array(losses, np.float32), native.astype(np.float32), exact, np.float32, terms=terms)
+    assert losses[-1] < losses[0] - 0.1

@@ -211,7 +211,17 @@ def _exported(
 
     from gradfuse.differentiation.differentiate import free_prefix
     from gradfuse.differentiation.fused_attention import LEFT
-    from gradfuse.export import branches, comparing_sizes, indices, onnx_model, steadiness, tracing, verifying, watching
+    from gradfuse.export import (
+        branches,
+        comparing_sizes,
+        indices,
+        narrow_types,
+        onnx_model,
+        steadiness,
+        tracing,
+        verifying,
+        watching,
+    )
     from gradfuse.export.evaluation import evaluation_model
     from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
@@ -296,10 +306,12 @@ def _exported(
         report.near_misses[:0] = translated.meta.get(LEFT, ())
     else:
         model, report = onnx_model.plain(exported), None
+    if step.is_bfloat16_on_cpu:
+        narrow_types.widen_bfloat16(model)
 
     parts.begin(f"comparing the {which} model with PyTorch")
     # Opened once for all comparisons.
-    opened = verifying.Opened(model, which)
+    opened = verifying.Opened(model, which, as_it_is=step.is_bfloat16_on_cpu)
     gradients: Arrays | None = None if described is None else {}
     for index, truth in enumerate(truths):
         with contextlib.nullcontext() if fuse else verifying.traced_as_run(step):
@@ -319,6 +331,8 @@ def _exported(
             truth.compare_in_float64(model, which, unfused)
     comparing_sizes.compare(truths[0], model, opened, sizes.others, shapes, which)
 
+    if step.is_bfloat16_on_cpu:
+        narrow_types.widen_bfloat16(complete)
     index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
     constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
     exported_step = TrainingStep(

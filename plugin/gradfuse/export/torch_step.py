@@ -321,6 +321,11 @@ class TorchStep:
         return bool(types & {torch.float16, torch.bfloat16})
 
     @property
+    def is_bfloat16_on_cpu(self) -> bool:
+        """Whether it runs under autocast to bfloat16 on a CPU, where onnxruntime has hardly any kernels for that."""
+        return self.autocast == torch.bfloat16 and next(iter(self.state.values())).device.type == "cpu"
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is multiplied by a scale before its gradients are taken."""
         return self.optimizer is not None and self.optimizer.loss_scaling is not None

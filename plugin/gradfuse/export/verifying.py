@@ -840,10 +840,12 @@ class Opened:
     Args:
         model: the model; it is not changed.
         which: what to call it in messages.
+        as_it_is: whether it is refused where onnxruntime lacks a kernel of 16 bits.
     """
 
-    def __init__(self, model: ir.Model, which: str) -> None:
+    def __init__(self, model: ir.Model, which: str, *, as_it_is: bool = False) -> None:
         self._model = model
+        self._as_it_is = as_it_is
         self._source = f"{WHO}: the {which} model"
         self._session: Session | None = None
         self._wide = False
@@ -861,7 +863,7 @@ class Opened:
             try:
                 return self._run(self._model, needed, outputs)
             except ModelError as error:
-                if not float_types(self._model) & _NARROW:
+                if self._as_it_is or not float_types(self._model) & _NARROW:
                     raise ExportError(str(error)) from error
             self._session, self._wide = None, True
         wide = {
