@@ -297,13 +297,18 @@ def test_initial_values_are_those_of_peft() -> None:
 def test_the_example_of_the_page_serves_what_it_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
-    example, _ = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    example, continued, _ = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(example, names)
     trained = names["session"].evaluate(names["x"])
     assert_gradients_close(names["with_adapter"], trained, trained.astype(float), np.float32, terms=8)
     assert np.array_equal(names["without"], names["x"][:, :3])
     assert (tmp_path / "peft_adapter" / "adapter_config.json").is_file()
+    state = names["session"].state_dict()
+    exec(continued, names)
+    loaded = names["session"].state_dict()
+    assert any("lora" in name for name in loaded)
+    assert all(np.array_equal(array, loaded[name]) for name, array in state.items() if "lora" in name)
 
 
 SHARED = """<ir_version: 10, opset_import: ["": 18]>
