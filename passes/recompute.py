@@ -504,6 +504,8 @@ class _Order:
         self._views: dict[ir.Value, ir.Value] = {}
         self._shapes: dict[int, ir.Value] = {}
         self._constants: dict[str, ir.Value] = {}
+        self._seen: set[ir.Node] = set()
+        """Nodes of the backward pass that run by now."""
         heights: dict[ir.Node, int] = {}
         for node in reversed(steps.nodes):
             above = (heights.get(use.node, 0) for value in node.outputs for use in value.uses())
@@ -541,10 +543,6 @@ class _Order:
             self._latest, self._empty, self._views = node, None, {}
             self._sinks[node] = None
         return [*made, node]
-
-    @functools.cached_property
-    def _seen(self) -> set[ir.Node]:
-        return set()
 
     def _holds_much(self, node: ir.Node) -> bool:
         steps = self._steps

@@ -57,7 +57,7 @@ def imports(path: Path, known: dict[str, Path], nodes: Iterable[ast.AST] | None 
 
 
 ORDER = (
-    "errors deferred runtime testing library environment _torch_private custom_ops models passes checking fusion "
+    "errors deferred runtime testing library environment _torch_private custom_ops models checking passes fusion "
     "explaining terminal training optimizers losses differentiation torch export lora ort_training cli __main__"
 ).split()
 """The parts of the package. Each imports itself and earlier ones alone, wherever the import stands."""
