@@ -30,13 +30,22 @@ def test_the_examples_run_one_after_the_other(tmp_path: Path, monkeypatch: pytes
     with warnings.catch_warnings():
         # A scaler for CUDA is not enabled where there is none.
         warnings.filterwarnings("ignore", "torch.*GradScaler is enabled, but CUDA is not available")
-        for example in EXAMPLES:
+        for example in EXAMPLES[:-1]:
             exec(example, names)
     session, last = names["session"], names["step"]
     assert isinstance(session, gradfuse.TrainingSession)
     assert isinstance(last, gradfuse.TrainingStep)
     assert session.learning_rate == pytest.approx(1e-3)
     assert "float16" not in {array.dtype.name for array in last.parameters.values()}
+
+
+def test_the_example_of_a_memory_budget_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    # Activations are most of what this step takes, unlike those of a few small layers.
+    layers = [layer for _ in range(8) for layer in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))]
+    module, x = nn.Sequential(*layers), torch.randn(256, 8)
+    names = {"gradfuse": gradfuse, "module": module, "loss": nn.MSELoss(), "batch": (x, torch.randn(256, 8))}
+    exec(EXAMPLES[-1], names | {"optimizer": torch.optim.AdamW(module.parameters())})
+    assert "nodes run twice" in capsys.readouterr().out
 
 
 def test_the_tables_name_every_option_and_input() -> None:
