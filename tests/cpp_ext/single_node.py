@@ -10,7 +10,7 @@ import ctypes
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def run(op: str, *inputs: Tensor | None, threads: int = 1, **attributes: Any) ->
     ]
 
 
-@cache
+@lru_cache(64)  # each takes megabytes
 def _session(
     op: str,
     types: tuple[tuple[int, int] | None, ...],

@@ -122,12 +122,17 @@ def step_cases() -> dict[str, StepCase]:
     """Return the cases that begin at a module."""
     from real_models import (  # noqa: F401
         adapter_cases,
-        further_cases,
-        head_cases,
-        later_cases,
-        latest_cases,
+        dense_vision_cases,
+        document_cases,
+        encoder_cases,
+        language_cases,
+        multimodal_cases,
+        series_cases,
+        speech_cases,
         timm_cases,
-        wider_cases,
+        torchvision_cases,
+        translation_cases,
+        vision_cases,
     )
     from real_models.step_cases import CASES
 
