@@ -94,7 +94,10 @@ def _loss_first(graph: ir.Graph, name: str) -> None:
     Both read the log-probabilities, which may be the largest tensor of a step. onnxruntime would run the loss last,
     and keep them until then; their gradient takes their memory if nothing is to read them any more.
     """
-    loss = next(value for value in graph.outputs if value.name == name)
+    loss = next((value for value in graph.outputs if value.name == name), None)
+    if loss is None:
+        # An update alone.
+        return
     ahead = _ancestors(loss)
     late: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
@@ -120,7 +123,7 @@ def _ancestors(value: ir.Value) -> set[ir.Node]:
         node = rest.pop()
         if node is not None and node not in found:
             found.add(node)
-            rest += [read.producer() for read in _read_by(node)]
+            rest += [read.producer() for read in read_by(node)]
     return found
 
 
@@ -163,7 +166,7 @@ def _varying(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that elements of inputs go into: what depends on shapes alone may become a constant."""
     found = set(graph.inputs)
     for node in graph:
-        if node.op_type not in ("Shape", "Size") and not found.isdisjoint(_read_by(node)):
+        if node.op_type not in ("Shape", "Size") and not found.isdisjoint(read_by(node)):
             found.update(node.outputs)
     return found
 
@@ -186,11 +189,11 @@ def _may_share(values: Iterable[ir.Value], varying: Collection[ir.Value]) -> set
         elif node.domain == "" and node.op_type in _COMBINES and all(operand in varying for operand in node.inputs):
             continue
         else:
-            rest += _read_by(node)
+            rest += read_by(node)
     return found
 
 
-def _read_by(node: ir.Node) -> Collection[ir.Value]:
+def read_by(node: ir.Node) -> Collection[ir.Value]:
     """Return all values that a node reads, in its subgraphs too."""
     inner = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
     nodes = [node, *(one for graph in inner for one in graph.all_nodes())]

@@ -23,11 +23,16 @@ _OURS = re.compile(
 )
 
 
+def aside(name: str) -> str:
+    """Return what to call a tensor of the user that stands aside."""
+    return name + _ASIDE
+
+
 def set_aside(names: Collection[str]) -> dict[str, str]:
     """Return which of the user's names a step may need, and what to call their tensors until it is finished."""
     known = set(names)
     taken = [name for name in names if _OURS.fullmatch(name) or name.rpartition(".")[0] in known]
-    return {name: free(name + _ASIDE, known) for name in taken}
+    return {name: free(aside(name), known) for name in taken}
 
 
 def free(name: str, taken: Collection[str]) -> str:

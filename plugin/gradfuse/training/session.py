@@ -60,6 +60,7 @@ else:
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_S = TypeVar("_S", bound="TrainingSession")
 
 _WHO = "TrainingSession"
 _SETTABLE = ("learning_rate",)
@@ -67,13 +68,11 @@ _DEVICES = {"CUDAExecutionProvider": "cuda"}
 """Where the tensors of a session live, by its first execution provider; else on the CPU."""
 
 
-def _alone(
-    method: Callable[Concatenate[TrainingSession, _P], _R],
-) -> Callable[Concatenate[TrainingSession, _P], _R]:
+def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
     """Let a method of a session run in one thread at a time, and to its end before another one begins."""
 
     @functools.wraps(method)
-    def locked(self: TrainingSession, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def locked(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with self._lock:
             return method(self, *args, **kwargs)
 
@@ -121,14 +120,8 @@ class TrainingSession:
         self._lock: Any = threading.RLock() if share_with is None else share_with._lock
         self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         self._providers = checked_providers(providers, _WHO)
-        if session_options is None:
-            session_options = onnxruntime.SessionOptions()
-            session_options.log_severity_level = SILENT
-            # The pattern is memory of its own beside what the first step took, and steps are no faster for it.
-            session_options.enable_mem_pattern = False
-            if library.find_library() is not None:
-                library.register(session_options)
-        self._options = session_options
+        self._device = _device(self._providers[0])
+        self._options = self._default_options() if session_options is None else session_options
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
@@ -159,7 +152,6 @@ class TrainingSession:
             graph = step.model.graph
             self._inputs = {value.name: TensorType.of(value) for value in graph.input}
             outputs = {value.name: TensorType.of(value) for value in graph.output}
-        self._device = _device(self._providers[0])
 
         batch = {*step.input_names, *step.target_names}
         names = [name for name in self._inputs if name not in batch]
@@ -187,6 +179,8 @@ class TrainingSession:
             for name, output in gradients.items()
             if output in outputs
         }
+        self._last_binding: Any = None
+        """What the last step ran with."""
         self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
         self._progress = 0, False
         """How many steps were done before the one that was begun last, and whether its end is not noted yet."""
@@ -221,7 +215,7 @@ class TrainingSession:
         """
         return TrainingStep.load(self._files[0]) if self._files else self._step
 
-    @_alone
+    @alone
     def step(self, inputs: Any, targets: Any = None) -> float:
         """Run one step and return the loss.
 
@@ -241,17 +235,10 @@ class TrainingSession:
         An exception that a signal's handler raises meanwhile, such as Ctrl-C or a time limit, finds the step done or
         not begun, and so does what the handler asks of the session; `step_count` tells which.
         """
-        if self._is_stepping if self._shared is None else self._shared.is_stepping:
-            raise GradfuseError(
-                f"{_WHO}.step: is called within a step, by a signal's handler; expected a call after it"
-            )
-        self._background.raise_error()
-        names, known = self._step.input_names, self._inputs
-        feeds = self._batch_of(inputs, names, "step", "inputs", known)
-        feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", known)
-        require_shapes(f"{_WHO}.step", feeds, known)
-        require_in_range(f"{_WHO}.step", feeds, self._step.index_ranges)
-        if names and not any(feeds[name].size for name in names):
+        self._require_no_step()
+        feeds = self._batch(inputs, targets)
+        names = self._step.input_names
+        if names and self._is_empty(feeds):
             # The mean of nothing is NaN, which would stay in running statistics.
             first = feeds[names[0]]
             got = TensorType(first.dtype, first.shape)
@@ -266,12 +253,12 @@ class TrainingSession:
             self._is_stepping = False
 
     @property
-    @_alone
+    @alone
     def step_count(self) -> int:
         """How many calls of `step` are done, with those before what `load` has read."""
         return self._steps_before + self._runs
 
-    @_alone
+    @alone
     def evaluate(self, inputs: Any, *, averaged: bool = False) -> Any:
         """Return what the module gives in eval mode, with the parameters and buffers as they are now.
 
@@ -314,7 +301,7 @@ class TrainingSession:
         results = binding.copy_outputs_to_cpu()
         return results[0] if len(results) == 1 else tuple(results)
 
-    @_alone
+    @alone
     def reset_carried(self) -> None:
         """Set what the step carries from call to call to what it began at, as at the beginning of a sequence.
 
@@ -328,7 +315,7 @@ class TrainingSession:
         self._assign({name: self._step.buffers[name] for name in self._step.carried})
 
     @property
-    @_alone
+    @alone
     def gradients(self) -> Arrays:
         """The gradients of the last step, by parameter: there are some where the step has no optimizer.
 
@@ -343,7 +330,7 @@ class TrainingSession:
         return {name: _copied(value) for name, value in self._gradients.items()}
 
     @property
-    @_alone
+    @alone
     def outputs(self) -> Arrays:
         """What the last step gave beside its loss, by the names of `training_step.output_names`.
 
@@ -354,11 +341,11 @@ class TrainingSession:
         if not names or not self._has_run:
             why = "no step was run, or the last one has failed" if names else "the step gives nothing but its loss"
             raise GradfuseError(f"{_WHO}.outputs: {why}")
-        values = self._bindings[(self._runs - 1) % 2].get_outputs()[-len(names) :]
+        values = self._last_binding.get_outputs()[-len(names) :]
         return {name: _copied(value) for name, value in zip(names, values, strict=True)}
 
     @property
-    @_alone
+    @alone
     def learning_rate(self) -> float | tuple[float, ...]:
         """The learning rate; of a step with several parameter groups a tuple of theirs.
 
@@ -372,7 +359,7 @@ class TrainingSession:
         return rates[0] if len(rates) == 1 else rates
 
     @learning_rate.setter
-    @_alone
+    @alone
     def learning_rate(self, value: float | Sequence[float]) -> None:
         names = self._learning_rates()
         wanted = "a number" if len(names) == 1 else f"a number or one each of {len(names)}"
@@ -385,18 +372,18 @@ class TrainingSession:
         self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
 
     @property
-    @_alone
+    @alone
     def ort_values(self) -> dict[str, Any]:
         """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
 
         They are the session's own, not copies: the next steps write into them.
         """
-        values = self._values[self._runs % 2]
+        values = self._values[self._side]
         if self._shared is None:
             return values
         return values | {name: value for name, value in self._shared.values.items() if name in self._shareable}
 
-    @_alone
+    @alone
     def state_dict(self, *, averaged: bool = False) -> Arrays:
         """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
 
@@ -419,7 +406,7 @@ class TrainingSession:
 
         return {name: copied(source) for name, source in step.state_dict_names.items()}
 
-    @_alone
+    @alone
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Set parameters and buffers; the optimizer's state stays as it is.
 
@@ -433,7 +420,7 @@ class TrainingSession:
         """
         self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
 
-    @_alone
+    @alone
     def save(
         self,
         path: str | os.PathLike[str],
@@ -480,7 +467,7 @@ class TrainingSession:
         path = os.path.abspath(path)
         self._background.start(lambda: checkpoints.write(path, tensors, text, kept, where))
 
-    @_alone
+    @alone
     def save_evaluation_model(self, path: str | os.PathLike[str], *, averaged: bool = False) -> None:
         """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
 
@@ -520,7 +507,7 @@ class TrainingSession:
         """
         self._background.wait()
 
-    @_alone
+    @alone
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a safetensors file: one that `save` wrote, or the torch module's `state_dict()`.
 
@@ -541,7 +528,7 @@ class TrainingSession:
         where = f"{_WHO}.load"
         require_path(path, where)
         self._background.wait()
-        tensors, step_count, extra = checkpoints.read(path, where)
+        tensors, step_count, extra = self._read_checkpoint(path, where)
         named = set(self._step.state_dict_names.values())
         own = [name for name in self.ort_values if name not in named]
         try:
@@ -559,6 +546,10 @@ class TrainingSession:
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
         return extra
+
+    def _read_checkpoint(self, path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:
+        """Return the tensors of a checkpoint, the steps done, and what the user keeps."""
+        return checkpoints.read(path, where)
 
     def _averages(self, method: str) -> Arrays:
         """Return copies of the averages by the names of the parameters, in their types; none before the first one."""
@@ -626,12 +617,25 @@ class TrainingSession:
         # Buffers too: some are not part of the module's state_dict.
         return by_name | arrays if optimizer else by_name
 
+    def _default_options(self) -> Any:
+        options = import_onnxruntime().SessionOptions()
+        options.log_severity_level = SILENT
+        # The pattern is memory of its own beside what the first step took, and steps are no faster for it.
+        options.enable_mem_pattern = False
+        if library.find_library() is not None:
+            library.register(options)
+        return options
+
     def _training_session(self) -> tuple[Any, frozenset[str]]:
         """Return a session of the step, and the names of inputs that it writes in place."""
+        return self._updating_session(self._step.model)
+
+    def _updating_session(self, proto: onnx.ModelProto) -> tuple[Any, frozenset[str]]:
+        """Return a session of a model with updates, and the names of inputs that it writes in place."""
         from gradfuse.training.in_place import BARRIER, with_updates_last
 
         if self._providers == ["CPUExecutionProvider"]:
-            model, in_place = with_updates_last(self._step.model, self._step.own_names)
+            model, in_place = with_updates_last(proto, self._step.own_names)
             try:
                 if in_place:
                     return self._inference_session(model), in_place
@@ -639,7 +643,7 @@ class TrainingSession:
                 # Options without gradfuse's library: its function bodies run.
                 if BARRIER not in str(error):
                     raise
-        return self._inference_session(ir.from_proto(self._step.model)), frozenset()
+        return self._inference_session(ir.from_proto(proto)), frozenset()
 
     def _inference_session(self, model: ir.Model) -> Any:
         from gradfuse.checking.execution import inference_session
@@ -712,6 +716,11 @@ class TrainingSession:
         self._shared.join(self, {name: own[name] for name in self._shareable if name not in given})
 
     @property
+    def _side(self) -> int:
+        """Which of the two sets of tensors is as it is now."""
+        return self._runs % 2
+
+    @property
     def _runs(self) -> int:
         """The steps that this session has done; whether they are even tells which of the two sets is next."""
         before, is_open = self._progress
@@ -726,7 +735,7 @@ class TrainingSession:
         self._loss.update_inplace(self._no_loss)
         self._progress = runs, True
         try:
-            binding = self._bindings[runs % 2]
+            binding = self._last_binding = self._bindings[runs % 2]
             self._bind_shared(binding, self._values[(runs + 1) % 2])
             for name in self._step.output_names:
                 # Anew in each step: what it gave last may be of another size.
@@ -755,6 +764,25 @@ class TrainingSession:
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         session.run_with_iobinding(binding)
+
+    def _require_no_step(self) -> None:
+        if self._is_stepping if self._shared is None else self._shared.is_stepping:
+            raise GradfuseError(
+                f"{_WHO}.step: is called within a step, by a signal's handler; expected a call after it"
+            )
+
+    def _batch(self, inputs: Any, targets: Any) -> Arrays:
+        """Return the batch of a step by names, checked."""
+        self._background.raise_error()
+        feeds = self._batch_of(inputs, self._step.input_names, "step", "inputs", self._inputs)
+        feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", self._inputs)
+        require_shapes(f"{_WHO}.step", feeds, self._inputs)
+        require_in_range(f"{_WHO}.step", feeds, self._step.index_ranges)
+        return feeds
+
+    def _is_empty(self, feeds: Arrays) -> bool:
+        """Whether no input of a batch has an element."""
+        return not any(feeds[name].size for name in self._step.input_names)
 
     def _batch_of(
         self, given: Any, names: Sequence[str], method: str, what: str, known: Mapping[str, TensorType]
