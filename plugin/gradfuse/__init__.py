@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradfuse.checking.report import CheckReport
     from gradfuse.differentiation.differentiate import differentiate
     from gradfuse.differentiation.training import build_training_step
+    from gradfuse.dynamic_batch.freeing import make_batch_dynamic
     from gradfuse.environment import info
     from gradfuse.errors import ArgumentError, CheckError, ExportError, GradfuseError, ModelError
     from gradfuse.explaining import Explanation, explain
@@ -70,6 +71,7 @@ __all__ = [
     "info",
     "load_adapter",
     "losses",
+    "make_batch_dynamic",
     "onnx_translation_table",
     "optimizers",
     "passes",
@@ -117,6 +119,7 @@ _MODULE_OF = {
     "get_library_path": "gradfuse.library",
     "info": "gradfuse.environment",
     "load_adapter": "gradfuse.lora.loading",
+    "make_batch_dynamic": "gradfuse.dynamic_batch.freeing",
     "onnx_translation_table": "gradfuse.export.translation",
     "register": "gradfuse.library",
     "save_adapter": "gradfuse.lora.saving",

@@ -47,6 +47,7 @@ _MOST_NAMES = 20
 """How many parameters are named at the end of a command."""
 _OPTIMIZERS = {name.lower(): name for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax")}
 """The names of `--optimizer` -> those of gradfuse.optimizers, which is imported later."""
+_BATCH_AXIS = "INPUT=AXIS"
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
@@ -346,6 +347,8 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
 )
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
 @click.option("--straight-through", is_flag=True, help="Let gradients pass QuantizeLinear and DequantizeLinear.")
+@click.option("--dynamic-batch", is_flag=True, help="Free a batch that the model has fixed.")
+@click.option("--batch-axis", multiple=True, metavar=_BATCH_AXIS, help="The batch's axis; may be repeated.")
 @click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
 @_no_defaults
 @_force
@@ -363,6 +366,8 @@ def training_step(
     lora_alpha: float | None,
     train_batch_norm: bool,
     straight_through: bool,
+    dynamic_batch: bool,
+    batch_axis: tuple[str, ...],
     max_grad_norm: float | None,
     accumulate: int,
     grad_scaler: float | None,
@@ -387,6 +392,9 @@ def training_step(
         raise click.UsageError(f"--size is {size[0] if len(size) == 1 else list(size)!r}; expected DIM=N")
     if sizes and memory_budget is None:
         raise click.UsageError("--size is given without --memory-budget; expected both or neither")
+    if batch_axis and not dynamic_batch:
+        raise click.UsageError("--batch-axis is given without --dynamic-batch; expected both or neither")
+    axes = _axes("--batch-axis", batch_axis)
     if no_float64 and not no_fuse:
         raise click.UsageError("--no-float64 is given without --no-fuse; expected both or neither")
     if not lora and (lora_rank is not None or lora_alpha is not None):
@@ -422,6 +430,7 @@ def training_step(
             check=batch,
             float64=not no_float64,
             straight_through=straight_through,
+            dynamic_batch=dynamic_batch and (axes or True),
             memory_budget=memory_budget,
             memory_sizes={name: int(number) for name, number in sizes.items()},
         )
@@ -433,6 +442,40 @@ def training_step(
         _print_report(step.report, verbose=False)
     click.echo(f"parameters {listed(step.parameters, quoted=False, most=_MOST_NAMES)}")
     click.echo(f"inputs {', '.join(step.input_names)}; targets {', '.join(step.target_names) or 'none'}")
+
+
+@commands.command("make-batch-dynamic")
+@click.argument("source", metavar="IN.onnx")
+@click.argument("target", metavar="OUT.onnx")
+@click.option("--axis", multiple=True, metavar=_BATCH_AXIS, help="The batch's axis, 0 elsewhere; may be repeated.")
+@_force
+@_verbose
+def make_batch_dynamic(source: str, target: str, axis: tuple[str, ...], force: bool) -> None:
+    """Free the batch of a model that was exported with a fixed one."""
+    target, axes = _target(source, target, in_place=False), _axes("--axis", axis)
+    from gradfuse.dynamic_batch.freeing import with_dynamic_batch
+    from gradfuse.models import reading, writing
+
+    with busy("reading"):
+        loaded = reading.load(source)
+    inputs = _inputs(loaded.ir, source, target, in_place=False)
+    loaded = with_dynamic_batch(loaded, "make_batch_dynamic", axes)
+    with busy("writing"):
+        references_hold = _same_folder(source, target)
+        writing.save(loaded.ir, target, keep_references=references_hold, inputs=inputs, force=force)
+    for kind, values in (("inputs", loaded.ir.graph.inputs), ("outputs", loaded.ir.graph.outputs)):
+        click.echo(f"{kind} {', '.join(f'{value.name} {value.shape}' for value in values)}")
+
+
+def _axes(option: str, given: Iterable[str]) -> dict[str, int | None]:
+    """Return input -> axis of the batch, of texts INPUT=AXIS."""
+    found: dict[str, int | None] = {}
+    for one in given:
+        name, _, axis = one.rpartition("=")
+        if not name or not (axis == "none" or axis.removeprefix("-").isdecimal()):
+            raise click.UsageError(f"{option} is {one!r}; expected {_BATCH_AXIS}, with a number or none")
+        found[name] = None if axis == "none" else int(axis)
+    return found
 
 
 @commands.command("add-lora-inputs")

@@ -93,6 +93,14 @@ def test_it_trains_and_serves_the_quantised_model() -> None:
     assert np.float32(np.mean((result - y) ** 2)) < losses[0]
 
 
+def test_scales_stay_and_are_refused_where_they_are_named() -> None:
+    step = build_training_step(_model(), "mse", straight_through=True, trainable=["*"])
+    assert set(step.parameters) == {"weight", "bias"}
+    for named in (["weight", "scale"], ["scale*"], ["scales"]):
+        with pytest.raises(ArgumentError, match=r"trainable has 'scales?', the scale of a pair that quantises"):
+            build_training_step(_model(), "mse", straight_through=True, trainable=named)
+
+
 def test_without_it_and_where_no_pair_is_they_are_refused() -> None:
     with pytest.raises(ModelError, match=r"QuantizeLinear .*straight_through"):
         build_training_step(_model(), "mse")

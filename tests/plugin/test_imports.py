@@ -57,9 +57,9 @@ def imports(path: Path, known: dict[str, Path], nodes: Iterable[ast.AST] | None 
 
 
 ORDER = (
-    "errors deferred runtime testing library environment _torch_private custom_ops models checking passes fusion "
-    "explaining terminal training distributed optimizers losses differentiation torch export lora ort_training cli "
-    "__main__"
+    "errors deferred runtime testing library environment _torch_private custom_ops models checking passes "
+    "dynamic_batch fusion explaining terminal training distributed optimizers losses differentiation torch export lora "
+    "ort_training cli __main__"
 ).split()
 """The parts of the package. Each imports itself and earlier ones alone, wherever the import stands."""
 

@@ -40,6 +40,7 @@ from gradfuse.differentiation.seeded_draws import in_new_opset, seed_draws, turn
 from gradfuse.differentiation.self_check import check_forward, check_gradients
 from gradfuse.differentiation.stored import Store
 from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.dynamic_batch.freeing import with_dynamic_batch
 from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
@@ -82,6 +83,7 @@ def build_training_step(
     input_gradients: Iterable[str] = (),
     train_inputs: Mapping[str, Any] | None = None,
     straight_through: bool = False,
+    dynamic_batch: bool | Mapping[str, int | None] = False,
     memory_budget: int | float | str | None = None,
     memory_sizes: Mapping[str, int] | None = None,
 ) -> TrainingStep:
@@ -130,6 +132,8 @@ def build_training_step(
         straight_through: whether gradients pass pairs of QuantizeLinear and DequantizeLinear as in quantisation-aware
             training: unchanged, and 0 where a number is cut off, as those of torch.fake_quantize_per_tensor_affine.
             Their scales and zero points stay as they are. Not with `check`, as these are no derivatives.
+        dynamic_batch: whether a batch that is fixed in the model becomes free first, as by
+            `gradfuse.make_batch_dynamic`; or input -> the axis of the batch, which is 0 elsewhere, or None.
         memory_budget: the most memory that a run may take beside parameters, state and batch: bytes, a text such as
             "512MiB", or a share up to 1.0 of what it would take; activations are computed again for it, and the step
             is run in onnxruntime to compare the bits; see `gradfuse.passes.RecomputePass`. None: all are kept.
@@ -143,7 +147,8 @@ def build_training_step(
     Raises:
         ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
             or running statistics, or an option is out of range.
-        ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
+        ModelError: the model cannot be read, a node in between has no gradient rule, or with `dynamic_batch` one fixes
+            the batch; the text is one line.
         CheckError: a gradient is not that of the differences.
 
     Warns:
@@ -182,7 +187,7 @@ def build_training_step(
     with collection_paused():
         # What has been read is held by nobody here, so that it is gone at the end.
         step = _built(
-            *_read(model, check is not False),
+            *_read(model, check is not False, dynamic_batch),
             criterion,
             asked,
             trainable,
@@ -197,9 +202,13 @@ def build_training_step(
     return step if memory_budget is None else within_budget(step, memory_budget, memory_sizes, _WHO)
 
 
-def _read(model: ModelLike, checked: bool) -> tuple[ir.Model, ir.Model | None]:
+def _read(
+    model: ModelLike, checked: bool, dynamic_batch: bool | Mapping[str, int | None]
+) -> tuple[ir.Model, ir.Model | None]:
     """Return a model without functions, to work on; and as it is given, if it is to be checked."""
     loaded = reading.load(model)
+    if dynamic_batch is not False:
+        loaded = with_dynamic_batch(loaded, _WHO, dynamic_batch)
     given = (loaded.older or copy_model(loaded.ir)) if checked else None
     return inlined(loaded), given
 
@@ -364,7 +373,10 @@ def _built(
     separate(store)
     if tie:
         tie_tensors(store, tie)
+    trainable = trainable if trainable is None or isinstance(trainable, str) else list(trainable)
     choice = _choice(store, trainable, frozen, asked_for)
+    if straight_through:
+        choice = _without_scales(choice, pairs.scales(work), trainable)
     asked_for.with_trained(work.graph)
     if given is not None:
         asked_for.with_trained(given.graph)
@@ -517,6 +529,19 @@ def _choice(store: Store, trainable: Any, frozen: Any, asked: _Asked) -> Choice:
     only = asked.trained and trainable is not None and not isinstance(trainable, str) and not list(trainable)
     choice = Choice([], [], [], {}, {}, [], named=False) if only else choose(store, trainable, frozen)
     return dataclasses.replace(choice, names=[*choice.names, *asked.trained])
+
+
+def _without_scales(choice: Choice, scales: Collection[str], trainable: Any) -> Choice:
+    """Return the parameters without the scales of pairs, which are constants of the step."""
+    names = [name for name in choice.names if name not in scales]
+    asked = [name for name in choice.names if name in scales and name in (trainable or ())]
+    if asked or (choice.named and not names):
+        name = asked[0] if asked else next(iter(choice.names))
+        raise ArgumentError(
+            f"{_WHO}: trainable has {name!r}, the scale of a pair that quantises, which straight_through leaves as it "
+            "is; expected other tensors"
+        )
+    return dataclasses.replace(choice, names=names)
 
 
 def _differentiated(graph: ir.Graph, wanted: Collection[str], asked: _Asked) -> list[ir.Value]:

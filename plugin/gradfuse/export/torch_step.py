@@ -32,6 +32,7 @@ from gradfuse.export.leaves import (
     refuse_foreign_leaves,
 )
 from gradfuse.export.own_gradients import recomputed_never
+from gradfuse.export.quantisation import refuse_observers, without_observers
 from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import WHO, kind, refusal, tell_share
 from gradfuse.export.translation import lengths_as_tensors, traceable_ctc
@@ -196,6 +197,7 @@ class TorchStep:
         for owner in (module, loss):
             _refuse_lazy(owner)
             _refuse_backward_hooks(owner)
+            refuse_observers(owner)
         owners = _Owners.of(module, loss)
         aside = set_aside(owners.state)
         owners = owners.renamed(aside)
@@ -580,6 +582,7 @@ def undisturbed(step: TorchStep) -> Iterator[None]:
         traceable_ctc(),
         left_unflattened(),
         recomputed_never(),
+        without_observers(),
     ):
         yield
 

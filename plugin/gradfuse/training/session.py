@@ -140,6 +140,8 @@ class TrainingSession:
         self._evaluation: Any = None
         if self._plain is not None:
             model, evaluation = self._plain
+            quantises = b"QuantizeLinear" in model.message
+            self._keep_pairs(quantises and session_options is None)
             self._inputs, outputs = _types(model)
             in_place: frozenset[str] = frozenset()
             self._session = self._plain_session(model)
@@ -147,6 +149,8 @@ class TrainingSession:
             self._plain = dataclasses.replace(model, message=b""), evaluation
         else:
             step.require_consistent(_WHO)
+            quantises = any(node.op_type == "QuantizeLinear" for node in step.model.graph.node)
+            self._keep_pairs(quantises and session_options is None)
             with collection_paused():
                 self._session, in_place = self._training_session()
             graph = step.model.graph
@@ -598,6 +602,12 @@ class TrainingSession:
         values = self.ort_values
         kept = {name: _copied(values[name]) for name in model.inputs if name in values}
         files.write_file(path, with_values(model, kept), self._files)
+
+    def _keep_pairs(self, kept: bool) -> None:
+        """Leave numbers that are quantised as the step runs floats, where that is so."""
+        if kept:
+            # Products of 8-bit integers overflow on x86-64 processors without VNNI.
+            self._options.add_session_config_entry("session.disable_quant_qdq", "1")
 
     def _plain_session(self, model: PlainModel) -> Any:
         """Return a session of a model that was read without onnx."""

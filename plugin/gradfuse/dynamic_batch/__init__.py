@@ -1,0 +1,5 @@
+"""The batch of a model that was exported with a fixed one made free.
+
+`layouts` says where the batch is in a value, `analysis` follows it through a graph by the rules of `sizes`, `views` and
+`operators`, `rewriting` changes the nodes that have fixed it, and `freeing` has the public function.
+"""
