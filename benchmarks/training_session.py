@@ -50,7 +50,7 @@ class Naive:
             step.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         self.outputs = [output.name for output in self.session.get_outputs()]
-        self.feeds = {**step.parameters, **step.buffers, **step.optimizer_state, **step.hyperparameters}
+        self.feeds = step.initial_values
 
     def step(self, x: Any, y: Any) -> float:
         results = dict(zip(self.outputs, self.session.run(None, {**self.feeds, "input": x, "target": y}), strict=True))

@@ -334,6 +334,9 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
 @click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average gradients over this many calls.")
 @click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
+@click.option("--ema", type=float, metavar="DECAY", help="Average the parameters: average * DECAY + new * (1 - DECAY).")
+@click.option("--run-time", multiple=True, metavar="NAME", help="Make weight_decay, ... an input; may be repeated.")
+@click.option("--frozen-inputs", is_flag=True, help="Make weights that do not train inputs, which may be set anew.")
 @click.option(
     "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with its differences, on a batch if given."
 )
@@ -371,6 +374,9 @@ def training_step(
     max_grad_norm: float | None,
     accumulate: int,
     grad_scaler: float | None,
+    ema: float | None,
+    run_time: tuple[str, ...],
+    frozen_inputs: bool,
     check: str | None,
     memory_budget: str | None,
     size: tuple[str, ...],
@@ -426,6 +432,9 @@ def training_step(
             max_grad_norm=max_grad_norm,
             accumulate=accumulate,
             grad_scaler=None if grad_scaler is None else optimizers.GradScaler(init_scale=grad_scaler),
+            average=None if ema is None else optimizers.EMA(decay=ema),
+            run_time=run_time,
+            frozen_inputs=frozen_inputs,
             fuse=not no_fuse,
             check=batch,
             float64=not no_float64,

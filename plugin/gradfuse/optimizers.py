@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from gradfuse.errors import ArgumentError, GradfuseError
+from gradfuse.errors import ArgumentError, GradfuseError, listed
 from gradfuse.training.optimizers import Averaging, LossScaling, Optimizer, ParameterGroup
 
 __all__ = [
@@ -25,6 +26,10 @@ __all__ = [
     "OptimizerOptions",
     "RMSprop",
 ]
+
+
+_REST = "*"
+"""The pattern of all parameters that no other one has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class OptimizerOptions:
 
     def described(self, parameters: Iterable[str]) -> Optimizer:
         """Return the optimizer of some parameters, at the beginning of training."""
-        return Optimizer(self.algorithm, (ParameterGroup(tuple(parameters), self._options()),))
+        return Optimizer((ParameterGroup(tuple(parameters), self._options(), self.algorithm),))
 
     def _options(self) -> Mapping[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -224,6 +229,45 @@ class EMA(Average):
     def described(self) -> Averaging:
         """Return the averaging as data."""
         return Averaging(self.decay, self.start, self.every)
+
+
+def described(
+    optimizer: OptimizerOptions | Mapping[str, OptimizerOptions],
+    parameters: Mapping[str, str],
+    refusal: Callable[[str], GradfuseError],
+) -> Optimizer:
+    """Return the optimizer of some parameters, at the beginning of training; or those of parts of them, as one.
+
+    Args:
+        optimizer: the optimizer, or name or pattern -> that of the parameters that it matches; "*" is all others.
+        parameters: what the step calls them -> their names.
+        refusal: makes the error that is raised where patterns do not divide the parameters.
+    """
+    if isinstance(optimizer, OptimizerOptions):
+        return optimizer.described(parameters)
+    found: dict[str, str] = {}
+    for pattern in optimizer:
+        if pattern == _REST:
+            continue
+        matched = [one for one, name in parameters.items() if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            every = listed(parameters.values())
+            raise refusal(f"optimizer has {pattern!r}, which matches no parameter; expected some of {every}")
+        for one in matched:
+            if one in found:
+                raise refusal(
+                    f"optimizer has {parameters[one]!r} in two places, {found[one]!r} and {pattern!r}; expected each "
+                    "parameter in one"
+                )
+            found[one] = pattern
+    left = [one for one in parameters if one not in found]
+    if left and _REST not in optimizer:
+        raise refusal(f"optimizer leaves out {listed(parameters[one] for one in left)}; expected '*' for all others")
+    found |= dict.fromkeys(left, _REST)
+    groups: list[ParameterGroup] = []
+    for pattern, options in optimizer.items():
+        groups += options.described(one for one in parameters if found[one] == pattern).groups
+    return Optimizer(tuple(groups))
 
 
 def averaging(average: Any, refusal: Callable[[str], GradfuseError]) -> Averaging | None:

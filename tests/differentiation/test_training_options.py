@@ -130,6 +130,24 @@ def test_a_file_with_a_loss_is_taken_by_the_command_line(run: Run, tmp_path: Pat
     assert run("training-step", model, loss, "--loss", loss)[0] == 2 and loss.read_bytes() == before
 
 
+def test_averages_and_inputs_are_options_of_the_command_line(run: Run, tmp_path: Path) -> None:
+    model, target = tmp_path / "net.onnx", tmp_path / "step.onnx"
+    onnx.save(net(), model)
+    adam = ["--loss", "mse", "--optimizer", "adamw", "--frozen", "w", "--frozen-inputs"]
+    every = [*adam, "--ema", "0.5", "--run-time", "weight_decay", "--run-time", "betas"]
+    code, _, errors = run("training-step", model, target, *every)
+    assert (code, errors) == (0, "")
+    session = TrainingSession(target)
+    session.weight_decay, session.betas = 0.5, (0.8, 0.9)
+    assert "w" in session.state_dict() and session.ort_values["n_averaged"].numpy() == 0
+    for more, message in (
+        (["--ema", "1.5"], "EMA: decay is 1.5; expected a number from 0 to below 1"),
+        (["--run-time", "decay"], "run_time has 'decay'; expected names among 'weight_decay'"),
+    ):
+        code, _, errors = run("training-step", model, target, *adam, *more)
+        assert code == 2 and message in errors and len(errors.splitlines()) == 1
+
+
 def _loss(text: str) -> onnx.ModelProto:
     return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 18]> l {text}')
 

@@ -165,6 +165,22 @@ def test_parameters_that_gradients_are_computed_from_are_updated_in_place() -> N
     assert run(step) >= with_state("b", "c", "d")
 
 
+AVERAGES: list[Any] = [optimizers.EMA(decay=0.5), optimizers.SWA(start=1, every=2)]
+
+
+@pytest.mark.parametrize("average", AVERAGES, ids=["ema", "swa"])
+def test_what_averages_read_is_updated_in_place(average: Any) -> None:
+    assert run(trained(*FORWARD["two layers"], average=average)) == with_state("a", "b", "c")
+
+
+def test_a_weight_decay_of_run_time_leaves_the_state_and_momentum_in_place() -> None:
+    step = trained(*FORWARD["two layers"], run_time=["weight_decay"])
+    assert run(step) == with_state("a", "b", "c") - {"a", "b", "c"}
+    sgd = optimizers.SGD(lr=0.05, momentum=0.9, weight_decay=0.1)
+    step = trained(*FORWARD["two layers"], optimizer=sgd, run_time=["weight_decay"])
+    assert run(step) == {"a", "b", "c", *(f"{name}.momentum_buffer" for name in "abc")}
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_updates_in_place(momentum: float) -> None:
     step = trained(*FORWARD["two layers"], optimizer=optimizers.SGD(lr=0.05, momentum=momentum, weight_decay=0.1))
@@ -244,8 +260,8 @@ def any_forward(draw: st.DrawFn) -> str:
 
 @pytest.mark.long
 @hypothesis.settings(max_examples=200)
-@hypothesis.given(any_forward())
-def test_any_graph_gives_the_bits_of_two_sets(forward: str) -> None:
+@hypothesis.given(any_forward(), st.sampled_from([None, *AVERAGES]))
+def test_any_graph_gives_the_bits_of_two_sets(forward: str, average: Any) -> None:
     model = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : 17]> forward (float[{SIDE}, {SIDE}] x) => (float[{SIDE}, {SIDE}] y) '
         f"<float[{SIDE}, {SIDE}] a, float[{SIDE}, {SIDE}] b, float[{SIDE}] c, int64[2] square = {{{SIDE}, {SIDE}}}, "
@@ -256,5 +272,7 @@ def test_any_graph_gives_the_bits_of_two_sets(forward: str) -> None:
     for name in "abc":
         array = numbers.standard_normal((SIDE, SIDE) if name in "ab" else SIDE).astype(np.float32)
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    step = gradfuse.build_training_step(model, "mse", frozen=["one", "zero"], optimizer=optimizers.AdamW(lr=0.05))
+    step = gradfuse.build_training_step(
+        model, "mse", frozen=["one", "zero"], optimizer=optimizers.AdamW(lr=0.05), average=average
+    )
     run(step, rows=SIDE)

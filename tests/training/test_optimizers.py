@@ -432,7 +432,7 @@ def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., to
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (lambda m: 3, {}, "optimizer is int; expected a torch.optim.Optimizer, or None"),
+        (lambda m: 3, {}, "optimizer is int; expected a torch.optim.Optimizer, a list"),
         (lambda m: ADAM(m.parameters(), differentiable=True), {}, "differentiable is True in parameter group 0"),
         (lambda m: SGD([nn.Parameter(torch.ones(7))]), {}, "tensor of shape (7,) that is no trainable parameter"),
         (lambda m: SGD(m.parameters()), {"max_grad_norm": -1}, "max_grad_norm is -1; expected a positive number"),

@@ -100,6 +100,7 @@ class Choice:
         parts: a parameter that the caller has named -> tensors that other layers read in its place, which stay.
         doubled: nodes that add or join two values, which are one that is trained.
         named: whether the caller has named the parameters.
+        weights: what else of the model are weights, and running statistics: what stays as it is.
     """
 
     names: list[str]
@@ -109,6 +110,7 @@ class Choice:
     parts: dict[str, list[str]]
     doubled: list[ir.Node]
     named: bool
+    weights: list[str]
 
 
 def verdict(store: Store, value: ir.Value, readers: Iterable[Reader]) -> Verdict:
@@ -467,8 +469,15 @@ class _Verdicts(Mapping[str, Verdict]):
         return len(self._values)
 
 
-def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] | None) -> Choice:
+def choose(
+    store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] | None, *, weights: bool = False
+) -> Choice:
     """Return the parameters that are to be trained, each an initializer of the graph.
+
+    Args:
+        store: the tensors of the model.
+        trainable, frozen: as for `build_training_step`.
+        weights: whether weights that are not trained are initializers of the graph, too, and are named.
 
     Raises:
         ArgumentError: nothing is left, or a pattern matches nothing, statistics or integers.
@@ -478,10 +487,11 @@ def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] 
         name for name, value in values.items() if value.uses() and all(is_statistic(*u) for u in value.uses())
     }
     found = _Verdicts(store, {name: value for name, value in values.items() if name not in statistics})
-    names, left_out = [], []
+    names: list[str] = []
+    left_out: list[str] = []
     if trainable is None:
-        weights = [name for name, one in found.items() if one is Verdict.PARAMETER]
-        names = weights or _numbers(store, values, found)
+        names = [name for name, one in found.items() if one is Verdict.PARAMETER]
+        names = names or _numbers(store, values, found)
         left_out = [name for name, one in found.items() if one is Verdict.DOUBTFUL and name not in names]
     problems: list[str] = []
     if trainable is not None:
@@ -496,12 +506,14 @@ def choose(store: Store, trainable: Iterable[str] | None, frozen: Iterable[str] 
     copies = _copies(store.producer, {name: values[name] for name in names})
     divided = {} if trainable is None else {name: store.divided[name] for name in names if name in store.divided}
     parts = {name: [one for one in ones if one not in names and one not in kept] for name, ones in divided.items()}
-    for name in names:
+    others = [name for name, one in found.items() if one is Verdict.PARAMETER and name not in names] if weights else []
+    others += [name for name in values if name in statistics] if weights else []
+    for name in (*names, *others):
         store.lift(values[name])
     left_out = [name for name in left_out if name not in kept]
     doubled = _doubled(store, {values[name] for name in names}) if store.has_scopes else []
     parts = {name: ones for name, ones in parts.items() if ones}
-    return Choice(names, left_out, shared, copies, parts, doubled, named=trainable is not None)
+    return Choice(names, left_out, shared, copies, parts, doubled, named=trainable is not None, weights=others)
 
 
 def _numbers(store: Store, values: Mapping[str, ir.Value], found: Mapping[str, Verdict]) -> list[str]:

@@ -47,7 +47,7 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
-from gradfuse.optimizers import averaging, loss_scaling
+from gradfuse.optimizers import averaging, described, loss_scaling
 from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.budget import within_budget
@@ -69,12 +69,14 @@ def build_training_step(
     trainable: Iterable[str] | None = None,
     frozen: Iterable[str] | None = None,
     tie: Mapping[str, str] | None = None,
-    optimizer: OptimizerOptions | None = None,
+    optimizer: OptimizerOptions | Mapping[str, OptimizerOptions] | None = None,
     train_batch_norm: bool = False,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     grad_scaler: Any = None,
     average: Average | None = None,
+    run_time: Iterable[str] = (),
+    frozen_inputs: bool = False,
     fuse: bool = True,
     check: bool | Mapping[str, Any] = False,
     float64: bool = True,
@@ -109,7 +111,9 @@ def build_training_step(
         frozen: names or patterns of tensors that stay as they are.
         tie: name of a stored tensor -> that of another one of its values, or of those transposed: they train as one,
             which has the second name.
-        optimizer: an object of `gradfuse.optimizers`; None: the step ends at the gradients.
+        optimizer: an object of `gradfuse.optimizers`; or a dictionary from names or patterns of parameters to one each,
+            where "*" stands for all others: each is a parameter group of the step. None: the step ends at the
+            gradients.
         train_batch_norm: whether BatchNormalization takes the statistics of the batch and updates the running ones,
             which are then buffers of the step; else only nodes in training mode do, and the others take the model's,
             which stay as they are. Scale and bias train either way.
@@ -119,6 +123,12 @@ def build_training_step(
             update whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
         average: `gradfuse.optimizers.EMA` or `SWA`: the parameters are averaged over the updates, for
             `TrainingSession.evaluate(averaged=True)` and the like. None: they are not.
+        run_time: which hyperparameters are inputs beside the learning rate, so that sessions may change them between
+            updates: "weight_decay", "betas", "eps", "momentum", "alpha" (of RMSprop), "rho" (of Adadelta), by
+            parameter group; and "max_grad_norm". All but the last, and the weight decay of SGD, Adam and AdamW, take
+            nodes in the place of the operators that update in one pass.
+        frozen_inputs: whether weights that do not train, and running statistics of BatchNormalization, are inputs too,
+            so that `TrainingSession.load_state_dict` and `load` take other values for them; else they are constants.
         fuse: whether the step is fused, as by `gradfuse.fuse`.
         check: whether derivatives of the loss along random directions are compared with its differences, in float64
             where that is possible, on a random batch; or the batch to do so on: input or target -> array.
@@ -162,7 +172,8 @@ def build_training_step(
             f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses, a model, "
             "an onnxscript function, a dictionary or list of losses, or None"
         )
-    _require_options(optimizer, max_grad_norm, accumulate, grad_scaler, average)
+    run_time = optimizers.run_time_names(run_time, lambda text: ArgumentError(f"{_WHO}: {text}"))
+    _require_options(optimizer, max_grad_norm, accumulate, grad_scaler, average, run_time)
     if not isinstance(check, (bool, Mapping)):
         raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
     if straight_through and check is not False:
@@ -176,7 +187,7 @@ def build_training_step(
         return ArgumentError(f"{_WHO}: {text}")
 
     scaling, averages = loss_scaling(grad_scaler, refusal), averaging(average, refusal)
-    options = _Options(optimizer, max_grad_norm, accumulate, scaling, averages, float64)
+    options = _Options(optimizer, max_grad_norm, accumulate, scaling, averages, float64, run_time)
     asked = _Asked(_listed("outputs", outputs), _listed("input_gradients", input_gradients), dict(train_inputs or {}))
     if asked.gradients and options.loss_scaling is not None:
         raise refusal("input_gradients are given with grad_scaler, which scales them; expected one of the two")
@@ -195,6 +206,7 @@ def build_training_step(
             tie,
             options,
             train_batch_norm,
+            frozen_inputs,
             fuse,
             check,
             straight_through,
@@ -217,25 +229,30 @@ def _read(
 class _Options:
     """How parameters are updated."""
 
-    optimizer: OptimizerOptions | None
+    optimizer: OptimizerOptions | Mapping[str, OptimizerOptions] | None
     max_grad_norm: float | None
     accumulate: int
     loss_scaling: optimizers.LossScaling | None
     averaging: optimizers.Averaging | None
     float64: bool
+    run_time: tuple[str, ...]
 
-    def described(self, parameters: Iterable[str]) -> optimizers.Optimizer | None:
-        """Return the optimizer of some parameters; None: the step ends at the gradients."""
+    def described(self, parameters: Mapping[str, str]) -> optimizers.Optimizer | None:
+        """Return the optimizer of some parameters, given by their names for the user; None: there is none."""
         if self.optimizer is None:
             return None
+
+        def refusal(text: str) -> ArgumentError:
+            return ArgumentError(f"{_WHO}: {text}")
+
         return dataclasses.replace(
-            self.optimizer.described(parameters),
+            described(self.optimizer, parameters, refusal),
             max_grad_norm=self.max_grad_norm,
             accumulate=self.accumulate,
             loss_scaling=self.loss_scaling,
             averaging=self.averaging,
             float64=self.float64,
-        )
+        ).with_run_time(self.run_time, refusal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +379,7 @@ def _built(
     tie: Mapping[str, str] | None,
     options: _Options,
     train_batch_norm: bool,
+    frozen_inputs: bool,
     fuse: bool,
     check: bool | Mapping[str, Any],
     straight_through: bool,
@@ -374,7 +392,7 @@ def _built(
     if tie:
         tie_tensors(store, tie)
     trainable = trainable if trainable is None or isinstance(trainable, str) else list(trainable)
-    choice = _choice(store, trainable, frozen, asked_for)
+    choice = _choice(store, trainable, frozen, asked_for, frozen_inputs)
     if straight_through:
         choice = _without_scales(choice, pairs.scales(work), trainable)
     asked_for.with_trained(work.graph)
@@ -382,7 +400,8 @@ def _built(
         asked_for.with_trained(given.graph)
     ends = len(work.graph.outputs)
     places = asked_for.made_outputs(work.graph)
-    aside = names.set_aside([*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)])
+    own = [*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)]
+    aside = names.set_aside(own, options.run_time)
     for value in list(work.graph.initializers.values()):
         value.name = aside.get(str(value.name), value.name)
     work = in_new_opset(completed(work))
@@ -399,6 +418,7 @@ def _built(
     separate_statistics(Store(work), by_batch)
     initializers, asked = dict(graph.initializers), [aside.get(name, name) for name in choice.names]
     batch = [str(value.name) for value in graph.inputs]
+    held = _held(graph, [aside.get(name, name) for name in choice.weights], by_batch)
     wanted = _differentiated(graph, {aside.get(name, name) for name in asked_for.gradients}, asked_for)
     evaluation = copy_model(work)
     del evaluation.graph.outputs[ends:]
@@ -444,7 +464,8 @@ def _built(
         if aside.get(name, name) not in parameters and all(value.name != aside.get(name, name) for value in wanted):
             raise ArgumentError(f"{_WHO}: the loss does not depend on the input {name!r}; expected that it does")
     warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})
-    description = options.described(parameters)
+    shown = {other: name for name, other in aside.items()}
+    description = options.described({name: shown.get(name, name) for name in parameters})
     reserved = [] if description is None else description.input_names()
     if not extra.keys().isdisjoint(reserved):
         name = next(name for name in extra if name in reserved)
@@ -455,7 +476,8 @@ def _built(
     first = [value for name, value in graph.initializers.items() if name in changed]
     values = _taken_out(graph, parameters)
     buffers = _taken_out(graph, updated)
-    graph.inputs[:] = [*first, *([] if scale is None else [scale]), *graph.inputs]
+    others = [value for value in graph.inputs if value.name not in held]
+    graph.inputs[:] = [*first, *(initializers[name] for name in held), *([] if scale is None else [scale]), *others]
     graph.outputs.clear()
     kept = _kept_outputs(graph, extra, result)
     graph.outputs[:] = [_loss_output(graph, result), *kept]
@@ -477,7 +499,7 @@ def _built(
         work = loaded.ir
     if check is not False:
         scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}
-        check_gradients(work, evaluation, values, {**buffers, **scaled}, None if check is True else check)
+        check_gradients(work, evaluation, values, {**buffers, **held, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
     index_checks.append(work, checks, free_prefix(work.graph, "index_checks/")[:-1])
@@ -491,24 +513,36 @@ def _built(
         optimizer_state={} if description is None else description.initial_state(values),
         hyperparameters={} if description is None else description.hyperparameters(),
         constants={},
-        state_dict_names={name: name for name in (*values, *buffers)},
+        state_dict_names={name: name for name in (*values, *buffers, *held)},
         evaluation_model=_evaluation(evaluation, [*parameters, *(name for name in buffers if name not in seeds)]),
         index_ranges=index_checks.ranges_of(checks),
         output_names=(*extra, *(f"{value.name}{GRADIENT_SUFFIX}" for value in wanted)),
         nesting={} if found_loss.nesting is None else {"targets": found_loss.nesting},
+        frozen=held,
     )
     return names.finished(step, aside)
 
 
 def _require_options(
-    optimizer: Any, max_grad_norm: float | None, accumulate: int, grad_scaler: Any, average: Any
+    optimizer: Any,
+    max_grad_norm: float | None,
+    accumulate: int,
+    grad_scaler: Any,
+    average: Any,
+    run_time: Collection[str],
 ) -> None:
     from gradfuse.optimizers import OptimizerOptions
 
-    if optimizer is not None and not isinstance(optimizer, OptimizerOptions):
-        raise ArgumentError(
-            f"{_WHO}: optimizer is {type(optimizer).__name__}; expected one of gradfuse.optimizers, such as AdamW"
-        )
+    parts = list(optimizer.values()) if isinstance(optimizer, Mapping) and optimizer else [optimizer]
+    for pattern in optimizer if isinstance(optimizer, Mapping) else ():
+        if not isinstance(pattern, str):
+            raise ArgumentError(f"{_WHO}: optimizer has {pattern!r}; expected names or patterns of parameters")
+    for part in parts:
+        if optimizer is not None and not isinstance(part, OptimizerOptions):
+            raise ArgumentError(
+                f"{_WHO}: optimizer is {type(part).__name__}; expected one of gradfuse.optimizers, such as AdamW, or a "
+                "dictionary of some"
+            )
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
@@ -518,16 +552,20 @@ def _require_options(
         "accumulate": accumulate > 1,
         "grad_scaler": grad_scaler is not None,
         "average": average is not None,
+        "run_time": bool(run_time),
     }
     if optimizer is None and any(given.values()):
         name = next(name for name, is_given in given.items() if is_given)
         raise ArgumentError(f"{_WHO}: {name} is given without an optimizer; expected both or neither")
 
 
-def _choice(store: Store, trainable: Any, frozen: Any, asked: _Asked) -> Choice:
+def _choice(store: Store, trainable: Any, frozen: Any, asked: _Asked, weights: bool) -> Choice:
     """Return the parameters, with the inputs that become some."""
     only = asked.trained and trainable is not None and not isinstance(trainable, str) and not list(trainable)
-    choice = Choice([], [], [], {}, {}, [], named=False) if only else choose(store, trainable, frozen)
+    choice = choose(store, None if only else trainable, None if only else frozen, weights=weights)
+    if only:
+        others = [*choice.names, *choice.weights] if weights else []
+        choice = Choice([], [], [], {}, {}, [], named=False, weights=others)
     return dataclasses.replace(choice, names=[*choice.names, *asked.trained])
 
 
@@ -541,7 +579,7 @@ def _without_scales(choice: Choice, scales: Collection[str], trainable: Any) -> 
             f"{_WHO}: trainable has {name!r}, the scale of a pair that quantises, which straight_through leaves as it "
             "is; expected other tensors"
         )
-    return dataclasses.replace(choice, names=names)
+    return dataclasses.replace(choice, names=names, weights=[name for name in choice.weights if name not in scales])
 
 
 def _differentiated(graph: ir.Graph, wanted: Collection[str], asked: _Asked) -> list[ir.Value]:
@@ -661,7 +699,7 @@ def _loss_of_output(
             f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
-    _warn_of_activation(output, criterion)
+    _warn_of_activation(output, criterion, 7 if prefix else 6)
     values = {str(value.name) for value in values_of(graph)}
     free = {target.name: names.free(prefix + target.name, values) for target in criterion.targets}
     added: list[Tensor] = []
@@ -713,7 +751,7 @@ _FITTING = {
 }
 
 
-def _warn_of_activation(output: ir.Value, criterion: losses.Loss) -> None:
+def _warn_of_activation(output: ir.Value, criterion: losses.Loss, stacklevel: int) -> None:
     """Tell the caller of a loss of logits behind a softmax and the like, which trains, but worse."""
     node = output.producer()
     while node is not None and not node.domain and node.op_type in _PASSING and node.inputs[0] is not None:
@@ -726,7 +764,7 @@ def _warn_of_activation(output: ir.Value, criterion: losses.Loss) -> None:
     warnings.warn(
         f"{_WHO}: the output {output.name!r} is {gives}, as the model ends in {node.op_type}; {name} takes "
         f"{criterion.takes}. Expected {fitting}, or a model without its {node.op_type}",
-        stacklevel=6,
+        stacklevel=stacklevel,
     )
 
 
@@ -806,6 +844,14 @@ def _free_names(
             every.add(value.name)
     if taken:
         raise ArgumentError(f"{_WHO}: the model has a value {listed(taken)}; expected that name to be free")
+
+
+def _held(graph: ir.Graph, names: Iterable[str], by_batch: Iterable[ir.Node]) -> Arrays:
+    """Make weights that do not train inputs of a graph, but for statistics that nodes update; return their values."""
+    updated = {value for node in by_batch for value in node.inputs[3:5]}
+    chosen = [name for name in names if graph.initializers[name] not in updated]
+    graph.inputs.extend(graph.initializers[name] for name in chosen)
+    return _taken_out(graph, chosen)
 
 
 def _taken_out(graph: ir.Graph, changed: Iterable[str]) -> Arrays:

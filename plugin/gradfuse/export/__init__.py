@@ -37,7 +37,7 @@ def export_training_step(
     module: nn.Module,
     loss: Callable[..., Any] | None,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     dynamic_shapes: Any = None,
     fuse: bool = True,
@@ -46,6 +46,8 @@ def export_training_step(
     autocast: torch.dtype | None = None,
     grad_scaler: torch.amp.GradScaler | GradScaler | None = None,
     average: Average | None = None,
+    run_time: Iterable[str] = (),
+    frozen_inputs: bool = False,
     evaluation: bool | None = None,
     float64: bool = True,
     verify: Literal["full", "quick"] = "full",
@@ -88,7 +90,8 @@ def export_training_step(
             starts from the optimizer's state. Subclasses, your own, and those of torch.optim that docs/training.md does
             not list otherwise are traced, if their step updates each parameter by itself, by arithmetic of tensors. As
             in PyTorch, parameters that it does not have, that require no gradient, or that the loss does not depend on,
-            stay as they are. None: the model ends at the gradients.
+            stay as they are. A list of optimizers updates parts of the parameters, each of which is in one of them;
+            their parameter groups are those of the step, in order. None: the model ends at the gradients.
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
             tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
@@ -104,6 +107,13 @@ def export_training_step(
             is not enabled: the loss is not scaled.
         average: `gradfuse.optimizers.EMA` or `SWA`: the optimizer's parameters are averaged over its updates, for
             `TrainingSession.evaluate(averaged=True)` and the like. None: they are not.
+        run_time: which hyperparameters are inputs beside the learning rate, so that sessions may change them between
+            updates: "weight_decay", "betas", "eps", "momentum", "alpha" (of RMSprop), "rho" (of Adadelta), by
+            parameter group; and "max_grad_norm". All but the last, and the weight decay of SGD, Adam and AdamW, take
+            nodes in the place of the operators that update in one pass.
+        frozen_inputs: whether frozen parameters, and the floating buffers of `state_dict()` that no step changes, are
+            inputs too, so that `TrainingSession.load_state_dict` and `load` take other values for them; else they are
+            constants.
         evaluation: whether to export `TrainingStep.evaluation_model`, without autocast. None: if there is an
             optimizer, and the module has one; else a warning says why it is left out.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
@@ -142,9 +152,14 @@ def export_training_step(
     from gradfuse.models.memory import arrays_mapped, collection_paused
     from gradfuse.passes.recompute import parse_budget
     from gradfuse.training import budget as budgets
+    from gradfuse.training.optimizers import run_time_names
 
-    if optimizer is None and (max_grad_norm is not None or accumulate != 1 or (grad_scaler, average) != (None, None)):
-        raise refusal("optimizer is None; expected one with max_grad_norm, accumulate, grad_scaler or average")
+    updating, at_run_time = optimizers.every(optimizer), run_time_names(run_time, refusal)
+    options = max_grad_norm, accumulate, grad_scaler, average, at_run_time
+    if not updating and options != (None, 1, None, None, ()):
+        raise refusal(
+            "optimizer is None; expected one with max_grad_norm, accumulate, grad_scaler, average or run_time"
+        )
     if not float64 and fuse:
         raise refusal("float64 is False; expected fuse=False with it, as bodies of fused operators are in float64")
     if memory_budget is not None:
@@ -157,28 +172,37 @@ def export_training_step(
         warnings.warn(f"{WHO}: onnxruntime is not installed, so the model was not compared with PyTorch", stacklevel=2)
 
     def describe(names: Mapping[int, str]) -> Optimizer | None:
-        if optimizer is None:
+        if not updating:
             return None
         return optimizers.described(
-            optimizer,
+            updating,
             names,
             max_grad_norm=max_grad_norm,
             accumulate=accumulate,
             grad_scaler=grad_scaler,
             average=average,
             float64=float64,
+            run_time=at_run_time,
         )
 
     once = private.operators_collected_once()
     large = _bytes(module) > _SMALL
     frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
     with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, spilling.shelf() as shelf:
-        step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients)
+        step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
         sizes = explaining.Sizes(general=verifying.has_onnxruntime())
         make = functools.partial(
-            _exported, step, shapes, optimizer, shelf, fuse=fuse, evaluation=evaluation, verify=verify
+            _exported,
+            step,
+            shapes,
+            updating,
+            shelf,
+            frozen_inputs=frozen_inputs,
+            fuse=fuse,
+            evaluation=evaluation,
+            verify=verify,
         )
         try:
             exported = make(sizes, parts)
@@ -197,11 +221,12 @@ def export_training_step(
 def _exported(
     step: TorchStep,
     shapes: DynamicShapes,
-    optimizer: torch.optim.Optimizer | None,
+    updating: Sequence[torch.optim.Optimizer],
     shelf: Shelf,
     sizes: Sizes,
     parts: Parts,
     *,
+    frozen_inputs: bool,
     fuse: bool,
     evaluation: bool | None,
     verify: str,
@@ -232,17 +257,19 @@ def _exported(
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import GRADIENT_SUFFIX, TrainingStep
 
-    wants_evaluation = optimizer is not None if evaluation is None else evaluation
+    wants_evaluation = bool(updating) if evaluation is None else evaluation
     in_float64 = verify == "full"
     python = PythonState.of(step)
     with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
         with verifying.memory_watched(step, shelf) if in_float64 else contextlib.nullcontext():
             try:
-                native = steadiness.first_run(step, python)
+                native = steadiness.first_run(step, python, frozen_inputs=frozen_inputs)
             except FrozenChangedError as error:
                 step = step.with_changing(error.names)
-                native = steadiness.first_run(step, python)
+                native = steadiness.first_run(step, python, frozen_inputs=frozen_inputs)
+        if frozen_inputs:
+            step = step.with_frozen_inputs(native.changed)
         if native.dropouts:
             step, native = step.with_dropout_seed(), native.with_dropout_seed()
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
@@ -260,7 +287,7 @@ def _exported(
         if returned:
             watching.count_without_dropouts(program)
         order = (*native.gradients, *tracing.unused(step, native))
-        free = {*step.trainable, *native.changed}
+        free = {*step.trainable, *native.changed, *step.frozen_inputs}
         parts.begin("translating")
         translated, shared = onnx_model.translate(program, step), None
         # It holds copies of all tensors.
@@ -319,12 +346,12 @@ def _exported(
     complete = model
     moments: Arrays = {}
     hyperparameters: Arrays = {}
-    if described is not None and gradients is not None and optimizer is not None:
+    if described is not None and gradients is not None:
         parts.begin("comparing the update with PyTorch")
         moments, hyperparameters = described.initial_state(truths[0].values()), described.hyperparameters()
         complete, update = onnx_model.with_optimizer(model, step, described, fuse=fuse)
         state = moments | hyperparameters
-        verifying.compare_update(update, gradients, opened, truths[0], described, optimizer, state)
+        verifying.compare_update(update, gradients, opened, truths[0], described, updating, state)
     parts.begin("running the model in float64")
     for truth in truths:
         with contextlib.nullcontext() if fuse else verifying.traced_as_run(step):
@@ -334,7 +361,7 @@ def _exported(
     if step.is_bfloat16_on_cpu:
         narrow_types.widen_bfloat16(complete)
     index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
-    constants = [name for name in step.state if name not in (*step.trainable, *native.changed)]
+    constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),
         parameters=_arrays(step.state, step.trainable),
@@ -345,6 +372,7 @@ def _exported(
         optimizer_state=moments,
         hyperparameters=hyperparameters,
         constants=_arrays(step.state, constants),
+        frozen=_arrays(step.state, step.frozen_inputs),
         state_dict_names=step.state_dict_names,
         evaluation_model=evaluating,
         nesting={"inputs": step.given_inputs.nesting, "targets": step.given_targets.nesting},

@@ -301,7 +301,9 @@ def answered(
         differentiates: whether the step takes derivatives itself.
     """
     fixed = [
-        (state[name], step.state[name]) for name in step.buffers if name not in changed and is_fixed(step.state[name])
+        (state[name], step.state[name])
+        for name in step.buffers
+        if name not in (*changed, *step.frozen_inputs) and is_fixed(step.state[name])
     ]
     own = own_gradients.by_formula(inner_derivatives.FUNCTIONS) if differentiates else own_gradients.traced()
     with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), own:

@@ -64,7 +64,7 @@ def evaluation_model(
         step: the step; the loss and autocast are left out.
         shapes: its dynamic dimensions.
         outcome: what PyTorch's own run of it gave. The buffers that the step changes are inputs, as trainable
-            parameters are; all others constants.
+            parameters and the step's frozen inputs are; all others constants.
         sizes: tells the user what is taken to be so of sizes.
         shared: a translated model with these outputs and the names of its inputs, parameters and buffers first, if the
             step gives one.
@@ -105,7 +105,7 @@ def evaluation_model(
         shared = _translated(step, shapes, sizes, program, inside), (*step.state, *step.input_names)
     assert shared is not None
     model, names = shared
-    free = [name for name in step.state if name in step.trainable or name in changed]
+    free = [name for name in step.state if name in (*step.trainable, *changed, *step.frozen_inputs)]
     model = onnx_model.completed(model, step, [name for name in names if name in step.state], free, fuse=fuse)
     left = [name for name in names if name in free or name not in step.state]
     onnx_model.arrange_evaluation(model, step, left, native, shapes)

@@ -175,7 +175,8 @@ def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: Dyna
     """
     graph = model.graph
     changed, used = native.changed, tuple(native.gradients)
-    others = [name for name in step.state if name not in used and (name in step.trainable or name in changed)]
+    free = {*step.trainable, *changed, *step.frozen_inputs}
+    others = [name for name in step.state if name not in used and name in free]
     scale = (optimizers.LOSS_SCALE,) if step.scales_loss else ()
     inputs = dict(zip((*used, *others, *step.batch, *scale), graph.inputs, strict=True))
     results = (
@@ -189,7 +190,7 @@ def arrange_step(model: ir.Model, step: TorchStep, native: Outcome, shapes: Dyna
     for name in step.trainable:
         if name not in used:
             produced[name + GRADIENT_SUFFIX] = _zeros_like(graph, inputs[name])
-    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *scale, *step.batch)]
+    graph.inputs[:] = [inputs[name] for name in (*step.trainable, *changed, *step.frozen_inputs, *scale, *step.batch)]
     wanted = (
         LOSS,
         *native.outputs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,17 @@ _ALGORITHMS = {
 """Those that have a rule; the steps of others are traced."""
 
 
+def every(optimizer: Any) -> tuple[Any, ...]:
+    """Return the optimizers that `export_training_step` is given: none, one, or several in order."""
+    if isinstance(optimizer, (list, tuple)):
+        if not optimizer:
+            raise refusal("optimizer is empty; expected optimizers, or None, for a step that ends at the gradients")
+        return tuple(optimizer)
+    return () if optimizer is None else (optimizer,)
+
+
 def described(
-    optimizer: Any,
+    optimizers: Sequence[Any],
     names: Mapping[int, str],
     *,
     max_grad_norm: float | None = None,
@@ -37,28 +46,58 @@ def described(
     grad_scaler: torch.amp.GradScaler | GradScaler | None = None,
     average: Average | None = None,
     float64: bool = True,
+    run_time: Sequence[str] = (),
 ) -> Optimizer:
-    """Describe an optimizer, with the state that it has.
+    """Describe optimizers of one step, with the state that they have.
 
     The steps of those that have no rule, such as subclasses, are traced.
 
     Args:
-        optimizer: the optimizer. Parameters of it that require no gradient are left alone, as PyTorch does.
+        optimizers: the optimizers. Parameters of them that require no gradient are left alone, as PyTorch does.
         names: `id` of each trainable parameter -> its name.
         max_grad_norm: see `Optimizer`.
         accumulate: see `Optimizer`.
         grad_scaler: how the loss is scaled, and the state to begin at; None, or one that is not enabled: it is not.
         average: how the parameters are averaged; None: they are not.
         float64: see `Optimizer`.
+        run_time: the names of hyperparameters that are inputs of the step.
 
     Raises:
-        ExportError: it is no optimizer or has hooks, an option or its step cannot be part of a graph, or a parameter
-            is not among the names.
+        ExportError: one is no optimizer or has hooks, an option or its step cannot be part of a graph, or a parameter
+            is not among the names or in two of them.
     """
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise refusal(f"max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise refusal(f"accumulate is {accumulate!r}; expected a positive integer")
+    parts = [_described(one, names, float64, run_time) for one in optimizers]
+    owner: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        for name in part.parameters:
+            if owner.setdefault(name, number) != number:
+                raise refusal(
+                    f"optimizer has {name!r} in two places, {owner[name]} and {number}; expected each parameter in one"
+                )
+    whole = Optimizer(
+        groups=tuple(group for part in parts for group in part.groups),
+        steps={name: done for part in parts for name, done in part.steps.items()},
+        state={name: array for part in parts for name, array in part.state.items()},
+        traced={name: rule for part in parts for name, rule in part.traced.items()},
+        max_grad_norm=max_grad_norm,
+        accumulate=accumulate,
+        loss_scaling=loss_scaling(grad_scaler, refusal),
+        averaging=averaging(average, refusal),
+        float64=float64,
+    )
+    return whole.with_run_time(run_time, refusal)
+
+
+def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time: Sequence[str]) -> Optimizer:
+    """Describe one optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise refusal(
-            f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer, or None, for a step that ends "
-            "at the gradients"
+            f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer, a list of some, or None, for "
+            "a step that ends at the gradients"
         )
     # A subclass may compute anything.
     algorithm = _ALGORITHMS.get(type(optimizer))
@@ -66,11 +105,8 @@ def described(
         raise refusal("optimizer.step is replaced in the object; expected the step of its class, or a subclass")
     if private.has_step_hooks(optimizer):
         raise refusal("optimizer has a hook on its step; expected none")
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
-        raise refusal(f"max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise refusal(f"accumulate is {accumulate!r}; expected a positive integer")
     groups = []
+    shown = type(optimizer).__name__ if algorithm is None else algorithm
     for index, group in enumerate(optimizer.param_groups):
         options = {key: _plain(value) for key, value in group.items() if key != "params"}
         if options.get("differentiable"):
@@ -84,24 +120,17 @@ def described(
                 )
         if algorithm is None:
             # The step that is traced has all else.
-            options = {"lr": options.get("lr"), "maximize": False}
-        groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in trained), options))
-    description = Optimizer(
-        algorithm=algorithm or type(optimizer).__name__,
-        groups=tuple(groups),
-        max_grad_norm=max_grad_norm,
-        accumulate=accumulate,
-        loss_scaling=loss_scaling(grad_scaler, refusal),
-        averaging=averaging(average, refusal),
-        float64=float64,
-    )
+            inputs = {name: options[name] for name in run_time if name in options}
+            options = {"lr": options.get("lr"), "maximize": False, **inputs}
+        groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in trained), options, shown))
+    description = Optimizer(groups=tuple(groups), float64=float64)
     if algorithm is None:
         if not float64:
             raise refusal(
                 f"float64 is False with {type(optimizer).__name__}, whose step is traced as PyTorch computes it; "
                 f"expected True, or torch.optim.{', '.join(sorted(one.__name__ for one in _ALGORITHMS))}"
             )
-        traced = traced_optimizer.traced(optimizer, names)
+        traced = traced_optimizer.traced(optimizer, names, run_time)
         return dataclasses.replace(description, traced=traced.rules, state=traced.state, steps=traced.steps)
     state, steps = _state(optimizer, names, description)
     return dataclasses.replace(description, state=state, steps=steps)

@@ -31,7 +31,7 @@ def refuse_shared(step: TorchStep, native: Outcome) -> None:
     Raises:
         ExportError: two of them do, or several elements of one.
     """
-    live, names = {*step.trainable, *native.changed}, list(step.state)
+    live, names = {*step.trainable, *native.changed, *step.frozen_inputs}, list(step.state)
     spans = sorted((*_span(one), place) for place, one in enumerate(step.state.values()) if _has_memory(one))
     for name in names:
         if name in live and _has_memory(step.state[name]) and _overlaps_itself(step.state[name]):
@@ -73,7 +73,7 @@ class Aliases(TorchFunctionMode):
         Raises:
             ExportError: it does.
         """
-        for name in (*step.trainable, *native.changed):
+        for name in (*step.trainable, *native.changed, *step.frozen_inputs):
             if name in self._found:
                 raise refusal(
                     f"the step reads the memory of {name!r}, which {_what(step, name)}, by another tensor, in "
@@ -102,6 +102,8 @@ class Aliases(TorchFunctionMode):
 
 
 def _what(step: TorchStep, name: str) -> str:
+    if name in step.frozen_inputs:
+        return "is an input by frozen_inputs"
     return "is trained" if name in step.trainable else "the step changes"
 
 

@@ -58,12 +58,13 @@ _EXPECTED = (
 )
 
 
-def first_run(step: TorchStep, state: PythonState) -> Outcome:
+def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = False) -> Outcome:
     """Run a step, and require that it would give the same in every run.
 
     Args:
         step: the step.
         state: Python's state; it is as before at the end.
+        frozen_inputs: whether frozen weights may change between steps.
 
     Raises:
         ExportError: it would not, it fails, or what it changes shares memory with something else.
@@ -81,8 +82,9 @@ def first_run(step: TorchStep, state: PythonState) -> Outcome:
             first = step.run(held=held)
             state.mark()
             draws = host_draws.states() != before
-        refuse_shared(step, first)
-        aliases.refuse(step, first)
+        live = step.with_frozen_inputs(first.changed) if frozen_inputs else step
+        refuse_shared(live, first)
+        aliases.refuse(live, first)
         if draws and not _seeds_itself(step):
             places = _Sources.of(step, state).text("draws")
             raise refusal(

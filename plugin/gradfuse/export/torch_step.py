@@ -142,6 +142,7 @@ class TorchStep:
         originals: the tensors of module and loss as they are, by name.
         taken: the names that no output of the step's own may have.
         differentiated: the names of the tensors of the batch whose gradients are outputs.
+        frozen_inputs: the names of the frozen weights that are inputs of the model.
     """
 
     module: nn.Module
@@ -162,6 +163,7 @@ class TorchStep:
     originals: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     taken: Collection[str] = ()
     differentiated: tuple[str, ...] = ()
+    frozen_inputs: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -172,12 +174,14 @@ class TorchStep:
         describe_optimizer: Callable[[Mapping[int, str]], Optimizer | None],
         autocast: torch.dtype | None,
         input_gradients: Sequence[str] = (),
+        run_time: Collection[str] = (),
     ) -> TorchStep:
         """Check the arguments of `export_training_step` and collect what the step consists of.
 
         Args:
             module, loss, batch, autocast, input_gradients: as for `export_training_step`.
             describe_optimizer: returns the optimizer, given `id` -> name of the trainable parameters.
+            run_time: the names of hyperparameters that are inputs beside the learning rate.
 
         Raises:
             ExportError: an argument is not as described there.
@@ -199,7 +203,7 @@ class TorchStep:
             _refuse_backward_hooks(owner)
             refuse_observers(owner)
         owners = _Owners.of(module, loss)
-        aside = set_aside(owners.state)
+        aside = set_aside(owners.state, run_time)
         owners = owners.renamed(aside)
         state, buffers = owners.state, owners.buffers
         for name, tensor in owners.left_out.items():
@@ -266,6 +270,20 @@ class TorchStep:
     def with_changing(self, names: Sequence[str]) -> TorchStep:
         """Return the step with frozen parameters among its buffers."""
         return dataclasses.replace(self, buffers=(*self.buffers, *names))
+
+    def with_frozen_inputs(self, changed: Collection[str]) -> TorchStep:
+        """Return the step whose frozen weights are inputs: what its `state_dict()` has, but for settings.
+
+        Those are frozen parameters, floating buffers, and counters of batch normalisation, if no step changes them.
+        """
+        known = {*self.state_dict_names.values()} - {*self.trainable, *changed}
+
+        def is_weight(name: str) -> bool:
+            counts = name.rpartition(".")[2] == "num_batches_tracked"
+            return name not in self.buffers or counts or self.state[name].is_floating_point()
+
+        weights = tuple(name for name in self.state if name in known and is_weight(name))
+        return dataclasses.replace(self, frozen_inputs=weights)
 
     def with_seed(self, seed: int) -> TorchStep:
         """Return the step with another seed of its dropouts, if it has any."""

@@ -75,12 +75,13 @@ class TracedRule(Rule):
     counters: tuple[str, ...] = ()
 
 
-def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Traced:
+def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time: Sequence[str] = ()) -> Traced:
     """Trace the step of an optimizer.
 
     Args:
         optimizer: the optimizer; it is not changed.
         names: `id` of each parameter that it trains -> its name.
+        run_time: the options of its groups that are inputs of the step.
 
     Raises:
         ExportError: its step cannot be exported: the text says why.
@@ -113,7 +114,7 @@ def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Traced
             (steps[name],) = counts
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
-    rules = dict(zip(kinds.values(), _rules(optimizer, list(kinds.values())), strict=True))
+    rules = dict(zip(kinds.values(), _rules(optimizer, list(kinds.values()), run_time), strict=True))
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps)
 
 
@@ -534,17 +535,49 @@ def _of_tensors() -> dict[str, Any]:
 class _Steps(nn.Module):
     """The steps of all kinds of parameters, as a function of all their tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], places: Sequence[Sequence[_Place]]
+    ) -> None:
         super().__init__()
         # In a tuple, as the module must not own the tensors.
-        self._of = (optimizer, kinds)
+        self._of = (optimizer, kinds, places)
 
-    def forward(self, count: Tensor, rates: Sequence[Tensor], given: Sequence[Any]) -> Any:
-        optimizer, kinds = self._of
+    def forward(
+        self, count: Tensor, rates: Sequence[Tensor], options: Sequence[Sequence[Tensor]], given: Sequence[Any]
+    ) -> Any:
+        optimizer, kinds, places = self._of
         return [
-            _Trace(optimizer, kind, count, rates[kind.index], *tensors).merged()
+            _Trace(
+                optimizer,
+                kind,
+                count,
+                rates[kind.index],
+                dict(zip(places[kind.index], options[kind.index], strict=True)),
+                *tensors,
+            ).merged()
             for kind, tensors in zip(kinds, given, strict=True)
         ]
+
+
+_Place = tuple[str, int | None]
+"""A number of an option: its name, and which of several it is."""
+
+
+def _places(group: Mapping[str, Any], names: Sequence[str]) -> list[_Place]:
+    """Return the numbers of some options that a group has."""
+    found: list[_Place] = []
+    for name in (name for name in names if name in group):
+        several = isinstance(group[name], (tuple, list))
+        found += [(name, index) for index in range(len(group[name]))] if several else [(name, None)]
+    return found
+
+
+def _joined(numbers: Mapping[_Place, Any]) -> dict[str, Any]:
+    """Return options of their numbers."""
+    found: dict[str, Any] = {}
+    for (name, index), number in numbers.items():
+        found[name] = number if index is None else (*found.get(name, ()), number)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -556,6 +589,7 @@ class _Trace:
         kind: the kind.
         count: the number of steps done, in float64.
         rate: the learning rate, in float64.
+        options: numbers of options that are inputs, in float64.
         parameter: the parameter.
         gradient: its gradient.
         state: its state, in the order of the kind.
@@ -565,6 +599,7 @@ class _Trace:
     kind: _Kind
     count: Tensor
     rate: Tensor
+    options: Mapping[_Place, Tensor]
     parameter: Tensor
     gradient: Tensor
     state: Sequence[Tensor]
@@ -602,6 +637,8 @@ class _Trace:
             tensor.grad = self.gradient.clone()
             rates = {kind.index: python.number(self.rate.clone())}
             other = twin(self.optimizer, {kind.index: [tensor]}, {tensor: state}, rates)
+            numbers = {place: python.number(one.clone()) for place, one in self.options.items()}
+            other.param_groups[0].update(_joined(numbers))
             other.step()
             after = dict(other.state[tensor])
         known = {*kind.counters, *kind.states, *kind.constants}
@@ -624,15 +661,17 @@ def _chosen(condition: Tensor, results: Sequence[Tensor], others: Sequence[Tenso
     return [torch.where(condition, one, other) for one, other in zip(results, others, strict=True)]
 
 
-def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> list[TracedRule]:
+def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: Sequence[str]) -> list[TracedRule]:
     """Return the rules of all kinds, of one trace."""
     groups = optimizer.param_groups
     given = tuple(kind.examples() for kind in kinds)
     number = torch.zeros((), dtype=torch.float64)
-    arguments = (number, tuple(number.clone() for _ in groups), given)
+    places = [_places(group, run_time) for group in groups]
+    numbers = tuple(tuple(number.clone() for _ in of_group) for of_group in places)
+    arguments = (number, tuple(number.clone() for _ in groups), numbers, given)
     try:
         with torch.no_grad(), quiet(), _replaced(math, _of_tensors()), _replaced(torch.compiler, _AS_IF_RUN):
-            program = torch.export.export(_Steps(optimizer, kinds), arguments, strict=False)
+            program = torch.export.export(_Steps(optimizer, kinds, places), arguments, strict=False)
     except _CannotTraceError as error:
         raise _refused(optimizer, f"its step {error}") from error
     except Exception as error:
@@ -654,11 +693,13 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> list[Tra
             raise _refused(optimizer, f"its step computes {node.op_type}; expected arithmetic of tensors")
     inputs, outputs = iter(model.graph.inputs), iter(model.graph.outputs)
     count, rates = next(inputs), [next(inputs) for _ in groups]
+    options = [[next(inputs) for _ in of_group] for of_group in places]
     rules = []
     for kind in kinds:
         taken = [next(inputs) for _ in range(2 + len(kind.states))]
         results = [next(outputs) for _ in range(1 + len(kind.states) + len(kind.counters))]
-        update = functools.partial(_copied, kind, model.graph, [count, rates[kind.index], *taken], results)
+        taken = [count, rates[kind.index], *options[kind.index], *taken]
+        update = functools.partial(_copied, kind, model.graph, places[kind.index], taken, results)
         plain = StateType(_type(kind.like).dtype, tuple(kind.like.shape))
         rules.append(
             TracedRule(
@@ -675,6 +716,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind]) -> list[Tra
 def _copied(
     kind: _Kind,
     graph: ir.Graph,
+    places: Sequence[_Place],
     taken: Sequence[ir.Value],
     results: Sequence[ir.Value],
     options: Mapping[str, Any],
@@ -685,7 +727,8 @@ def _copied(
     """Append copies of a traced update's nodes: a rule's update."""
     # Of a kind that counts nothing, the trace does not read the count.
     counted = slot.parameter.nodes.constant(0.0, ir.DataType.DOUBLE) if step is None else step
-    tensors = [counted, rate, slot.parameter, slot.gradient, *(slot.state[key] for key in kind.states)]
+    numbers = [options[name] if index is None else options[name][index] for name, index in places]
+    tensors = [counted, rate, *numbers, slot.parameter, slot.gradient, *(slot.state[key] for key in kind.states)]
     given = {}
     for value, tensor in zip(taken, tensors, strict=True):
         assert value.dtype is not None

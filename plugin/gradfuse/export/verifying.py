@@ -92,7 +92,8 @@ def truth_of(
         except ExportError:
             # A counter may be the index of something.
             distinct, own = seeded, run(seeded, lambda tensor: tensor)
-    return Truth.of(distinct, own, run, (*step.trainable, *native.changed), in_float64=in_float64)
+    free = (*step.trainable, *native.changed, *step.frozen_inputs)
+    return Truth.of(distinct, own, run, free, in_float64=in_float64)
 
 
 @contextlib.contextmanager
@@ -489,7 +490,7 @@ def compare_update(
     opened: Opened,
     truth: Truth,
     described: optimizers.Optimizer,
-    optimizer: torch.optim.Optimizer,
+    updating: Sequence[torch.optim.Optimizer],
     state: Arrays,
 ) -> None:
     """Compare the update that a model makes of its gradients with the one that the optimizer itself makes of them.
@@ -507,14 +508,14 @@ def compare_update(
         opened: the model with these gradients as outputs.
         truth: has the step that they are of, without the optimizer.
         described: the optimizer that is in the model.
-        optimizer: PyTorch's; it is not changed.
+        updating: PyTorch's, one or several of parts; they are not changed.
         state: the optimizer's state and hyperparameters by the names of the model's inputs.
 
     Raises:
         ExportError: a parameter differs, or onnxruntime cannot run the model.
     """
     step = truth.step
-    _compare_later_updates(step, described, optimizer)
+    _compare_later_updates(step, described, updating)
     if optimizers.LOSS_SCALE in state:
         # Where those of the loss are finite, its multiples need not be.
         gradients = _gradients(opened.run(truth.values() | state))
@@ -534,7 +535,7 @@ def compare_update(
     # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
     tensors = {name: to_tensor(array) for name, array in given.items()}
-    exact = _Updates(step, described, optimizer, tensors, scale, torch.float64)
+    exact = _Updates(step, described, updating, tensors, scale, torch.float64)
     sizes = {name: step.state[name].numel() for name in described.parameters}
     done, whole = 0, max(1, sum(sizes.values()))
     for names in _groups(sizes):
@@ -555,13 +556,13 @@ def compare_update(
             bound = 16 * torch.finfo(parameter.dtype).eps * (largest + change)
             if error > bound:
                 # Only where it is needed: it takes as long as the reference.
-                own = _Updates(step, described, optimizer, tensors, scale, None)
+                own = _Updates(step, described, updating, tensors, scale, None)
                 bound += 16 * _farthest(own, exact, name)
             if error > bound and _narrow_eps(part, parameter):
                 moved = Rounding(_narrow_eps(part, parameter), 0)
                 near = {name: moved.moved(tensors[name])}
                 bound += 4 * _farthest(
-                    _Updates(step, described, optimizer, tensors | near, scale, torch.float64), exact, name
+                    _Updates(step, described, updating, tensors | near, scale, torch.float64), exact, name
                 )
             _require(error <= bound, output, "updating", error, bound)
         give_back()
@@ -589,7 +590,9 @@ _LATER = 10_000
 """So many updates later."""
 
 
-def _compare_later_updates(step: TorchStep, described: optimizers.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+def _compare_later_updates(
+    step: TorchStep, described: optimizers.Optimizer, updating: Sequence[torch.optim.Optimizer]
+) -> None:
     """Compare updates that were traced with those of the optimizer: parameter and state, in the first ones and later.
 
     One parameter of each kind is updated with random gradients, some of which are zeros, by the model and by the
@@ -602,10 +605,9 @@ def _compare_later_updates(step: TorchStep, described: optimizers.Optimizer, opt
     examples = {described.traced[name]: name for name in described.parameters if name in described.traced}
     for rule, name in examples.items():
         assert isinstance(rule, traced_optimizer.TracedRule)
-        index = next(index for index, group in enumerate(described.groups) if name in group.parameters)
         part = described.alone(name)
         model = _update_alone(part, step.state[name], name)
-        parameter = next(one for one in optimizer.param_groups[index]["params"] if one is step.state[name])
+        optimizer, index, parameter = next(one for one in _updated(updating) if one[2] is step.state[name])
         feeds = {name: to_numpy(parameter)}
         feeds |= part.initial_state(feeds) | part.hyperparameters()
         eps = torch.finfo(parameter.dtype).eps
@@ -724,8 +726,15 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield group
 
 
+def _updated(updating: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, int, Tensor]]:
+    """Yield each parameter of some optimizers, with its optimizer and the group that it has there."""
+    for optimizer in updating:
+        for index, group in enumerate(optimizer.param_groups):
+            yield from ((optimizer, index, parameter) for parameter in group["params"])
+
+
 class _Updates:
-    """What an optimizer makes of copies of the parameters, computed in a type; None: in their own.
+    """What optimizers make of copies of the parameters, computed in a type; None: in their own.
 
     The arithmetic of SGD and Adam is of one element each, but for the clipping of all gradients by their norm: so they
     take parts of parameters, one after another. Others take whole parameters.
@@ -735,21 +744,20 @@ class _Updates:
         self,
         step: TorchStep,
         described: optimizers.Optimizer,
-        optimizer: torch.optim.Optimizer,
+        updating: Sequence[torch.optim.Optimizer],
         gradients: Mapping[str, Tensor],
         scale: float,
         dtype: torch.dtype | None,
     ) -> None:
-        self._optimizer, self._gradients, self._scale, self._dtype = optimizer, gradients, scale, dtype
+        self._gradients, self._scale, self._dtype = gradients, scale, dtype
         names = {id(tensor): name for name, tensor in step.state.items()}
         # One that is frozen may be nobody's.
         self._groups = {
-            names[id(parameter)]: (parameter, index)
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
+            names[id(parameter)]: (optimizer, index, parameter)
+            for optimizer, index, parameter in _updated(updating)
             if names.get(id(parameter)) in gradients
         }
-        self._whole = bool(described.traced)
+        self._whole = described.traced
         self._max_norm = described.max_grad_norm
         norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]
         self._norm = torch.stack([norm.double() for norm in norms]).norm() if norms else torch.zeros(())
@@ -759,13 +767,14 @@ class _Updates:
 
     def of(self, name: str) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
         """Yield the parts of a parameter, which is flat, as float64."""
-        parameter, index = self._groups[name]
+        optimizer, index, parameter = self._groups[name]
         flat = parameter.detach().reshape(-1)
         # As the model has it.
-        rate = float(np.float32(self._optimizer.param_groups[index]["lr"]))
-        held = self._optimizer.state.get(parameter, {})
+        rate = float(np.float32(optimizer.param_groups[index]["lr"]))
+        held = optimizer.state.get(parameter, {})
         dtype = self._dtype or flat.dtype
-        size = max(flat.numel(), 1) if self._whole else _PART
+        is_whole = name in self._whole
+        size = max(flat.numel(), 1) if is_whole else _PART
         for begin in range(0, max(flat.numel(), 1), size):
             part = slice(begin, begin + size)
 
@@ -773,13 +782,13 @@ class _Updates:
                 """Return what a part takes of a tensor, in the type that is computed in."""
                 if not isinstance(value, Tensor):
                     return deepcopy(value)
-                if value.shape == parameter.shape and not self._whole:
+                if value.shape == parameter.shape and not is_whole:
                     value = value.reshape(-1)[part]
                 return value.detach().to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True).cpu()
 
             copy, state = taken(parameter), {key: taken(value) for key, value in held.items()}
             copy.grad = self._gradient(name, part).reshape(copy.shape)
-            twin = traced_optimizer.twin(self._optimizer, {index: [copy]}, {copy: state}, {index: rate})
+            twin = traced_optimizer.twin(optimizer, {index: [copy]}, {copy: state}, {index: rate})
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(copy, self._max_norm, self._norm.to(copy.dtype))
             if not self._skipped:
@@ -788,7 +797,7 @@ class _Updates:
 
     def _gradient(self, name: str, part: slice) -> Tensor:
         exact = self._gradients[name].reshape(-1)[part].double() / self._scale
-        return exact.to(self._dtype or self._groups[name][0].dtype)
+        return exact.to(self._dtype or self._groups[name][2].dtype)
 
 
 def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:

@@ -93,12 +93,12 @@ def modules_of(model: onnx.ModelProto, who: str) -> dict[str, tuple[int, float]]
 
 
 def _adapters(step: TrainingStep, modules: Mapping[str, Any], values: Arrays) -> Arrays:
-    """Return A and B of all modules; those that do not train are constants of the step."""
+    """Return A and B of all modules; those that do not train are constants of the step, or inputs."""
     constants = {tensor.name: tensor for tensor in step.model.graph.initializer}
     found = {}
     for name in (name for module in modules for name in adapter_names(module)):
-        if name in values:
-            found[name] = values[name]
+        if name in values or name in step.frozen:
+            found[name] = values[name] if name in values else step.frozen[name]
         elif name in constants:
             found[name] = onnx.numpy_helper.to_array(constants[name])
         else:

@@ -280,9 +280,9 @@ def _optimizer(path: str, saved: Checkpoint, parameters: Arrays) -> optimizers.O
         found = " and ".join(algorithms) or "no optimizer that is known"
         raise ModelError(f"{path}: has {found}; expected one AdamW or SGD of onnxblock")
     options["lr"] = _LEARNING_RATE if saved.learning_rate is None else saved.learning_rate
-    group = optimizers.ParameterGroup(tuple(parameters), options)
+    group = optimizers.ParameterGroup(tuple(parameters), options, algorithms[0])
     steps = dict.fromkeys(parameters, saved.steps)
-    optimizer = optimizers.Optimizer(algorithm=algorithms[0], groups=(group,), steps=steps, max_grad_norm=max_grad_norm)
+    optimizer = optimizers.Optimizer(groups=(group,), steps=steps, max_grad_norm=max_grad_norm)
     return dataclasses.replace(optimizer, state=_state(saved, optimizer, parameters, path))
 
 

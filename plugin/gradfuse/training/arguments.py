@@ -82,12 +82,6 @@ def _refuse(where: str, name: str, array: npt.NDArray[np.integer], one: IndexRan
     raise ArgumentError(f"{where}: {name!r}{shown} is {array[place]}; expected 0 to {one.size - 1}{ignored}")
 
 
-def require_rates(rates: npt.NDArray[Any], what: str) -> None:
-    """Refuse learning rates that are negative or not finite; `what` begins the message."""
-    if not (np.isfinite(rates) & (rates >= 0)).all():
-        raise ArgumentError(f"{what}; expected finite numbers from 0 on")
-
-
 def require_path(path: Any, where: str) -> None:
     """Refuse what is no path."""
     if not isinstance(path, str | os.PathLike):

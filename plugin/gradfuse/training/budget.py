@@ -38,7 +38,7 @@ def within_budget(
     def as_run(model: ir.Model) -> ir.Model:
         return with_updates_last(to_proto(model), step.own_names)[0]
 
-    feeds: Arrays = {**step.parameters, **step.buffers, **step.optimizer_state, **step.hyperparameters, **(batch or {})}
+    feeds: Arrays = {**step.initial_values, **(batch or {})}
     recompute = RecomputePass(budget, sizes, step.own_name(LOSS), who, feeds=feeds, as_run=as_run)
     model = ir.from_proto(step.model)
     recompute(model)

@@ -10,7 +10,7 @@ step are: whatever reads a parameter and matters is one of their ancestors, in e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -37,7 +37,7 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.Data
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """A node that updates inputs of the graph, and does nothing else."""
+    """A node that updates inputs of the graph."""
 
     node: ir.Node
     overwritten: frozenset[ir.Value]
@@ -60,13 +60,12 @@ def with_updates_last(
     model = ir.from_proto(proto)
     graph = model.graph
     updates = [update for node in graph if (update := _update(node, named)) is not None]
-    shared = _may_share((value for update in updates for value in update.others), _varying(graph))
-    updates = [update for update in updates if not update.overwritten & shared]
+    updates, later = _separable(graph, updates)
     if not updates:
         return model, frozenset()
     chosen = {update.node for update in updates}
-    needed = [value for update in updates for value in update.others if value.producer() is not None]
-    needed += [value for value in graph.outputs if value.producer() not in chosen]
+    needed = [value for value in _read_besides(updates, later) if value.producer() is not None]
+    needed += [value for value in graph.outputs if value.producer() not in chosen.union(later)]
     _loss_first(graph, named.get(LOSS, LOSS))
     for rate in dict.fromkeys(_input(update.node, _ORDERED_BY) for update in updates):
         barrier = _barrier(rate, needed, "late")
@@ -74,10 +73,46 @@ def with_updates_last(
             if _input(update.node, _ORDERED_BY) is rate:
                 update.node.replace_input_with(_index(update.node, _ORDERED_BY), barrier.outputs[0])
         graph.append(barrier)
-    for update in updates:
-        graph.remove(update.node)
-        graph.append(update.node)
+    for node in (*(update.node for update in updates), *later):
+        graph.remove(node)
+        graph.append(node)
     return model, frozenset(str(value.name) for update in updates for value in update.overwritten)
+
+
+def _separable(graph: ir.Graph, updates: Sequence[_Update]) -> tuple[list[_Update], list[ir.Node]]:
+    """Return those of some updates that can run behind all else but what reads their results, and the nodes that do.
+
+    Nothing that runs behind them may read what they write over, or what may be a view of it.
+    """
+    varying = _varying(graph)
+    while True:
+        later = _behind(graph, {update.node for update in updates})
+        behind = set(later)
+        shared = _may_share(_read_besides(updates, later), varying)
+        kept = [update for update in updates if update.node not in behind and not update.overwritten & shared]
+        if len(kept) == len(updates):
+            return kept, later
+        updates = kept
+
+
+def _behind(graph: ir.Graph, nodes: Collection[ir.Node]) -> list[ir.Node]:
+    """Return the nodes that read what some nodes compute, in order."""
+    values = {output for node in nodes for output in node.outputs}
+    found = []
+    for node in graph:
+        if not values.isdisjoint(read_by(node)):
+            found.append(node)
+            values.update(node.outputs)
+    return found
+
+
+def _read_besides(updates: Iterable[_Update], later: Iterable[ir.Node]) -> list[ir.Value]:
+    """Return what updates read but do not write over, and what later nodes read of neither."""
+    updates, later = list(updates), list(later)
+    within = {output for node in (*(update.node for update in updates), *later) for output in node.outputs}
+    read = [value for update in updates for value in update.others]
+    read += [value for node in later for value in read_by(node) if value not in within]
+    return list(dict.fromkeys(read))
 
 
 def _barrier(value: ir.Value, needed: Iterable[ir.Value], suffix: str) -> ir.Node:
@@ -128,22 +163,20 @@ def _ancestors(value: ir.Value) -> set[ir.Node]:
 
 
 def _update(node: ir.Node, named: Mapping[str, str]) -> _Update | None:
-    """Return the update that a node is, if it is one whose results are outputs of the graph and nothing else."""
+    """Return the update that a node is, if results of it are outputs of the graph for inputs that it updates."""
     operator = OPS.get(node.op_type) if node.domain == DOMAIN else None
     if operator is None or not any(output.in_place for output in operator.outputs):
         return None
     overwritten = []
     for output, described in zip(node.outputs, operator.outputs, strict=False):
-        if not _has(node, described.in_place) and not output.uses() and not output.is_graph_output():
+        if not _has(node, described.in_place):
             continue
         source = _input(node, described.in_place)
-        if not (source.is_graph_input() and output.is_graph_output() and not output.uses()):
-            return None
         updated = f"{source.name}{UPDATED_SUFFIX}"
-        if output.name != named.get(updated, updated):
-            return None
-        overwritten.append(source)
-    return _Update(node, frozenset(overwritten))
+        is_of_input = source.is_graph_input() and output.is_graph_output()
+        if is_of_input and output.name == named.get(updated, updated):
+            overwritten.append(source)
+    return _Update(node, frozenset(overwritten)) if overwritten else None
 
 
 def _index(node: ir.Node, name: str) -> int:

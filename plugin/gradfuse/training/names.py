@@ -14,13 +14,11 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.models.arrays import Arrays
-from gradfuse.training.step import DROPOUT_SEED, LEARNING_RATE, LOSS, STEP, UPDATED_SUFFIX, TrainingStep
+from gradfuse.training.hyperparameters import LEARNING_RATE
+from gradfuse.training.step import DROPOUT_SEED, LOSS, STEP, UPDATED_SUFFIX, TrainingStep
 
 _ASIDE = "/own"
-_OURS = re.compile(
-    rf"((scaled_)?{LOSS}|{STEP}|micro_step|n_averaged|loss_scale|growth_tracker|{DROPOUT_SEED}|{LEARNING_RATE}(\.\d+)?)"
-    rf"({re.escape(UPDATED_SUFFIX)})?"
-)
+_OURS = rf"(scaled_)?{LOSS}|{STEP}|micro_step|n_averaged|loss_scale|growth_tracker|{DROPOUT_SEED}"
 
 
 def aside(name: str) -> str:
@@ -28,10 +26,17 @@ def aside(name: str) -> str:
     return name + _ASIDE
 
 
-def set_aside(names: Collection[str]) -> dict[str, str]:
-    """Return which of the user's names a step may need, and what to call their tensors until it is finished."""
+def set_aside(names: Collection[str], hyperparameters: Iterable[str] = ()) -> dict[str, str]:
+    """Return which of the user's names a step may need, and what to call their tensors until it is finished.
+
+    Args:
+        names: the names.
+        hyperparameters: those that are inputs beside the learning rate.
+    """
+    inputs = "|".join(map(re.escape, (LEARNING_RATE, *hyperparameters)))
+    ours = re.compile(rf"({_OURS}|({inputs})(\.\d+)?)({re.escape(UPDATED_SUFFIX)})?")
     known = set(names)
-    taken = [name for name in names if _OURS.fullmatch(name) or name.rpartition(".")[0] in known]
+    taken = [name for name in names if ours.fullmatch(name) or name.rpartition(".")[0] in known]
     return {name: free(aside(name), known) for name in taken}
 
 
@@ -52,7 +57,7 @@ def finished(step: TrainingStep, aside: Mapping[str, str]) -> TrainingStep:
     if not aside:
         return step
     back = {other: name for name, other in aside.items()}
-    users = [*step.parameters, *(name for name in step.buffers if name != DROPOUT_SEED), *step.constants]
+    users = [*step.parameters, *(name for name in step.buffers if name != DROPOUT_SEED), *step.frozen, *step.constants]
     users += [*step.input_names, *step.target_names]
     names = {name: back.get(name, name) for name in users}
     in_state_dict = {name: back.get(name, name) for name, source in step.state_dict_names.items() if source in names}
@@ -69,9 +74,9 @@ def finished(step: TrainingStep, aside: Mapping[str, str]) -> TrainingStep:
     outputs = [value.name for value in step.model.graph.output]
     for name in (*inputs, *outputs):
         if name not in names:
-            # What belongs to a tensor is named after it.
+            # What belongs to a tensor is named after it, but hyperparameters of other groups after none.
             of, dot, what = name.rpartition(".")
-            give(name, f"{names[of]}{dot}{what}" if of in names else name)
+            give(name, f"{names[of]}{dot}{what}" if of in names and of not in step.hyperparameters else name)
     evaluation = step.evaluation_model
     return dataclasses.replace(
         step,
@@ -83,6 +88,7 @@ def finished(step: TrainingStep, aside: Mapping[str, str]) -> TrainingStep:
         optimizer_state=_keys(step.optimizer_state, names),
         hyperparameters=_keys(step.hyperparameters, names),
         constants=_keys(step.constants, names),
+        frozen=_keys(step.frozen, names),
         state_dict_names={
             in_state_dict.get(name, names[source]): names[source] for name, source in step.state_dict_names.items()
         },

@@ -144,8 +144,17 @@ class GraphTensor:
         return self.value.shape
 
     def op(self, op_type: str, *others: GraphTensor | float, dtype: ir.DataType | None = None) -> GraphTensor:
-        """Append an elementwise operator; all operands have one shape, or none."""
-        operands = [self, *(o if isinstance(o, GraphTensor) else self.nodes.constant(o, self.dtype) for o in others)]
+        """Append an elementwise operator; all operands have one shape, or none.
+
+        A scalar of another type is cast to that of the tensor, as PyTorch's kernels do with Python's numbers.
+        """
+
+        def operand(other: GraphTensor | float) -> GraphTensor:
+            if not isinstance(other, GraphTensor):
+                return self.nodes.constant(other, self.dtype)
+            return other if len(other.shape) else other.cast(self.dtype)
+
+        operands = [self, *map(operand, others)]
         shape = max((operand.shape for operand in operands), key=len)
         return self.nodes.op(op_type, [operand.value for operand in operands], dtype or self.dtype, shape)
 
@@ -170,6 +179,9 @@ class GraphTensor:
     def __rsub__(self, other: float) -> GraphTensor:
         return self.nodes.constant(other, self.dtype) - self
 
+    def __pow__(self, other: GraphTensor) -> GraphTensor:
+        return self.op("Pow", other)
+
     def __rpow__(self, other: float) -> GraphTensor:
         return self.nodes.constant(other, self.dtype).op("Pow", self)
 
@@ -193,6 +205,11 @@ class GraphTensor:
         otherwise = other if isinstance(other, GraphTensor) else self.nodes.constant(other, chosen.dtype)
         inputs = [self.value, chosen.value, otherwise.value]
         return self.nodes.op("Where", inputs, chosen.dtype, max((chosen.shape, otherwise.shape), key=len))
+
+    def element(self, index: int) -> GraphTensor:
+        """Return an element of a vector, of shape ()."""
+        place = self.nodes.op("Constant", [], ir.DataType.INT64, (), {"value_int": index})
+        return self.nodes.op("Gather", [self.value, place.value], self.dtype, ())
 
     def cast(self, dtype: ir.DataType) -> GraphTensor:
         if dtype == self.dtype:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -19,25 +19,41 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops import OPS, functions
 from gradfuse.custom_ops.operator import OLDEST_OPSET
-from gradfuse.errors import ExportError
+from gradfuse.errors import ExportError, GradfuseError, listed
 from gradfuse.models.arrays import Arrays
+from gradfuse.training.hyperparameters import BETAS, HYPERPARAMETERS, LEARNING_RATE, MAX_GRAD_NORM, name_of
 from gradfuse.training.nodes import GraphTensor, Nodes
-from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot, StateType
-from gradfuse.training.step import AVERAGE, GRADIENT_SUFFIX, LEARNING_RATE, N_AVERAGED, STEP, UPDATED_SUFFIX
+from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot, StateType, decayed
+from gradfuse.training.step import AVERAGE, GRADIENT_SUFFIX, N_AVERAGED, STEP, UPDATED_SUFFIX
 
 MICRO_STEP = "micro_step"
 ACCUMULATED_GRADIENT = "accumulated_grad"
 LOSS_SCALE = "loss_scale"
 GROWTH_TRACKER = "growth_tracker"
 _FUSED_TYPES = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+_DECAY = "weight_decay"
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters, by name, that share torch's options: `lr`, `weight_decay`, `betas`, ..."""
+    """Parameters that share an algorithm and its options.
+
+    Attributes:
+        parameters: their names.
+        options: torch's: `lr`, `weight_decay`, `betas`, ...
+        algorithm: a key of `RULES`; or any other name, where all of them have rules that were traced.
+        run_time: which of the options are inputs of the step.
+    """
 
     parameters: tuple[str, ...]
     options: Mapping[str, Any]
+    algorithm: str
+    run_time: tuple[str, ...] = ()
+
+    @property
+    def structure(self) -> Mapping[str, Any]:
+        """The options, with numbers that are not 0 in the places of those that are inputs."""
+        return {**self.options, **{name: 1.0 for name in self.run_time if name != BETAS}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +90,15 @@ class Averaging:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer: which algorithm, with which options for which parameters, and from which state on.
+    """An optimizer, or several of parts: with which options for which parameters, and from which state on.
 
     Attributes:
-        algorithm: a key of `RULES`; or any other name, with the rules in `traced`.
         groups: the parameter groups.
         steps: how many steps were done before, by parameter; none for one that is left out.
         state: `<parameter>.<state>` -> array, where it is not zeros.
         traced: parameter -> its rule, where that was traced; parameters of one shape share one.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
+        norm_at_run_time: whether that is an input of the step.
         accumulate: of how many calls the gradients are averaged for one update.
         loss_scaling: how the gradients are scaled; None: they are not.
         averaging: how the parameters are averaged; None: they are not.
@@ -90,12 +106,12 @@ class Optimizer:
             float32, unless a parameter is float64.
     """
 
-    algorithm: str
     groups: tuple[ParameterGroup, ...]
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     traced: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
     max_grad_norm: float | None = None
+    norm_at_run_time: bool = False
     accumulate: int = 1
     loss_scaling: LossScaling | None = None
     averaging: Averaging | None = None
@@ -108,13 +124,26 @@ class Optimizer:
 
     def rule(self, parameter: str) -> Rule:
         """Return the rule by which a parameter is updated."""
-        return self.traced[parameter] if parameter in self.traced else RULES[self.algorithm]
+        return self._rules[parameter]
+
+    @functools.cached_property
+    def _rules(self) -> dict[str, Rule]:
+        traced = self.traced
+        return {
+            name: traced[name] if name in traced else RULES[group.algorithm]
+            for group in self.groups
+            for name in group.parameters
+        }
+
+    def group(self, parameter: str) -> ParameterGroup:
+        """Return the group that a parameter is in."""
+        return next(group for group in self.groups if parameter in group.parameters)
 
     @property
     def counting(self) -> tuple[str, ...]:
         """The names of the parameters whose update depends on the number of steps done."""
         return tuple(
-            name for group in self.groups for name in group.parameters if self.rule(name).counts_steps(group.options)
+            name for group in self.groups for name in group.parameters if self.rule(name).counts_steps(group.structure)
         )
 
     @property
@@ -144,24 +173,70 @@ class Optimizer:
 
     def alone(self, parameter: str) -> Optimizer:
         """Return the optimizer of one parameter, each of whose gradients makes an update."""
-        group = next(group for group in self.groups if parameter in group.parameters)
-        one = dataclasses.replace(group, parameters=(parameter,))
+        one = dataclasses.replace(self.group(parameter), parameters=(parameter,))
         return dataclasses.replace(
-            self, groups=(one,), max_grad_norm=None, accumulate=1, loss_scaling=None, averaging=None
+            self,
+            groups=(one,),
+            max_grad_norm=None,
+            norm_at_run_time=False,
+            accumulate=1,
+            loss_scaling=None,
+            averaging=None,
         )
+
+    def with_run_time(self, asked: Sequence[str], refusal: Callable[[str], GradfuseError]) -> Optimizer:
+        """Return the optimizer with some hyperparameters as inputs of the step.
+
+        Args:
+            asked: what `run_time_names` returned.
+            refusal: makes the error that is raised where one cannot be an input.
+        """
+        for name in asked:
+            if name == MAX_GRAD_NORM:
+                if self.max_grad_norm is None:
+                    raise refusal(f"run_time has {name!r}, and max_grad_norm is None; expected the norm to begin with")
+            elif not any(name in group.options for group in self.groups):
+                have = {option for group in self.groups for option in group.options if option in HYPERPARAMETERS}
+                raise refusal(
+                    f"run_time has {name!r}, which {self.algorithms} does not have; expected names among "
+                    f"{listed(sorted(have)) or 'none'}"
+                )
+            if name == BETAS and not self.float64:
+                raise refusal("run_time has 'betas', whose powers need float64; expected float64=True with it")
+        for group in self.groups:
+            if "momentum" in asked and group.options.get("dampening"):
+                raise refusal("run_time has 'momentum', and dampening is not 0; expected one of the two")
+        groups = tuple(
+            dataclasses.replace(group, run_time=tuple(name for name in asked if name in group.options))
+            for group in self.groups
+        )
+        return dataclasses.replace(self, groups=groups, norm_at_run_time=MAX_GRAD_NORM in asked)
+
+    @property
+    def algorithms(self) -> str:
+        """The algorithms, for messages."""
+        return " and ".join(dict.fromkeys(group.algorithm for group in self.groups))
 
     def hyperparameters(self) -> Arrays:
         """Return name -> value of the inputs that no step changes."""
-        return {
-            learning_rate_name(index): np.array(group.options["lr"], dtype=np.float32)
+        rates = {
+            name_of(LEARNING_RATE, index): np.array(group.options["lr"], dtype=np.float32)
             for index, group in enumerate(self.groups)
         }
+        dtype = np.float64 if self.float64 else np.float32
+        others = {
+            name_of(option, index): np.array(group.options[option], dtype=dtype)
+            for index, group in enumerate(self.groups)
+            for option in group.run_time
+        }
+        norm = {MAX_GRAD_NORM: np.array(self.max_grad_norm, dtype=dtype)} if self.norm_at_run_time else {}
+        return rates | others | norm
 
     def state_names(self) -> dict[str, tuple[str, ...]]:
         """Return parameter -> the names of its states."""
         return {
             name: (
-                *self.rule(name).states(group.options),
+                *self.rule(name).states(group.structure),
                 *((ACCUMULATED_GRADIENT,) if self.accumulate > 1 else ()),
                 *((AVERAGE,) if self.averaging is not None else ()),
             )
@@ -209,9 +284,22 @@ class Optimizer:
         return [*states, *self.scalars(), *self.hyperparameters()]
 
 
-def learning_rate_name(group: int) -> str:
-    """Return the name of the input that holds the learning rate of a parameter group."""
-    return LEARNING_RATE if group == 0 else f"{LEARNING_RATE}.{group}"
+def run_time_names(names: Any, refusal: Callable[[str], GradfuseError]) -> tuple[str, ...]:
+    """Return the hyperparameters that are to be inputs beside the learning rate, once each.
+
+    Args:
+        names: torch's names of options, and `max_grad_norm`.
+        refusal: makes the error that is raised where one is unknown.
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise refusal(f"run_time is {names!r}; expected a list of names, such as ['weight_decay']")
+    known = [name for name in HYPERPARAMETERS if name != LEARNING_RATE]
+    asked = list(names)
+    for name in asked:
+        if name not in known:
+            always = ", which always is one" if name in ("lr", LEARNING_RATE) else ""
+            raise refusal(f"run_time has {name!r}{always}; expected names among {listed(known, most=len(known))}")
+    return tuple(dict.fromkeys(asked))
 
 
 def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str], *, fuse: bool) -> None:
@@ -263,8 +351,14 @@ def _fused(
     found = {}
     for group in optimizer.groups:
         for name in group.parameters:
-            update = optimizer.rule(name).fused(group.options)
             types = {inputs[name].dtype, gradients[name].dtype}
+            options = dict(group.options)
+            if group.run_time:
+                # Nodes apply a decay that is an input ahead of the operator; they would round to 16 bits there.
+                if group.run_time != (_DECAY,) or types != {ir.DataType.FLOAT}:
+                    continue
+                options[_DECAY] = 0.0
+            update = optimizer.rule(name).fused(options)
             if update is not None and len(types) == 1 and types <= _FUSED_TYPES:
                 found[name] = update
     return found
@@ -282,7 +376,8 @@ def _new_inputs(optimizer: Optimizer, inputs: Mapping[str, ir.Value]) -> dict[st
             )
     for name, array in {**optimizer.scalars(), **optimizer.hyperparameters()}.items():
         # The scale of the loss is an input already.
-        fresh = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(()))
+        dtype = ir.DataType.from_numpy(array.dtype)
+        fresh = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
         added[name] = inputs.get(name, fresh)
     return added
 
@@ -410,7 +505,8 @@ def _updated(
     computed = {name: _widened(gradient) for name, gradient in gradients.unscaled.items()}
     clipping = None
     if optimizer.max_grad_norm is not None:
-        clipping = _clipping_factor(nodes, computed.values(), optimizer.max_grad_norm)
+        norm = nodes.of(inputs[MAX_GRAD_NORM]) if optimizer.norm_at_run_time else optimizer.max_grad_norm
+        clipping = _clipping_factor(nodes, computed.values(), norm)
     step = nodes.of(inputs[STEP]) if optimizer.counts_steps else None
     results = {} if step is None else {STEP: (step + 1).value}
     by_nodes = [name for name in optimizer.parameters if name not in fused]
@@ -418,14 +514,16 @@ def _updated(
     scalar = ir.DataType.DOUBLE if is_wide else ir.DataType.FLOAT
     count = step.cast(scalar) if step is not None and by_nodes else None
     for index, group in enumerate(optimizer.groups):
-        learning_rate = nodes.of(inputs[learning_rate_name(index)])
-        rate = learning_rate.cast(scalar) if set(by_nodes) & set(group.parameters) else learning_rate
+        learning_rate = nodes.of(inputs[name_of(LEARNING_RATE, index)])
+        of_nodes = bool(set(by_nodes) & set(group.parameters)) or bool(group.run_time)
+        rate = learning_rate.cast(scalar) if of_nodes else learning_rate
+        options = _options(nodes, group, index, inputs, scalar)
         for name in group.parameters:
             rule = optimizer.rule(name)
             kept = Slot(
                 nodes.of(inputs[name]),
                 gradients.scaled[name],
-                {state: nodes.of(inputs[f"{name}.{state}"]) for state in rule.states(group.options)},
+                {state: nodes.of(inputs[f"{name}.{state}"]) for state in rule.states(group.structure)},
             )
             if name in fused:
                 gradient, factor = gradients.for_operator(name)
@@ -433,13 +531,19 @@ def _updated(
                 factors = [one.cast(ir.DataType.FLOAT) for one in (factor, clipping) if one is not None]
                 if group.options["maximize"]:
                     factors.append(nodes.constant(-1.0, ir.DataType.FLOAT))
+                if _DECAY in group.run_time:
+                    if not options.get("decoupled_weight_decay"):
+                        # What is added to the gradient is not scaled with it.
+                        slot, factors = dataclasses.replace(slot, gradient=functools.reduce(mul, factors, gradient)), []
+                    start, gradient = decayed(options, rate, slot)
+                    slot = dataclasses.replace(slot, parameter=start, gradient=gradient)
                 parameter, new_state = _by_operator(fused[name], learning_rate, step, slot, factors)
             else:
                 gradient = computed[name]
                 if clipping is not None:
                     gradient = gradient * clipping.cast(gradient.dtype)
                 gradient = -gradient if group.options["maximize"] else gradient
-                parameter, new_state = rule.update(group.options, rate, count, _wide(kept, gradient, rule))
+                parameter, new_state = rule.update(options, rate, count, _wide(kept, gradient, rule))
             results[name] = parameter.cast(kept.parameter.dtype).value
             results |= {
                 f"{name}.{state}": tensor.cast(kept.state[state].dtype).value for state, tensor in new_state.items()
@@ -447,6 +551,17 @@ def _updated(
     if optimizer.averaging is not None:
         results |= _averaged(nodes, optimizer, optimizer.averaging, inputs, results, scalar)
     return results
+
+
+def _options(
+    nodes: Nodes, group: ParameterGroup, index: int, inputs: Mapping[str, ir.Value], scalar: ir.DataType
+) -> dict[str, Any]:
+    """Return the options of a group, those that are inputs as scalars of a type."""
+    options = dict(group.options)
+    for name in group.run_time:
+        tensor = nodes.of(inputs[name_of(name, index)]).cast(scalar)
+        options[name] = tuple(tensor.element(place) for place in (0, 1)) if name == BETAS else tensor
+    return options
 
 
 def _averaged(
@@ -498,7 +613,7 @@ def _by_operator(
     if step is not None:
         given["step"] = step
     if factors:
-        given["gradient_scale"] = functools.reduce(operator.mul, factors)
+        given["gradient_scale"] = functools.reduce(mul, factors)
     ours = OPS[update.op_type]
     values = [given[i.name].value if i.name in given else None for i in ours.inputs]
     while values[-1] is None:
@@ -518,7 +633,7 @@ def _wide_type(dtype: ir.DataType) -> ir.DataType:
     return ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
-def _clipping_factor(nodes: Nodes, gradients: Collection[GraphTensor], max_norm: float) -> GraphTensor:
+def _clipping_factor(nodes: Nodes, gradients: Collection[GraphTensor], max_norm: GraphTensor | float) -> GraphTensor:
     """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients by, with the 2-norm."""
     dtype = _widest(gradients)
     axis = nodes.op("Constant", [], ir.DataType.INT64, (1,), {"value_ints": [0]}).value
@@ -526,7 +641,8 @@ def _clipping_factor(nodes: Nodes, gradients: Collection[GraphTensor], max_norm:
         nodes.op("Unsqueeze", [gradient.norm().cast(dtype).value, axis], dtype, (1,)).value for gradient in gradients
     ]
     total = nodes.op("Concat", norms, dtype, (len(norms),), {"axis": 0}).norm()
-    return (nodes.constant(max_norm, dtype) / (total + 1e-6)).op("Min", 1.0)
+    most = max_norm.cast(dtype) if isinstance(max_norm, GraphTensor) else nodes.constant(max_norm, dtype)
+    return (most / (total + 1e-6)).op("Min", 1.0)
 
 
 def _widest(tensors: Iterable[GraphTensor]) -> ir.DataType:

@@ -2,7 +2,7 @@
 
 `RULES` has one entry an algorithm. Its update is written with the arithmetic of `torch.optim`'s implementations on
 single tensors, one node for each of their operations. What PyTorch has as Python floats, such as the bias correction
-of Adam, is float64 in the graph too.
+of Adam, is float64 in the graph too. Options are numbers, or scalars of the graph where they are inputs of the step.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Rule:
     """An algorithm: which state it keeps, and its update."""
 
     states: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    """options -> the names of the state that is kept for each parameter."""
+    """options -> the names of the state that is kept for each parameter; those that are inputs are not 0."""
     counts_steps: Callable[[Mapping[str, Any]], bool]
-    """options -> whether the update depends on the number of steps done."""
+    """options, likewise -> whether the update depends on the number of steps done."""
     update: Callable[
         [Mapping[str, Any], GraphTensor, GraphTensor | None, Slot], tuple[GraphTensor, dict[str, GraphTensor]]
     ]
@@ -80,10 +80,23 @@ def _sgd(
             assert step is not None
             one = step.nodes.constant(1.0, step.dtype)
             fresh = gradient * step.equals(0).where(one, 1 - options["dampening"]).cast(dtype)
-        buffer = slot.state["momentum_buffer"] * options["momentum"] + fresh
+        buffer, direction = _with_momentum(slot.state["momentum_buffer"], fresh, options["momentum"])
         new_state["momentum_buffer"] = buffer
-        gradient = gradient + buffer * options["momentum"] if options["nesterov"] else buffer
+        gradient = gradient + buffer * options["momentum"] if options["nesterov"] else direction
     return parameter - gradient * rate.cast(dtype), new_state
+
+
+def _with_momentum(
+    before: GraphTensor, change: GraphTensor, momentum: GraphTensor | float
+) -> tuple[GraphTensor, GraphTensor]:
+    """Return the new buffer, and what the parameter moves by; where a momentum of run time is 0, the buffer rests."""
+    if not isinstance(momentum, GraphTensor):
+        buffer = before * momentum + change
+        return buffer, buffer
+    rests = momentum.equals(0)
+    zero, one = (momentum.nodes.constant(number, momentum.dtype) for number in (0.0, 1.0))
+    buffer = before * rests.where(one, momentum) + change * rests.where(zero, one)
+    return buffer, rests.where(change, buffer)
 
 
 def _fused_sgd(options: Mapping[str, Any]) -> FusedUpdate | None:
@@ -100,7 +113,7 @@ def _fused_sgd(options: Mapping[str, Any]) -> FusedUpdate | None:
 def _adam(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
-    parameter, gradient = _decayed(options, rate, slot)
+    parameter, gradient = decayed(options, rate, slot)
     (beta1, beta2), dtype = options["betas"], parameter.dtype
     assert step is not None
     count = _count(step)
@@ -114,13 +127,16 @@ def _adam(
     return parameter - mean * step_size.cast(dtype) / denominator, new_state
 
 
-def _lerp(start: GraphTensor, end: GraphTensor, weight: float) -> GraphTensor:
+def _lerp(start: GraphTensor, end: GraphTensor, weight: GraphTensor | float) -> GraphTensor:
     """Return what torch.lerp does, which begins at the nearer end."""
     change = end - start
+    if isinstance(weight, GraphTensor):
+        near = weight.less(0.5)
+        return near.where(start, end) + change * near.where(weight, weight - 1)
     return start + change * weight if weight < 0.5 else end - change * (1 - weight)
 
 
-def _decayed(options: Mapping[str, Any], rate: GraphTensor, slot: Slot) -> tuple[GraphTensor, GraphTensor]:
+def decayed(options: Mapping[str, Any], rate: GraphTensor, slot: Slot) -> tuple[GraphTensor, GraphTensor]:
     """Return parameter and gradient with the decay of weights."""
     parameter, gradient = slot.parameter, slot.gradient
     if options["weight_decay"] and options.get("decoupled_weight_decay"):
@@ -133,7 +149,7 @@ def _decayed(options: Mapping[str, Any], rate: GraphTensor, slot: Slot) -> tuple
 def _rmsprop(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
-    parameter, gradient = _decayed(options, rate, slot)
+    parameter, gradient = decayed(options, rate, slot)
     alpha, rate = options["alpha"], rate.cast(parameter.dtype)
     square = slot.state["square_avg"] * alpha + gradient * (1 - alpha) * gradient
     new_state, centered = {"square_avg": square}, square
@@ -142,16 +158,16 @@ def _rmsprop(
         centered = square - mean * mean
     denominator = centered.sqrt() + options["eps"]
     if options["momentum"]:
-        buffer = slot.state["momentum_buffer"] * options["momentum"] + gradient / denominator
+        buffer, direction = _with_momentum(slot.state["momentum_buffer"], gradient / denominator, options["momentum"])
         new_state["momentum_buffer"] = buffer
-        return parameter - buffer * rate, new_state
+        return parameter - direction * rate, new_state
     return parameter - gradient * rate / denominator, new_state
 
 
 def _adagrad(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
-    parameter, gradient = _decayed(options, rate, slot)
+    parameter, gradient = decayed(options, rate, slot)
     if options["lr_decay"]:
         assert step is not None
         rate = rate / (step * options["lr_decay"] + 1)
@@ -162,7 +178,7 @@ def _adagrad(
 def _adadelta(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
-    parameter, gradient = _decayed(options, rate, slot)
+    parameter, gradient = decayed(options, rate, slot)
     rho, eps = options["rho"], options["eps"]
     square = slot.state["square_avg"] * rho + gradient * (1 - rho) * gradient
     change = (slot.state["acc_delta"] + eps).sqrt() / (square + eps).sqrt() * gradient
@@ -175,7 +191,7 @@ def _adamax(
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
     assert step is not None
     beta1, beta2 = options["betas"]
-    parameter, gradient = _decayed(options, rate, slot)
+    parameter, gradient = decayed(options, rate, slot)
     mean = _lerp(slot.state["exp_avg"], gradient, 1 - beta1)
     largest = (slot.state["exp_inf"] * beta2).maximum(gradient.op("Abs") + options["eps"])
     step_size = rate / _one_minus_power(beta1, _count(step))
@@ -187,7 +203,7 @@ def _count(step: GraphTensor) -> GraphTensor:
     return step + 1 if step.dtype == ir.DataType.DOUBLE else step.nodes.shared("count", lambda: step + 1)
 
 
-def _one_minus_power(beta: float, count: GraphTensor) -> GraphTensor:
+def _one_minus_power(beta: GraphTensor | float, count: GraphTensor) -> GraphTensor:
     """Return 1 - beta**count, in few roundings also in float32, where beta**count would be too near to 1 to subtract.
 
     With x = count log(beta), that is 1 - e**x. For small x, x / (e**x - 1) is a series with the numbers of Bernoulli.
@@ -195,6 +211,8 @@ def _one_minus_power(beta: float, count: GraphTensor) -> GraphTensor:
     if count.dtype == ir.DataType.DOUBLE:
         return 1 - beta**count
     nodes = count.nodes
+    # At run time betas are float64.
+    assert not isinstance(beta, GraphTensor)
     if not beta:
         return nodes.constant(1.0, count.dtype)
 

@@ -33,15 +33,14 @@ from gradfuse.training.arguments import (
     in_short,
     require_in_range,
     require_path,
-    require_rates,
     require_shapes,
 )
+from gradfuse.training.hyperparameters import HYPERPARAMETERS, LEARNING_RATE, hyperparameter_of, require_values
 from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.sharing import Shared, Sides, require_common, shareable
 from gradfuse.training.step import (
     AVERAGE,
     GRADIENT_SUFFIX,
-    LEARNING_RATE,
     LOSS,
     N_AVERAGED,
     UPDATED_SUFFIX,
@@ -63,7 +62,6 @@ _R = TypeVar("_R")
 _S = TypeVar("_S", bound="TrainingSession")
 
 _WHO = "TrainingSession"
-_SETTABLE = ("learning_rate",)
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
 """Where the tensors of a session live, by its first execution provider; else on the CPU."""
 
@@ -194,20 +192,21 @@ class TrainingSession:
         self._no_loss = _no_result(outputs[loss].dtype)
         self._background = checkpoints.BackgroundWork(self)
         self._has_run = False
-        values = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
+        values = step.initial_values
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept if name not in given})
         if share_with is not None:
             self._share(share_with, given)
         if self._files:
             # The session has these values by now, and onnxruntime the model.
             model_of_none = step.model if self._plain is not None else onnx.ModelProto()
-            self._step = dataclasses.replace(step, model=model_of_none, parameters={}, optimizer_state={}, report=None)
+            empty: dict[str, Any] = {"parameters": {}, "frozen": {}, "optimizer_state": {}, "report": None}
+            self._step = dataclasses.replace(step, model=model_of_none, **empty)
         del step, values
         give_back()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
-            raise AttributeError(f"{_WHO} has no attribute {name!r}; expected {listed(_SETTABLE)}")
+            raise AttributeError(f"{_WHO} has no attribute {name!r}; expected {listed(HYPERPARAMETERS, most=9)}")
         super().__setattr__(name, value)
 
     @property
@@ -349,7 +348,6 @@ class TrainingSession:
         return {name: _copied(value) for name, value in zip(names, values, strict=True)}
 
     @property
-    @alone
     def learning_rate(self) -> float | tuple[float, ...]:
         """The learning rate; of a step with several parameter groups a tuple of theirs.
 
@@ -359,21 +357,97 @@ class TrainingSession:
             GradfuseError: the step has no optimizer.
             ArgumentError: what is set are no numbers, another number of them, or not all of them finite and at least 0.
         """
-        rates = tuple(float(self.ort_values[name].numpy()) for name in self._learning_rates())
-        return rates[0] if len(rates) == 1 else rates
+        found: float | tuple[float, ...] = self._get(LEARNING_RATE)
+        return found
 
     @learning_rate.setter
-    @alone
     def learning_rate(self, value: float | Sequence[float]) -> None:
-        names = self._learning_rates()
-        wanted = "a number" if len(names) == 1 else f"a number or one each of {len(names)}"
-        rates = as_array(value, f"{_WHO}: learning_rate", wanted)
-        if rates.dtype.kind not in "fiu" or rates.shape not in ((), (len(names),)):
-            raise ArgumentError(f"{_WHO}: learning_rate is {in_short(value)}; expected {wanted}")
-        with np.errstate(over="ignore"):
-            rates = np.broadcast_to(rates, len(names)).astype(np.float32)
-        require_rates(rates, f"{_WHO}: learning_rate is {in_short(value)}")
-        self._assign(dict(zip(names, map(np.asarray, rates), strict=True)))
+        self._set(LEARNING_RATE, value)
+
+    @property
+    def weight_decay(self) -> float | tuple[float, ...]:
+        """The weight decay, set and read as `learning_rate`, of the parameter groups whose optimizer has one.
+
+        Raises:
+            GradfuseError: the step was made without it in `run_time`.
+            ArgumentError: as for `learning_rate`.
+        """
+        found: float | tuple[float, ...] = self._get("weight_decay")
+        return found
+
+    @weight_decay.setter
+    def weight_decay(self, value: float | Sequence[float]) -> None:
+        self._set("weight_decay", value)
+
+    @property
+    def betas(self) -> tuple[float, ...] | tuple[tuple[float, ...], ...]:
+        """The two betas of Adam and the like: a pair for all parameter groups that have them, or a pair for each.
+
+        Raises:
+            GradfuseError: the step was made without them in `run_time`.
+            ArgumentError: what is set are no such pairs, or not all numbers are at least 0 and below 1.
+        """
+        found: tuple[float, ...] | tuple[tuple[float, ...], ...] = self._get("betas")
+        return found
+
+    @betas.setter
+    def betas(self, value: Sequence[float] | Sequence[Sequence[float]]) -> None:
+        self._set("betas", value)
+
+    @property
+    def eps(self) -> float | tuple[float, ...]:
+        """The number that is added to denominators, otherwise as `weight_decay`."""
+        found: float | tuple[float, ...] = self._get("eps")
+        return found
+
+    @eps.setter
+    def eps(self, value: float | Sequence[float]) -> None:
+        self._set("eps", value)
+
+    @property
+    def momentum(self) -> float | tuple[float, ...]:
+        """The momentum of SGD and RMSprop, otherwise as `weight_decay`."""
+        found: float | tuple[float, ...] = self._get("momentum")
+        return found
+
+    @momentum.setter
+    def momentum(self, value: float | Sequence[float]) -> None:
+        self._set("momentum", value)
+
+    @property
+    def alpha(self) -> float | tuple[float, ...]:
+        """The smoothing of RMSprop, otherwise as `weight_decay`."""
+        found: float | tuple[float, ...] = self._get("alpha")
+        return found
+
+    @alpha.setter
+    def alpha(self, value: float | Sequence[float]) -> None:
+        self._set("alpha", value)
+
+    @property
+    def rho(self) -> float | tuple[float, ...]:
+        """The smoothing of Adadelta, from 0 to 1, otherwise as `weight_decay`."""
+        found: float | tuple[float, ...] = self._get("rho")
+        return found
+
+    @rho.setter
+    def rho(self, value: float | Sequence[float]) -> None:
+        self._set("rho", value)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm that gradients are clipped to: a positive number; infinity does not clip.
+
+        Raises:
+            GradfuseError: the step was made without it in `run_time`.
+            ArgumentError: what is set is no positive number.
+        """
+        found: float = self._get("max_grad_norm")
+        return found
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._set("max_grad_norm", value)
 
     @property
     @alone
@@ -436,7 +510,7 @@ class TrainingSession:
         """Write a safetensors file that training resumes from: the old file or the new one is there, never a part.
 
         It holds `state_dict()` and, under the names of the model's inputs, what resuming needs: the optimizer's state,
-        buffers and the seed of dropout, and the learning rates; in its metadata `step_count` and `extra`. The file is
+        buffers and the seed of dropout, and hyperparameters; in its metadata `step_count` and `extra`. The file is
         written beside `path`, synced to the disk, and renamed, so that neither a process that is killed nor a power cut
         leaves half of it.
 
@@ -546,7 +620,7 @@ class TrainingSession:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
         if not stored and own:
             step = self.training_step if self._plain is None else load_plain(self._files[0]).step
-            begin = step.parameters | step.buffers | step.optimizer_state | step.hyperparameters
+            begin = step.initial_values
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
         return extra
@@ -802,12 +876,39 @@ class TrainingSession:
         values = leaves_of_call(self._step.nesting.get(what) or flat(names), given, f"{where}: {what}")
         return {name: contiguous(as_array(values[name], f"{where}: {name!r}", str(known[name]))) for name in names}
 
-    def _learning_rates(self) -> list[str]:
-        named = {other: name for name, other in self._step.own_names.items()}
-        names = [n for n in self._step.hyperparameters if named.get(n, n).partition(".")[0] == LEARNING_RATE]
+    def _hyperparameters_of(self, hyperparameter: str) -> list[str]:
+        """Return the names of the inputs that hold a hyperparameter, in the order of the parameter groups."""
+        names = [name for name in self._step.hyperparameters if self._held_by(name) == hyperparameter]
         if not names:
-            raise GradfuseError(f"{_WHO}.learning_rate: the step has no optimizer")
+            why = "no optimizer"
+            if self._step.hyperparameters:
+                why = f"no such input; expected a step with {hyperparameter!r} in run_time"
+            raise GradfuseError(f"{_WHO}.{hyperparameter}: the step has {why}")
         return names
+
+    def _held_by(self, name: str) -> str:
+        """Return the hyperparameter that an input holds."""
+        named = {other: own for own, other in self._step.own_names.items()}
+        return hyperparameter_of(named.get(name, name))
+
+    @alone
+    def _get(self, hyperparameter: str) -> Any:
+        values = [self.ort_values[name].numpy().tolist() for name in self._hyperparameters_of(hyperparameter)]
+        values = [tuple(value) if isinstance(value, list) else value for value in values]
+        return values[0] if len(values) == 1 else tuple(values)
+
+    @alone
+    def _set(self, hyperparameter: str, value: Any) -> None:
+        names, one = self._hyperparameters_of(hyperparameter), HYPERPARAMETERS[hyperparameter].shape
+        where, kind = f"{_WHO}: {hyperparameter}", "two numbers" if one else "a number"
+        wanted = kind if len(names) == 1 else f"{kind} or {'two' if one else 'one'} each of {len(names)}"
+        array = as_array(value, where, wanted)
+        if array.dtype.kind not in "fiu" or array.shape not in (one, (len(names), *one)):
+            raise ArgumentError(f"{where} is {in_short(value)}; expected {wanted}")
+        with np.errstate(over="ignore"):
+            array = np.broadcast_to(array, (len(names), *one)).astype(self._inputs[names[0]].dtype)
+        require_values(hyperparameter, array, f"{where} is {in_short(value)}")
+        self._assign(dict(zip(names, map(np.asarray, array), strict=True)))
 
     def _tensors_of(self, state_dict: Mapping[str, Any], method: str, strict: bool) -> Arrays:
         """Return parameters and buffers by their names in the model, all checked."""
@@ -831,7 +932,10 @@ class TrainingSession:
             array = as_array(state_dict[name], f"{where}: {name!r}", str(wanted))
             if known is not None:
                 if not (array.dtype == known.dtype and np.array_equal(array, known)):
-                    raise ArgumentError(f"{where}: {name!r} is a constant of the model; expected its value")
+                    raise ArgumentError(
+                        f"{where}: {name!r} is a constant of the model; expected its value, or a step made with "
+                        "frozen_inputs=True"
+                    )
                 continue
             array = self._fitting(source, array, method, name)
             if source in arrays and not np.array_equal(arrays[source], array, equal_nan=array.dtype.kind == "f"):
@@ -845,7 +949,7 @@ class TrainingSession:
         array = as_array(value, f"{where}: {shown!r}", str(known))
         require_shapes(where, {shown: array}, {shown: known})
         if name in self._step.hyperparameters:
-            require_rates(array, f"{where}: {shown!r} is {array}")
+            require_values(self._held_by(name), array, f"{where}: {shown!r} is {array}")
         elif name in self._optimizer_state and array.dtype == np.int64 and array < 0:
             raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def shareable(step: TrainingStep) -> tuple[str, ...]:
-    """Return the names of the parameters and buffers of a step; what it carries and its seed are each session's own."""
+    """Return the names of the parameters, buffers and frozen weights that are inputs of a step.
+
+    What it carries and its seed are each session's own.
+    """
     own = {step.own_name(DROPOUT_SEED), *step.carried}
-    return tuple(name for name in (*step.parameters, *step.buffers) if name not in own)
+    return tuple(name for name in (*step.parameters, *step.buffers, *step.frozen) if name not in own)
 
 
 class Shared:
@@ -83,7 +86,7 @@ def require_common(where: str, own: Sides, others: Iterable[Sides]) -> None:
             if stale is not None:
                 raise ArgumentError(
                     f"{where}: {stale!r} is a constant of one step, and another one trains it; expected it to require "
-                    "a gradient in both, with an optimizer that has it in one"
+                    "a gradient in both, with an optimizer that has it in one, or frozen_inputs=True"
                 )
     if not common:
         raise ArgumentError(f"{where}: no parameter or buffer is of both steps; expected common names")

@@ -38,7 +38,6 @@ else:
 LOSS = "loss"
 GRADIENT_SUFFIX = ".grad"
 UPDATED_SUFFIX = ".updated"
-LEARNING_RATE = "learning_rate"
 STEP = "step"
 AVERAGE = "average"
 N_AVERAGED = "n_averaged"
@@ -51,7 +50,8 @@ _VALUES = ".safetensors"
 _EVALUATION_FILE, _VALUES_FILE = "evaluation_model", "values"
 """Where the metadata name the files beside a step."""
 _INDEX_RANGES = "index_ranges"
-_TENSORS = ("parameters", "buffers", "optimizer_state", "hyperparameters", "constants")
+_FROZEN = "frozen"
+_TENSORS = ("parameters", "buffers", _FROZEN, "optimizer_state", "hyperparameters", "constants")
 """The fields of a step that hold arrays by name; all but the constants are inputs of its model."""
 
 
@@ -70,7 +70,7 @@ class TrainingStep:
     Inputs of the model, by name: every trainable parameter (as in `module.named_parameters()`; those of a loss module
     begin with `loss.`), every buffer that the step changes (as in `module.named_buffers()`), the state of the optimizer
     and its learning rates, and the tensors of the batch. Frozen parameters and the other buffers are constants of the
-    model.
+    model, unless they are asked for as inputs.
 
     Outputs: `loss`, a scalar, what the loss returns beside it, and `<buffer>.updated` for each buffer that the step
     changes. Without an optimizer also `<parameter>.grad` for each trainable parameter, in its shape and type, zeros
@@ -82,6 +82,8 @@ class TrainingStep:
         parameters: name -> value of the trainable parameters at export; what to feed in the first step.
         buffers: name -> value of the buffers that the step changes; empty in most models without batch normalisation.
             A step with dropout has one more, `dropout_seed`, int64 of shape (), which decides what is dropped.
+        frozen: name -> value of the weights that no step changes, where they are inputs; empty unless they were asked
+            for by `frozen_inputs`.
         input_names: the names of the batch's inputs: those of the arguments of `module.forward`.
         target_names: the names of the batch's targets: those of the arguments of the loss after its first.
         report: the report of `gradfuse.fuse`; None for a step that was exported with `fuse=False` or loaded.
@@ -89,8 +91,10 @@ class TrainingStep:
             torch's names of states (`momentum_buffer`, `exp_avg`, ...), in the shape and type of the parameter; `step`,
             int64 of shape (), where the optimizer counts the steps done; empty without an optimizer.
         hyperparameters: name -> value of the inputs that no step changes: `learning_rate`, float32 of shape (), and
-            `learning_rate.1`, ... for the parameter groups after the first; empty without an optimizer.
-        constants: name -> value of the frozen parameters and of the buffers that no step changes.
+            `learning_rate.1`, ... for the parameter groups after the first; and those of `run_time`, float64, as
+            `weight_decay`, `weight_decay.1`, ...; empty without an optimizer.
+        constants: name -> value of the frozen parameters and of the buffers that no step changes, where these are no
+            inputs.
         state_dict_names: each name of the module's `state_dict()` (and of the loss's, after `loss.`) -> the parameter,
             buffer or constant that has its value. Tied parameters are several names for one.
         evaluation_model: the module alone, in eval mode. Its inputs are those of the parameters and buffers that it
@@ -125,6 +129,12 @@ class TrainingStep:
     output_names: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     recomputation: Recomputation | None = None
+    frozen: Arrays = dataclasses.field(default_factory=dict)
+
+    @property
+    def initial_values(self) -> Arrays:
+        """Name -> value of each input of the model but the batch: what to feed in the first step."""
+        return self.parameters | self.buffers | self.frozen | self.optimizer_state | self.hyperparameters
 
     def own_name(self, name: str) -> str:
         """Return what the step calls an input or output of its own, such as "loss", "step" or "weight.grad"."""
@@ -158,10 +168,10 @@ class TrainingStep:
     ) -> None:
         """Write the step as one ONNX file, whole or not at all, and its evaluation model beside it.
 
-        Parameters, buffers, optimizer state and hyperparameters are stored as default values of the inputs of their
-        names: an onnxruntime session of the file uses them wherever they are not fed. Of state that is zero, as it is
-        before the first step, the file has only the shape: a sparse default value without elements. Beyond 2 GB the
-        tensors are in `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
+        Parameters, buffers, frozen weights that are inputs, optimizer state and hyperparameters are stored as default
+        values of the inputs of their names: an onnxruntime session of the file uses them wherever they are not fed. Of
+        state that is zero, as it is before the first step, the file has only the shape: a sparse default value without
+        elements. Beyond 2 GB the tensors are in `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
 
         With `defaults=False` these inputs have no default values, as onnxruntime-web takes none. The values of
         `step.onnx` are in `step.safetensors` then, by the names of the inputs: what to feed in the first step.
@@ -280,7 +290,7 @@ class TrainingStep:
         """Do the work of `require_consistent`, given the names of the inputs and outputs of the models."""
         held = [name for field in _TENSORS[:-1] for name in getattr(self, field)]
         given = collections.Counter([*held, *self.input_names, *self.target_names])
-        sources = {*self.parameters, *self.buffers, *self.constants}
+        sources = {*self.parameters, *self.buffers, *self.frozen, *self.constants}
         for name in inputs:
             if name not in given:
                 raise ModelError(f"{who}: the step has no value for the input {name!r}; expected one")
@@ -296,7 +306,7 @@ class TrainingStep:
         for name, source in self.state_dict_names.items():
             if source not in sources:
                 raise ModelError(f"{who}: the step has no value for {name!r} of its state_dict; expected one")
-        known = {*self.parameters, *self.buffers, *self.input_names}
+        known = {*self.parameters, *self.buffers, *self.frozen, *self.input_names}
         unknown = [name for name in evaluation_inputs if name not in known]
         if unknown:
             raise ModelError(f"{who}: the evaluation model takes {unknown[0]!r}; expected what the step has")
@@ -427,7 +437,7 @@ def _stored_step(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> I
             "own_names": dict(stored.get("own_names", {})),
             "output_names": _names(stored.get("outputs", [])),
         }
-        names = {field: _names(stored[field]) for field in _TENSORS}
+        names = {field: _names(stored.get(field, []) if field == _FROZEN else stored[field]) for field in _TENSORS}
         fields["carried"] = tuple(name for name in _names(stored.get("carried", [])) if name in names["buffers"])
         yield _StoredStep(names, fields, _file_beside(stored, _EVALUATION_FILE), _file_beside(stored, _VALUES_FILE))
     except (KeyError, ValueError, TypeError, RecursionError) as error:
