@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-memory bench-payoff bench-pointwise bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
+.PHONY: help compare-tools demo samples matched respelled test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-memory bench-payoff bench-pointwise bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (six minutes)"
 	@echo "make test    run the test suite, ten minutes on two cores (PYTEST_ARGS=... for pytest)"
 	@echo "make test-long   run the samples, sweeps and whole exports that the suite leaves out (a quarter of an hour)"
+	@echo "make respelled   write 1,000 graphs of each operator otherwise (KINDS=GeluBackward for some), and print what fuse matches (an hour)"
 	@echo "make matched  list what fuse matches in the graphs of tests/corpus and tests/findings, and write it down"
 	@echo "make test-slow   run the sweeps that both leave out (hours)"
 	@echo "make test-differentiation   test gradient rules on all of onnx's node tests, and print the share (three minutes)"
@@ -99,6 +100,10 @@ test: $(INSTALLED)
 
 matched: $(INSTALLED)
 	$(BIN)/python -W ignore tests/support/matched.py
+
+# An interrupted run goes on where it stopped: outcomes are in build/respelled.
+respelled: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/support/respelling_sweep.py 1000 $(KINDS)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m "long and not slow" $(PYTEST_ARGS)

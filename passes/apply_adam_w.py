@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.custom_ops import DOMAIN
+from gradfuse.passes.matching import TOLERANCE, Builder, Mismatch, Rewrite, Site, names_of
+from gradfuse.passes.matching.optimizer_pass import OptimizerPass, number, single
 from gradfuse.passes.matching.terms import (
     Correction,
     Count,
@@ -20,6 +23,7 @@ from gradfuse.passes.matching.terms import (
     constant,
     count_of,
     is_single,
+    multiplied,
     plain,
     product,
     terms_of,
@@ -38,16 +42,21 @@ from gradfuse.passes.matching.updates import (
     unscaled,
     without_numbers,
 )
-from gradfuse.passes.reading import is_float
+from gradfuse.passes.reading import attribute, is_float
+from gradfuse.passes.report import NearMiss
 
 _NEAR_ROOT = 40  # nodes behind a root among which the root of the second moment and the first moment are looked for
 _NEAR_SQUARE = 10  # nodes behind the second moment among which the gradient is looked for
 _DECIMALS = 7
 _ROUNDING = 2.0**-23
 _ONE: Factors = frozenset()
+_NO_AVERAGES = (
+    "it has a root of a moving average, but the averages are not read as those of one gradient and of its square: "
+    "each is a number times what it was plus a number times the gradient, or its square"
+)
 
 
-class FuseApplyAdamWPass(FusePass):
+class FuseApplyAdamWPass(OptimizerPass):
     """Finds, in a value P, the root of V = beta2 v + (1 - beta2) g^2, and with g the mean M = beta1 m + (1 - beta1) g;
 
     1. P = K p - S M / (A sqrt(V) + B), where all but p, M and V are single numbers;
@@ -56,10 +65,15 @@ class FuseApplyAdamWPass(FusePass):
     4. p, m, v and the gradient are of P's shape and type, and what is in between of float32.
 
     P, M and V are replaced together. A gradient that is multiplied by single numbers gives gradient_scale.
+
+    AdamWOptimizer of onnxruntime-training, in the mode that is PyTorch's, is the same for each of its parameters.
     """
 
     operator = "ApplyAdamW"
-    training_operators = ("AdamWOptimizer",)
+    optimizer = "AdamWOptimizer"
+    sequences = (2, 3, 4, 5)
+    signal = 6
+    flagged = 1
     linear = False
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
@@ -67,6 +81,55 @@ class FuseApplyAdamWPass(FusePass):
             found = _moments(site, root)
             return None if found is None else _bound(site, builder, root, found)
         return None
+
+    def _require(self, node: ir.Node) -> None:
+        if not attribute(node, "correct_bias", 1):
+            raise Mismatch("it does not correct the bias of its averages")
+        if attribute(node, "adam_mode", 0):
+            raise Mismatch("its epsilon stays out of the correction, and its weights decay last")
+
+    def _numbers(self, site: Site, builder: Builder, node: ir.Node) -> list[ir.Value]:
+        rate, counted = (single(site, builder, node.inputs[k], name) for k, name in enumerate(("rate", "count")))
+        one = builder.constant(np.ones((), np.int64), ir.DataType.INT64)
+        # It counts the step that it does, and the operator those before.
+        return [rate, builder.op("Sub", [counted, one], ir.DataType.INT64, [])]
+
+    def _updated(self, site: Site, builder: Builder, node: ir.Node, inputs: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+        return builder.fused_whole(
+            self.operator,
+            inputs,
+            [site.extents(inputs[0])] * 3,
+            beta1=number(node, "alpha", 0.9),
+            beta2=number(node, "beta", 0.999),
+            epsilon=number(node, "epsilon", 1e-8),
+            weight_decay=number(node, "weight_decay", 1e-2),
+            decoupled_weight_decay=1,
+        )
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Results that a root of a moving average is part of, and no moving average of a gradient."""
+        for value in site.graph.outputs if site.is_main else ():
+            node = value.producer()
+            if value.dtype in TOLERANCE and node is not None and node.domain != DOMAIN and site.knows(value):
+                if node.op_type in ("Add", "Sub", "Sum") and _is_near(site, value):
+                    yield NearMiss(names_of([node])[0], self.operator, _NO_AVERAGES)
+
+
+def _is_near(site: Site, value: ir.Value) -> bool:
+    """Whether a sum has a root of a moving average of its shape in it, of what is given to the graph."""
+    for one in behind(site, value, _NEAR_ROOT):
+        node = one.producer()
+        if node is None or not _is_root(site, node) or node.inputs[0] is None:
+            continue
+        with contextlib.suppress(TooLong):
+            for factors, kept in terms_of(site, without_numbers(site, node.inputs[0]), []).items():
+                # Bias corrections may be factors of it, too.
+                keys = [
+                    key for key, e in factors if e == 1.0 and isinstance(key, ir.Value) and not is_single(site, key)
+                ]
+                if 0 < kept < 1 and len(keys) == 1 and keys[0].is_graph_input():
+                    return site.knows(keys[0]) and site.extents(keys[0]) == site.extents(value)
+    return False
 
 
 @dataclass(frozen=True)
@@ -127,6 +190,9 @@ def _moments(site: Site, root: ir.Value) -> _Moments | None:
             mean = _average(site, plain(site, candidate), gradient, 1.0)
             if mean is not None:
                 return _Moments(gradient, mean, square)
+        raise Mismatch(
+            "it divides by a root of an average of squares, and has no average of what is squared as a factor"
+        )
     return None
 
 
@@ -151,6 +217,8 @@ def _average(site: Site, value: ir.Value, gradient: ir.Value, power: float) -> _
     if value is gradient:
         return None
     terms = terms_of(site, value, [gradient])
+    if len(terms) > 2:
+        terms = _gathered(site, value, gradient, power) or terms
     share = terms.get(frozenset([(gradient, power)]), 0.0)
     if len(terms) != 2 or not 0 < share < 1:
         return None
@@ -161,6 +229,19 @@ def _average(site: Site, value: ir.Value, gradient: ir.Value, power: float) -> _
     if not isinstance(before, ir.Value) or exponent != 1.0 or before is gradient:
         return None
     return _Average(value, before, share, kept)
+
+
+def _gathered(site: Site, value: ir.Value, gradient: ir.Value, power: float) -> Terms | None:
+    """A value as a sum with a multiple of a power of the gradient, where the graph has that term by term."""
+    own = terms_of(site, gradient, [])
+    whole = own if power == 1.0 else multiplied(own, own)
+    terms = terms_of(site, value, [])
+    if whole is None or len(own) < 2 or not whole.keys() <= terms.keys():
+        return None
+    shares = [terms[factors] / number for factors, number in whole.items()]
+    if max(shares) - min(shares) > _ROUNDING * max(map(abs, shares)):
+        return None
+    return {frozenset([(gradient, power)]): shares[0], **{f: n for f, n in terms.items() if f not in whole}}
 
 
 @dataclass(frozen=True)

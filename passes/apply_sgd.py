@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import ZERO
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching import Builder, Mismatch, Rewrite, Site
+from gradfuse.passes.matching.optimizer_pass import OptimizerPass, single
 from gradfuse.passes.matching.terms import Factors, Terms, TooLong, constant, is_single, plain, product, terms_of
 from gradfuse.passes.matching.updates import (
     Rate,
@@ -28,7 +30,7 @@ _NEAR_BUFFER = 12  # nodes behind a root among which the momentum is looked for
 _ROUNDING = 2.0**-22
 
 
-class FuseApplySgdPass(FusePass):
+class FuseApplySgdPass(OptimizerPass):
     """Finds P = p - lr d for a p that is given to the graph, where d is
 
     1. a momentum B = mu b + g, for a b that is given to the graph and a constant mu;
@@ -40,10 +42,15 @@ class FuseApplySgdPass(FusePass):
 
     lr is a product of single numbers. p, b, g are of P's shape and type, and what is in between of float32. g may be
     another gradient plus a multiple of p, and that be multiplied by single numbers. P and B are replaced together.
+
+    SGDOptimizerV2 of onnxruntime-training is the same for each of its parameters, without a momentum.
     """
 
     operator = "ApplySgd"
-    training_operators = ("SGDOptimizerV2",)
+    optimizer = "SGDOptimizerV2"
+    sequences = (1, 2)
+    signal = 3
+    flagged = 0
     linear = False
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
@@ -53,6 +60,16 @@ class FuseApplySgdPass(FusePass):
                 if found is not None:
                     return _bound(site, builder, root, found)
         return None
+
+    def _require(self, node: ir.Node) -> None:
+        """It has no options."""
+
+    def _numbers(self, site: Site, builder: Builder, node: ir.Node) -> list[ir.Value]:
+        return [single(site, builder, node.inputs[0], "rate")]
+
+    def _updated(self, site: Site, builder: Builder, node: ir.Node, inputs: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+        sizes = [site.extents(inputs[0]), [ZERO]]
+        return builder.fused_whole(self.operator, inputs, sizes, momentum=0.0, weight_decay=0.0, nesterov=0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,10 @@ def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
 
 
 def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
-    for candidate in behind(site, root, _NEAR_BUFFER):
+    # The momentum itself, where it is distributed in the update.
+    results = (v for v in site.graph.outputs if site.is_ahead(v, root) and site.knows(v))
+    outside = [v for v in results if v.producer() is not None and site.extents(v) == site.extents(root)]
+    for candidate in dict.fromkeys((*behind(site, root, _NEAR_BUFFER), *outside)):
         value = plain(site, candidate)
         for momentum in _momenta(site, value):
             if momentum.before is parameter or value is uncast(root):
@@ -108,6 +128,7 @@ def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update |
             steps = dict(terms_of(site, uncast(root), [parameter, value, gradient]))
             if steps.pop(frozenset([(parameter, 1.0)]), 0.0) != 1.0:
                 continue
+            steps = _along(momentum, steps)
             if (found := _along_velocity(parameter, momentum, steps)) is not None:
                 return found
             if momentum.sign < 0:
@@ -129,6 +150,21 @@ def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update |
                 raise Mismatch("its step along the momentum is not that of Nesterov's")
             return _Update(parameter, gradient, ahead, momentum, nesterov=True)
     return None
+
+
+def _along(momentum: _Momentum, steps: Terms) -> dict[Factors, float]:
+    """Steps along the momentum, where the graph has them along what it was and the gradient."""
+    result = dict(steps)
+    for factors, number in steps.items():
+        if (momentum.before, 1.0) in factors:
+            rate, along = product(factors, frozenset([(momentum.before, -1.0)])), number / momentum.factor
+            del result[factors]
+            for key, more in ((momentum.value, along), (momentum.gradient, -along * momentum.sign)):
+                own = product(rate, frozenset([(key, 1.0)]))
+                result[own] = total = result.get(own, 0.0) + more
+                if abs(total) <= _ROUNDING * abs(along):
+                    del result[own]
+    return result
 
 
 def _along_velocity(parameter: ir.Value, momentum: _Momentum, steps: Terms) -> _Update | None:

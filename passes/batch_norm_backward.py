@@ -58,8 +58,8 @@ class FuseBatchNormBackwardPass(FusePass):
         rank = len(site.extents(root))
         if not 2 <= rank <= MAX_RANK:
             return None
-        behind = [site.reached(*search, normalizing.ALL) for search in _SEARCHES]
-        if any(root not in values for values in behind):
+        subtracted = site.reached("subtractions", _is_subtraction, normalizing.ALL)
+        if root not in subtracted or root not in normalizing.with_reduction(site):
             return None
         # Channels are the second dimension, or the last.
         regions = (_region(site, root, channels) for channels in dict.fromkeys((1, rank - 1)))
@@ -94,9 +94,6 @@ def _is_subtraction(node: ir.Node) -> bool:
     return not node.domain and node.op_type in ("Add", "Sub")
 
 
-_SEARCHES = (("reductions", normalizing.is_reduction), ("subtractions", _is_subtraction))
-
-
 @dataclass(frozen=True)
 class _Region:
     """The arithmetic behind a value, up to other layers.
@@ -128,7 +125,7 @@ def _region(site: Site, root: ir.Value, channels: int) -> _Region | None:
         inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
         if node is None or inputs is None:
             continue
-        if normalizing.is_reduction(node) and inputs[0] is not None and is_whole(inputs[0]):
+        if normalizing.reduced(site, node) is not None and inputs[0] is not None and is_whole(inputs[0]):
             reduced[inputs[0]] = None
         if (pair := normalizing.difference(site, value, is_whole, is_mean)) is not None:
             centred[value] = pair
@@ -164,12 +161,14 @@ def _candidates(site: Site, region: _Region) -> Iterator[tuple[ir.Value, ir.Valu
     terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(site, value, is_whole, _FACTORS))
     products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
-    for centred, (x, mean) in region.centred.items():
-        beside = [one for product in products if centred in product for one in product]
+    pairs = [(centred, x, mean) for centred, (x, mean) in region.centred.items()]
+    # A product with a difference may be written term by term.
+    for data, x, mean in (*pairs, *((x, x, mean) for _, x, mean in pairs)):
+        beside = [one for product in products if data in product for one in product]
         for gradient in beside:
-            alone = any(gradient in product and centred not in product for product in products)
-            if alone and gradient is not centred and gradient is not x and (gradient, centred) not in met:
-                met.add((gradient, centred))
+            alone = any(gradient in product and data not in product for product in products)
+            if alone and gradient is not data and gradient is not x and (gradient, data) not in met:
+                met.add((gradient, data))
                 yield gradient, x, mean
 
 
@@ -383,7 +382,7 @@ def _sums(
     if len(definition.channel) != 1:
         return None, None
     products = [parts.whole.gradient, *site.read_by([parts.whole.gradient], {"Mul"})]
-    reduced = site.read_by(products, normalizing.REDUCTIONS)
+    reduced = site.read_by(products, normalizing.REDUCTIONS | normalizing.PRODUCTS)
     scaled = site.read_by(reduced, {"Mul"} | normalizing.VIEWS)
     values = [*reduced, *scaled, *site.read_by(scaled, normalizing.VIEWS)]
     found: list[ir.Value | None] = []

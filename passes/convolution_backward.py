@@ -98,7 +98,7 @@ def _products(site: Site, root: ir.Value) -> _Products | None:
     """What a value, which may be cut and changed about, is the gradient of a weight of."""
     value, changed = root, 0
     for _ in range(_STEPS):
-        node = value.producer()
+        node = site.first(value).producer()
         if node is None or node.domain or node.graph is not site.graph or not node.inputs or node.inputs[0] is None:
             return None
         if node.op_type == "Conv":
@@ -115,7 +115,7 @@ def _products(site: Site, root: ir.Value) -> _Products | None:
     own = _window(node, len(site.extents(root)) - 2)
     left, right = node.inputs[:2]
     assert left is not None and right is not None
-    places = _swapped(right)
+    places = _swapped(site, right)
     image = None if own is None else _grouped(site, left, own.groups)
     if own is None or places is None or image is None:
         return None
@@ -151,20 +151,19 @@ def _is_cut(site: Site, node: ir.Node) -> bool:
     return len(node.inputs) < 5 or node.inputs[4] is None or (steps is not None and bool((steps == 1).all()))
 
 
-def _swapped(value: ir.Value) -> ir.Value | None:
-    node = value.producer()
+def _swapped(site: Site, value: ir.Value) -> ir.Value | None:
+    node = site.first(value).producer()
     return node.inputs[0] if node is not None and _is_swap(node) else None
 
 
 def _grouped(site: Site, value: ir.Value, groups: int) -> ir.Value | None:
     """The image (N, G C, ...) of which a value is (C, G N, ...)."""
     if groups == 1:
-        return _swapped(value)
-    joined = value.producer()
-    turned = _read(joined, "Reshape")
-    node = None if turned is None else turned.producer()
+        return _swapped(site, value)
+    turned = _read(site.first(value).producer(), "Reshape")
+    node = None if turned is None else site.first(turned).producer()
     split = _read(node, "Transpose")
-    image = _read(None if split is None else split.producer(), "Reshape")
+    image = _read(None if split is None else site.first(split).producer(), "Reshape")
     if node is None or turned is None or split is None or image is None or not site.knows(image):
         return None
     rank = len(site.extents(image))
@@ -229,7 +228,8 @@ def _rewrite(
 
 
 def _readers(site: Site, value: ir.Value, kinds: set[str]) -> Iterator[tuple[ir.Node, int]]:
-    for use in itertools.islice(value.uses(), _READERS):
+    uses = (use for one in site.copies(value) for use in one.uses())
+    for use in itertools.islice(uses, _READERS):
         node = use.node
         if node.op_type in kinds and not node.domain and node.graph is site.graph:
             yield node, use.idx
@@ -258,7 +258,8 @@ def _grad_input(site: Site, weight: ir.Value, found: _Products) -> tuple[ir.Valu
     """The gradient of the input, and the nodes that make it of a transposed convolution."""
     for node, index in _readers(site, found.places, {"ConvTranspose"}):
         own = _window(node, len(site.extents(weight)) - 2)
-        if index != 0 or node.inputs[1] is not weight or own is None or len(node.inputs) > 2:
+        own_weight = node.inputs[1]
+        if index != 0 or own_weight not in site.copies(weight) or own is None or len(node.inputs) > 2:
             continue
         if (own.stride, own.dilation, own.groups) != (
             found.window.stride,

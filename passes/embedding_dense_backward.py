@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import NOTHING_IGNORED
 from gradfuse.passes.algebra import Algebra, Atom, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, names_of
 from gradfuse.passes.reading import Form, Order, attribute, ort_training
+from gradfuse.passes.report import NearMiss
 
 _ROWS = {
     ("", "ScatterND"): 2,
@@ -21,11 +22,15 @@ _ROWS = {
 }
 """Operators that add rows at indices, with the place of the rows."""
 _PRODUCTS = ("MatMul", "Gemm", "Einsum")
-_VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand"}
+_VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand", "Tile"}
 _KEEPING = _VIEWS | {"Cast", "Clip"}
 """Operators behind which an index is the same, if it is one."""
 _PICKS = {"Gather", "Slice"}
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+_BY_TABLE = (
+    "its rows are gathered by a table of the rows of each segment, as tf2onnx has it, and a row of zeros is joined to "
+    "them; only the sum of the gathered rows over the places of a segment is read as theirs"
+)
 _FEW = 3  # columns are enough for the test by numbers: each is the same
 _MOST = 1 << 14  # elements of a result for which all columns are run
 _MOST_WITH_FEW = 1 << 20
@@ -58,6 +63,12 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
                 if not index_forms or [form.poly for form in index_forms] == [index]:
                     return self._bound(site, builder, root, rows, form, own, index, *others)
         return None
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Rows that are gathered by a table of segments, and not added up as any rule reads it."""
+        for node in site.graph:
+            if any(table.gather is node for table in site.forms.tables.values()):
+                yield NearMiss(names_of([node])[0], self.operator, _BY_TABLE)
 
     def _bound(
         self,
@@ -161,9 +172,9 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
         if not node.domain and attribute(node, "reduction", "none") != "add":
             return  # It puts rows where no other is.
         yield from _with_what_is_behind(site, node.inputs[place])
-    elif not node.domain and node.op_type in _PRODUCTS:
+    elif not node.domain and node.op_type in _PRODUCTS and len(node.inputs) > 1:
         yield from _rows_of_product(site, node)
-    elif not node.domain and node.op_type == "ReduceSum" and node.inputs[0] is not None:
+    elif not node.domain and node.op_type in ("ReduceSum", "Einsum") and node.inputs[0] is not None:
         product = site.first(node.inputs[0]).producer()
         if product is not None and not product.domain and product.op_type in _PRODUCTS:
             # One for each item of a batch.

@@ -102,7 +102,7 @@ def _ahead(site: Site, value: ir.Value, form: Form, most: int) -> Iterator[ir.Va
     Or of its shape but for the last dimension, along which onnx-ad has several gradients.
     """
     layouts = (form.groups, form.groups[:-1], (*form.groups[:-1], ()))
-    todo, seen = [value], {value}
+    todo, seen = [site.first(value)], {value}
     for known in todo:
         node = known.producer()
         if node is None or node.graph is not site.graph or most == 0:

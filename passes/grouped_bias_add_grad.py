@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
 from gradfuse.passes.algebra import MOST_SUMMED, UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
-from gradfuse.passes.matching import TOLERANCE, VIEWS, Builder, FusePass, Mismatch, Rewrite, Site, names_of
+from gradfuse.passes.matching import TOLERANCE, VIEWS, Builder, FusePass, Mismatch, Rewrite, Site, names_of, normalizing
 from gradfuse.passes.reading import Form, Order, attribute, ort_training
 from gradfuse.passes.report import NearMiss
 
@@ -21,7 +21,7 @@ UNSORTED = "its rows are grouped by an index that nothing proves sorted; the ope
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
-    *("MatMul", "Gemm", "Einsum"),
+    *("MatMul", "Gemm", "Einsum", "Tile"),
 }
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 _SEARCHED = 256  # values behind a sum in which its index is looked for
@@ -445,7 +445,7 @@ class _Behind:
 def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     """Tensors whose sums the root may be made of."""
     top = root.producer()
-    if top is not None and top.op_type in _PRODUCTS and not top.domain:
+    if top is not None and _is_product(site, top):
         return [] if _is_opaque(site, root) else _factors(site, top)
     summed = top is not None and top.op_type == "ReduceSum"
     sources: dict[ir.Value, None] = {}
@@ -497,14 +497,15 @@ def _what_is_behind(site: Site, root: ir.Value) -> _Behind:
 
 def _joined(site: Site, value: ir.Value, operands: list[_Behind] | None) -> _Behind:
     node = value.producer()
-    if node is not None and node.op_type in _PRODUCTS and not node.domain:
+    if node is not None and _is_product(site, node):
         return _Behind(end="product")
     if operands is None:
         return _Behind(end="other")
     sources: dict[ir.Value, None] = {}
     if node is not None and _is_end(site, node):
-        source = _first_input(node)
-        while source is not None and (above := source.producer()) is not None and above.op_type in _CUTS:
+        source = normalizing.reduced(site, node) or _first_input(node)
+        # A view there and back again is none.
+        while source is not None and (above := site.first(source).producer()) is not None and above.op_type in _CUTS:
             source = _first_input(above)
         return _Behind(() if source is None else (source,))
     # The last first, as far as the first end or the second tensor.
@@ -517,15 +518,25 @@ def _joined(site: Site, value: ir.Value, operands: list[_Behind] | None) -> _Beh
 
 def _is_end(site: Site, node: ir.Node) -> bool:
     """Whether what a node takes is one of the tensors that sums are made of."""
+    if node.op_type in _PRODUCTS:
+        return not _is_product(site, node)
     return node.op_type in _CUTS - {"Cast"} or (node.op_type == "ReduceSum" and not _sums_nothing(site, node))
+
+
+def _is_product(site: Site, node: ir.Node) -> bool:
+    """Whether a node is a product of matrices, and no sum by ones."""
+    return node.op_type in _PRODUCTS and not node.domain and normalizing.reduced(site, node) is None
 
 
 def _carried(site: Site, value: ir.Value) -> list[ir.Value] | None:
     """The operands of its node that carry sums: no indices, shapes and conditions. None where it carries none."""
     node = value.producer()
+    if node is not None and node.op_type == "Mul" and not node.domain:
+        others = [v for v in node.inputs if v is not None and not _is_condition(site, v)]
+        return others if len(others) == 1 else None
     if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
         return None
-    if (node.op_type in _PRODUCTS and not node.domain) or _is_end(site, node):
+    if _is_product(site, node) or _is_end(site, node):
         return []
     first, last = _CARRIERS.get(node.op_type, (0, 1))
     return list(dict.fromkeys(v for v in node.inputs[first:last] if v is not None and v.const_value is None))
@@ -545,6 +556,13 @@ def _factors(site: Site, node: ir.Node) -> list[ir.Value]:
     atoms = [set() if f is None else {site.algebra.atoms[a] for m in f.poly.terms for a, _ in m} for f in forms]
     others = [value for value, own in zip(operands, atoms, strict=True) if any(not atom.indicator for atom in own)]
     return others if len(others) == 1 else []
+
+
+def _is_condition(site: Site, value: ir.Value) -> bool:
+    """Whether a value is made of conditions alone: a mask."""
+    form = site.forms.get(value)
+    atoms = [] if form is None else [site.algebra.atoms[a] for m in form.poly.terms for a, _ in m]
+    return bool(atoms) and all(atom.indicator for atom in atoms)
 
 
 def _is_opaque(site: Site, value: ir.Value) -> bool:

@@ -57,7 +57,7 @@ class FuseLayerNormBackwardPass(FusePass):
             return None
         if not 1 <= len(site.extents(root)) <= MAX_RANK:
             return None
-        if root not in site.reached("reductions", normalizing.is_reduction, normalizing.ALL):
+        if root not in normalizing.with_reduction(site):
             return None
         found = itertools.chain.from_iterable(_candidates(site, region) for region in _regions(site, root))
         possible = (parts for one in found for parts in _parts(site, one))
@@ -132,7 +132,7 @@ def _regions(site: Site, root: ir.Value) -> Iterator[_Region]:
         inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
         if node is None or inputs is None:
             continue
-        if normalizing.is_reduction(node) and inputs[0] is not None and _is_whole(site, inputs[0], root):
+        if normalizing.reduced(site, node) is not None and inputs[0] is not None and _is_whole(site, inputs[0], root):
             first = _first_summed(site, value, root)
             if first is not None:
                 reduced.setdefault(first, []).append(inputs[0])
@@ -198,9 +198,11 @@ def _candidates(site: Site, region: _Region) -> Iterator[_Candidate]:
     terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(site, value, is_whole, _FACTORS))
     products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
     met: set[tuple[ir.Value, ir.Value]] = set()
+    # A product with a difference may be written term by term.
+    centred = {**{x: (x, mean) for x, mean in region.centred.values()}, **region.centred}
     for product in products:
         for data, gradient in itertools.permutations(dict.fromkeys(product), 2):
-            pair: tuple[ir.Value, ir.Value | None] = region.centred.get(data, (data, None))
+            pair: tuple[ir.Value, ir.Value | None] = centred.get(data, (data, None))
             x, mean = pair
             if (gradient, data) in met or x is gradient or (mean is None) == bool(region.centred):
                 continue
@@ -383,7 +385,7 @@ def _sums(
     for _ in range(_STEPS):
         new = site.read_by(new, {"Mul"} | normalizing.VIEWS)
         products = [*dict.fromkeys([*products, *new])]
-    reduced = site.read_by(products, normalizing.REDUCTIONS)
+    reduced = site.read_by(products, normalizing.REDUCTIONS | normalizing.PRODUCTS)
     values = [*reduced, *site.read_by(reduced, normalizing.VIEWS)]
     names = {v: site.algebra.var(k) for k, v in enumerate(definition.inner)}
     found: list[ir.Value | None] = []

@@ -136,6 +136,8 @@ def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
     """A value and what it is a view of, the nearest first: all have the same elements in the same order."""
     found = [value]
     for _ in range(_STEPS):
+        if (same := site.first(found[-1])) is not found[-1]:
+            found.append(same)
         node = found[-1].producer()
         if node is None or node.domain or node.op_type not in _VIEWS or node.graph is not site.graph:
             break

@@ -27,7 +27,11 @@ class FuseScaledDotProductAttentionPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         first, last = site.notes(FORWARD).get(root), root.producer()
-        found = None if first is None or last is None or first.graph is not site.graph else written(site.forms, last)
+        found = (
+            None
+            if first is None or last is None or first.graph is not site.graph
+            else written(site.forms, last, site.first)
+        )
         if found is None:
             return None
         operands = Operands(site, builder, found)

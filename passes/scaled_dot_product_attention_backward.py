@@ -14,17 +14,23 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.matching import TOLERANCE, Builder, FusePass, Mismatch, Rewrite, Site, names_of, softmaxes
 from gradfuse.passes.matching.attention import Written, pays, written
 from gradfuse.passes.matching.attention_operands import Matrices, Operands, in_graph, matrices, source
 from gradfuse.passes.matching.cost import ASSUMED_DIM
 from gradfuse.passes.matching.rewrite import superfluous
 from gradfuse.passes.reading import attribute
+from gradfuse.passes.report import NearMiss
 
 FORWARD = "attention"
 """The notes of a site: a product of probabilities and values, and the operator's node that computes the same."""
 
 _READERS = 32  # of a value that are looked at
+_ALIKE = {"MatMul", "FusedMatMul", "Einsum"}
+_OTHERWISE = (
+    "products with probabilities and with their transpose, but the rule reads attention as MatMul of a Softmax node of "
+    "MatMul, with numbers, masks and views in between, and its gradients as four more products"
+)
 _PRODUCTS = (("", "MatMul"), ("com.microsoft", "FusedMatMul"))
 
 
@@ -57,23 +63,60 @@ class FuseScaledDotProductAttentionBackwardPass(FusePass):
         found = _backward(site, root)
         return None if found is None else _rewrite(site, builder, found)
 
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Products of a softmax with values, and of its transpose with a gradient, that are written in another way."""
+        for node in site.graph:
+            if (node.op_type not in _ALIKE or len(node.inputs) != 2) or node.outputs[0].dtype not in TOLERANCE:
+                continue
+            value = node.inputs[0]
+            if value is None or not site.knows(value) or not _is_long(site.extents(value)):
+                continue
+            if _is_softmax(site, value) and _is_read_turned(site, value, node):
+                yield NearMiss(names_of([node])[0], self.operator, _OTHERWISE)
+
 
 def _backward(site: Site, root: ir.Value) -> _Backward | None:
-    factors = _factors(root.producer())
+    factors = _factors(site, root.producer())
     if factors is None:
         return None
     left, right = factors
     for p, grad_output, turned in ((left.transposed, right, False), (right, left.transposed, True)):
         if p.turned or not site.knows(p.value) or not _is_long(site.extents(p.value)):
             continue
-        for use in itertools.islice(p.value.uses(), _READERS):
-            last = use.node
-            if use.idx or (last.domain, last.op_type) != _PRODUCTS[0] or last.graph is not site.graph:
+        for last, index in _readers(site, p.value):
+            if index or (last.domain, last.op_type) != _PRODUCTS[0] or last.graph is not site.graph:
                 continue
-            found = written(site.forms, last)
+            found = written(site.forms, last, site.first)
             if found is not None and last is not root.producer():
                 return _with_gradients(site, found, grad_output, Matrices(root, turned))
     return None
+
+
+def _is_read(site: Site, node: ir.Node) -> bool:
+    """Whether a product is read as the last one of attention, so that something else speaks against the operator."""
+    try:
+        return (node.domain, node.op_type) == _PRODUCTS[0] and written(site.forms, node, site.first) is not None
+    except Mismatch:
+        return True
+
+
+def _is_softmax(site: Site, value: ir.Value) -> bool:
+    """Whether a value is one softmax along its last dimension."""
+    value = source(value, site.first)
+    node, form = value.producer(), site.forms.get(value)
+    if form is None or node is None or node.graph is not site.graph:
+        return False
+    # A product of matrices may have no form, and the softmax of it all the same.
+    return any(y == form.poly for y, _ in softmaxes(site.algebra, form.poly, range(len(form.sizes))))
+
+
+def _is_read_turned(site: Site, value: ir.Value, reader: ir.Node) -> bool:
+    """Whether another product reads a value, or its transpose, than the one with values, and no rule looked at both."""
+    turned = [node.outputs[0] for node, _ in _readers(site, value) if node.op_type == "Transpose"]
+    readers = {node for one in (value, *turned) for node, _ in _readers(site, one)} - {reader}
+    if _is_read(site, reader) and any((node.domain, node.op_type) in _PRODUCTS for node in readers):
+        return False
+    return any(node.op_type in _ALIKE for node in readers)
 
 
 def _is_long(extents: Sequence[Poly]) -> bool:
@@ -81,13 +124,19 @@ def _is_long(extents: Sequence[Poly]) -> bool:
     return len(sizes) > 1 and pays(*sizes)
 
 
-def _factors(node: ir.Node | None) -> tuple[Matrices, Matrices] | None:
+def _readers(site: Site, value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """What reads a value, or one that is the same, and as which input; not all of many."""
+    uses = (use for one in site.copies(value) for use in one.uses())
+    return ((use.node, use.idx) for use in itertools.islice(uses, _READERS))
+
+
+def _factors(site: Site, node: ir.Node | None) -> tuple[Matrices, Matrices] | None:
     """Return the factors of a product of matrices; None of another node."""
     if node is None or (node.domain, node.op_type) not in _PRODUCTS or None in node.inputs:
         return None
     if any(attribute(node, name, one) != one for name, one in (("alpha", 1.0), ("transBatchA", 0), ("transBatchB", 0))):
         return None
-    left, right = (matrices(value) for value in node.inputs if value is not None)
+    left, right = (matrices(value, site.first) for value in node.inputs if value is not None)
     return (
         left.transposed if attribute(node, "transA", 0) else left,
         right.transposed if attribute(node, "transB", 0) else right,
@@ -95,8 +144,8 @@ def _factors(node: ir.Node | None) -> tuple[Matrices, Matrices] | None:
 
 
 def _with_gradients(site: Site, found: Written, grad_output: Matrices, grad_value: Matrices) -> _Backward:
-    of_query = dict(_products(site, found, matrices(found.turned_key).transposed, turned=False))
-    of_key = dict(_products(site, found, matrices(found.query), turned=True))
+    of_query = dict(_products(site, found, matrices(found.turned_key, site.first).transposed, turned=False))
+    of_key = dict(_products(site, found, matrices(found.query, site.first), turned=True))
     for grad_scores, grad_query in of_query.items():
         if grad_scores in of_key:
             return _Backward(found, grad_output, grad_query, of_key[grad_scores], grad_value)
@@ -106,20 +155,20 @@ def _with_gradients(site: Site, found: Written, grad_output: Matrices, grad_valu
 def _products(site: Site, found: Written, factor: Matrices, *, turned: bool) -> Iterator[tuple[ir.Value, Matrices]]:
     """Yield tensors d of the shape of scores, with their products d f with a factor, or d^T f if turned."""
     scores = _whole(site.extents(found.products.outputs[0]))
-    transposes = [use.node.outputs[0] for use in factor.value.uses() if use.node.op_type == "Transpose"]
+    transposes = [node.outputs[0] for node, _ in _readers(site, factor.value) if node.op_type == "Transpose"]
     seen = {found.products}
     for value in (factor.value, *transposes):
-        for use in itertools.islice(value.uses(), _READERS):
-            factors = None if use.node in seen or use.node.graph is not site.graph else _factors(use.node)
+        for node, _ in _readers(site, value):
+            factors = None if node in seen or node.graph is not site.graph else _factors(site, node)
             if factors is None:
                 continue
-            seen.add(use.node)
+            seen.add(node)
             left, right = factors
             ways = ((left, right, False), (right.transposed, left.transposed, True))
             for grad, other, is_transpose in ways:
                 if other == factor and grad.turned == turned and site.knows(grad.value):
                     if _whole(site.extents(grad.value)) == scores:
-                        yield grad.value, Matrices(use.node.outputs[0], is_transpose)
+                        yield grad.value, Matrices(node.outputs[0], is_transpose)
 
 
 def _whole(extents: Sequence[Poly]) -> Sequence[Poly]:
@@ -141,7 +190,7 @@ def _rewrite(site: Site, builder: Builder, backward: _Backward) -> Rewrite:
     attended = found.last.outputs[0]
     rewrite = replace(
         builder.rewrite("attention-backward", fused[:1], result),
-        frontier=(*operands.given, source(backward.grad_output.value)),
+        frontier=(*operands.given, source(backward.grad_output.value, site.first)),
         others=tuple(others),
         skips=True,
     )

@@ -15,7 +15,10 @@ from gradfuse.passes.report import NearMiss
 _CUTS = {"LessOrEqual": (0, 1), "GreaterOrEqual": (1, 0)}
 """Comparisons, with the places of the value and the number in them."""
 _COMPARISONS = {"Less", "Greater", *_CUTS}
-_BETWEEN = {"Cast", "Not", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand"}
+_BETWEEN = {
+    *("Cast", "Not", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Where"),
+    *("Add", "Sub", "Mul", "Div", "Neg", "Sum"),
+}
 _READERS = 24  # of a value that are looked at
 _OTHERWISE = (
     "a gradient that is cut by a comparison with 0, but not by a Where that takes zeros where the result of a ReLU is "
@@ -46,10 +49,10 @@ class FuseThresholdBackwardPass(FusePass):
         if node is None or node.domain or node.op_type != "Where" or node.graph is not site.graph:
             return None
         condition, *branches = node.inputs
-        cut = None if condition is None else condition.producer()
+        cut = None if condition is None else site.first(condition).producer()
         while cut is not None and cut.op_type in ("Not", "Identity") and not cut.domain and cut.inputs[0] is not None:
             branches = branches[:: -1 if cut.op_type == "Not" else 1]
-            cut = cut.inputs[0].producer()
+            cut = site.first(cut.inputs[0]).producer()
         zero, grad = branches
         compared = None if cut is None else _compared(cut)
         if cut is None or compared is None or grad is None or not _is_zero(site, zero):
@@ -75,18 +78,26 @@ def _cut_otherwise(site: Site, node: ir.Node) -> bool:
     if node.domain or node.op_type not in ("Mul", "Where"):
         return False
     for value in node.inputs[:1] if node.op_type == "Where" else node.inputs:
-        made = None if value is None else value.producer()
-        while made is not None and not made.domain and made.op_type in _BETWEEN:
-            value = made.inputs[0]
-            made = None if value is None else value.producer()
-        if made is None or made.domain or made.op_type not in _COMPARISONS or len(made.inputs) != 2:
-            continue
-        for cut, bound in itertools.permutations(made.inputs):
-            if cut is None or not _is_zero(site, bound):
-                continue
-            if _is_cut(site, cut.producer()) or _is_read_by_cut(site, cut):
-                return True
+        for made in () if value is None else _comparisons(site, value):
+            for cut, bound in itertools.permutations(made.inputs):
+                if cut is None or not _is_zero(site, bound):
+                    continue
+                if _is_cut(site, site.first(cut).producer()) or _is_read_by_cut(site, cut):
+                    return True
     return False
+
+
+def _comparisons(site: Site, value: ir.Value) -> Iterator[ir.Node]:
+    """The comparisons that a mask is made of, by arithmetic with numbers."""
+    todo = [site.first(value)]
+    for own in todo:
+        made, form = own.producer(), site.forms.get(own)
+        if made is None or made.domain or form is None or len(todo) > _READERS:
+            continue
+        if made.op_type in _COMPARISONS and len(made.inputs) == 2:
+            yield made
+        elif made.op_type in _BETWEEN and all(site.algebra.atoms[a].indicator for m in form.poly.terms for a, _ in m):
+            todo += [first for v in made.inputs if v is not None and (first := site.first(v)) not in todo]
 
 
 def _is_cut(site: Site, node: ir.Node | None) -> bool:

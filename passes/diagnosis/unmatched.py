@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import onnx_ir as ir
 
 from gradfuse.passes.matching import TOLERANCE, Context, ContextPass, FusePass, Site, names_of
-from gradfuse.passes.reading import attribute, ort_training
+from gradfuse.passes.reading import ort_training
 from gradfuse.passes.report import NearMiss
 
 CONTRACTIONS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "LSTM", "GRU", "RNN", "Attention"}
@@ -51,27 +51,10 @@ def _training_operators(site: Site, operators: Mapping[str, str]) -> Iterator[Ne
         if rule is None or (site.forms.get(node.outputs[0]) is not None and node.outputs[0] not in site.forms.opaque):
             continue
         reason = _REASONS.get(node.op_type) or site.forms.why_opaque(node) or "an operator that is not read"
-        if node.op_type == "AdamWOptimizer":
-            reason = _of_adam(node)
         yield NearMiss(names_of([node])[0], rule, f"{node.op_type} of onnxruntime-training: {reason}")
 
 
-def _of_adam(node: ir.Node) -> str:
-    if not attribute(node, "correct_bias", 1):
-        other = "it does not correct the bias of its averages"
-    elif attribute(node, "adam_mode", 0):
-        other = "its epsilon stays out of the correction, and its weights decay last"
-    else:
-        return _SEQUENCES
-    return f"{other}; and {_SEQUENCES}"
-
-
-_SEQUENCES = (
-    "it updates sequences of tensors, inputs whose number a model does not say, and Optimizer of onnxruntime-training "
-    "loads no model without it; gradfuse.to_stock makes a step of the artifacts, with an update for each parameter"
-)
 _REASONS = {
-    "SGDOptimizerV2": _SEQUENCES,
     "ReluGrad": "it gives 0 where the result is NaN, and the operator the gradient",
     "MaxPoolGrad": "its indices are not those of a MaxPool of the graph, so that nothing says what was pooled",
     "InvertibleLayerNormalizationGrad": "it has the result of the normalization, and the operator what was normalized",

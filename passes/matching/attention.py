@@ -22,6 +22,7 @@ from gradfuse.passes.reading import Form, Forms, Opaque
 from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, through_casts
 
 Dims = tuple[int | str | None, ...]
+Same = Callable[[ir.Value], ir.Value]
 
 FEWEST_SCORES = 256 * 256
 """The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
@@ -122,8 +123,13 @@ def is_softmax(node: ir.Node) -> bool:
     return (node.domain, node.op_type) in _SOFTMAXES
 
 
-def written(forms: Forms, last: ir.Node) -> Written | None:
+def written(forms: Forms, last: ir.Node, same: Same = lambda value: value) -> Written | None:
     """Return the attention of which a node is the last product; None where it is none.
+
+    Args:
+        forms: those of the graph.
+        last: the node.
+        same: gives the first value with the same elements in the same dimensions.
 
     Raises:
         Mismatch: it is attention but for something that the operator does not do.
@@ -133,7 +139,7 @@ def written(forms: Forms, last: ir.Node) -> Written | None:
         return None
     shapes: list[Dims] = []
     zeroed: list[tuple[ir.Value, bool]] = []
-    way = _to_softmax(forms, probabilities, shapes, zeroed)
+    way = _to_softmax(forms, probabilities, shapes, zeroed, same)
     if way is None:
         return None
     softmax, gain, kept = way
@@ -142,7 +148,7 @@ def written(forms: Forms, last: ir.Node) -> Written | None:
     if scores is None or rank is None or attribute(softmax, "axis", -1) % rank != rank - 1:
         return None
     terms: list[Term] = []
-    found = _to_products(forms, scores, 1.0, shapes, terms)
+    found = _to_products(forms, scores, 1.0, shapes, terms, same)
     if found is None:
         return None
     products, scale = found
@@ -168,7 +174,7 @@ def written(forms: Forms, last: ir.Node) -> Written | None:
 
 
 def _to_softmax(
-    forms: Forms, value: ir.Value, shapes: list[Dims], zeroed: list[tuple[ir.Value, bool]]
+    forms: Forms, value: ir.Value, shapes: list[Dims], zeroed: list[tuple[ir.Value, bool]], same: Same
 ) -> tuple[ir.Node, float, list[ir.Value]] | None:
     """Return the softmax of which a value is a multiple, the factor, and booleans that it is multiplied by.
 
@@ -176,6 +182,7 @@ def _to_softmax(
     """
     gain, kept = 1.0, list[ir.Value]()
     while True:
+        value = same(value)
         _note(shapes, value)
         node = value.producer()
         if node is None:
@@ -255,7 +262,7 @@ def _read(value: ir.Value | None, op_type: str) -> Sequence[ir.Value | None]:
 
 
 def _to_products(
-    forms: Forms, value: ir.Value, factor: float, shapes: list[Dims], terms: list[Term]
+    forms: Forms, value: ir.Value, factor: float, shapes: list[Dims], terms: list[Term], same: Same
 ) -> tuple[ir.Node, float] | None:
     """Return the product of queries and keys that scores are made of, and their factor; note what is done to them.
 
@@ -263,6 +270,7 @@ def _to_products(
         Mismatch: something is done to them that the operator does not do.
     """
     while True:
+        value = same(value)
         _note(shapes, value)
         node = value.producer()
         if node is None:
@@ -284,7 +292,7 @@ def _to_products(
                     continue
                 before = len(shapes), len(terms)
                 terms.append(Term(other, dims, factor * sign))
-                found = _to_products(forms, own, factor, shapes, terms)
+                found = _to_products(forms, own, factor, shapes, terms, same)
                 if found is not None:
                     return found
                 del shapes[before[0] :], terms[before[1] :]
@@ -307,7 +315,7 @@ def _to_products(
         if product is None:
             return None
         if len(product[1]) > 1:
-            if any(dims_of(one) == dims and _to_products(forms, one, 1.0, [], []) for one in product[1]):
+            if any(dims_of(one) == dims and _to_products(forms, one, 1.0, [], [], same) for one in product[1]):
                 raise Mismatch("its scale is a tensor")
             return None
         factor *= product[0]
@@ -674,7 +682,7 @@ def _unexpanded(value: ir.Value) -> ir.Value:
 def _addends(value: ir.Value) -> Iterator[ir.Value]:
     """Yield the tensors of which one is the sum."""
     node = value.producer()
-    if node is not None and not node.domain and node.inputs[0] is not None:
+    if node is not None and not node.domain and node.inputs and node.inputs[0] is not None:
         if node.op_type == "Add" and node.inputs[1] is not None:
             yield from _addends(node.inputs[0])
             yield from _addends(node.inputs[1])

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import computed_type
 from gradfuse.passes.algebra import UNIT, Poly
-from gradfuse.passes.matching.attention import Written, masks
+from gradfuse.passes.matching.attention import Same, Written, masks
 from gradfuse.passes.matching.builder import Builder
 from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.matching.site import Site
@@ -33,10 +33,10 @@ class Matrices:
         return Matrices(self.value, not self.turned)
 
 
-def matrices(value: ir.Value) -> Matrices:
-    """Return what a value is but for transpositions of its last two dimensions."""
+def matrices(value: ir.Value, same: Same = lambda value: value) -> Matrices:
+    """Return what a value is but for transpositions of its last two dimensions, and what `same` looks through."""
     turned = False
-    while (node := value.producer()) is not None and node.op_type == "Transpose" and not node.domain:
+    while (node := (value := same(value)).producer()) is not None and node.op_type == "Transpose" and not node.domain:
         perm = list(attribute(node, "perm", ()))
         rank = len(perm)
         if perm != [*range(rank - _OF_MATRIX), rank - 1, rank - _OF_MATRIX] or node.inputs[0] is None:
@@ -45,9 +45,9 @@ def matrices(value: ir.Value) -> Matrices:
     return Matrices(value, turned)
 
 
-def source(value: ir.Value) -> ir.Value:
-    """Return what a value is a transposition of."""
-    while (node := value.producer()) is not None and node.op_type == "Transpose" and not node.domain:
+def source(value: ir.Value, same: Same = lambda value: value) -> ir.Value:
+    """Return what a value is a transposition of, through what `same` looks through."""
+    while (node := (value := same(value)).producer()) is not None and node.op_type == "Transpose" and not node.domain:
         if node.inputs[0] is None:
             break
         value = node.inputs[0]
@@ -70,20 +70,20 @@ class Operands:
         if len(lead) > _OF_MATRIX:
             batch = site.algebra.product(lead[:-1])
         self._heads = [batch, heads]
-        key = matrices(found.turned_key).transposed
+        key = matrices(found.turned_key, site.first).transposed
         self.query, self.key, self.value = (
             self.by_head(one, what)
             for one, what in (
-                (matrices(found.query), "queries"),
+                (matrices(found.query, site.first), "queries"),
                 (key, "keys"),
-                (matrices(found.value), "values"),
+                (matrices(found.value, site.first), "values"),
             )
         )
         if not np.isfinite(np.float32(found.scale)) or not np.float32(found.scale):
             raise Mismatch(f"its scale is {found.scale:.6g}")
         if found.draw is not None:
             raise Mismatch("its probabilities are dropped")
-        given = [source(value) for value in (found.query, found.turned_key, found.value)]
+        given = [source(value, site.first) for value in (found.query, found.turned_key, found.value)]
         seen = masks(site.forms, found)
         if seen.uniform:
             raise Mismatch("a finite number takes the place of its scores, and some may be lower")

@@ -12,6 +12,8 @@ from gradfuse.passes.matching.terms import chosen, constant
 VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
 REDUCTIONS = {"ReduceSum", "ReduceMean"}
+PRODUCTS = {"MatMul", "Gemm", "Einsum"}
+"""Operators that sum where one of their operands is ones."""
 ALL = CALCULATIONS | VIEWS | REDUCTIONS | {"Where"}
 _STATISTICS = ALL | {"ReduceSumSquare", "Pow", "Sqrt", "Reciprocal"}
 _CUTS = {"Where", "Max", "Min", "Clip"}
@@ -20,9 +22,24 @@ _FACTORS = 16  # of a product
 _MOST = 48  # values that a statistic is made of
 
 
-def is_reduction(node: ir.Node) -> bool:
-    """Whether a node sums or averages."""
-    return not node.domain and node.op_type in REDUCTIONS
+def reduced(site: Site, node: ir.Node) -> ir.Value | None:
+    """What a node sums or averages, by itself or in a product with ones; None for other nodes."""
+    if node.domain or not node.inputs:
+        return None
+    if node.op_type in REDUCTIONS or (node.op_type == "Einsum" and len(node.inputs) == 1):
+        return node.inputs[0]
+    if node.op_type in PRODUCTS and len(node.inputs) == 2 and None not in node.inputs:
+        left, right = node.inputs
+        if right is not None and constant(site, right) is not None:
+            return left
+        if left is not None and constant(site, left) is not None:
+            return right
+    return None
+
+
+def with_reduction(site: Site) -> frozenset[ir.Value]:
+    """The values that the arithmetic of a normalization makes of sums and means."""
+    return site.reached("reductions", lambda node: reduced(site, node) is not None, ALL)
 
 
 def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
@@ -31,8 +48,10 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
         return None
     if node.op_type in CALCULATIONS:
         read: Sequence[ir.Value | None] = node.inputs
-    elif node.op_type in VIEWS | REDUCTIONS:
+    elif node.op_type in VIEWS:
         read = node.inputs[:1]
+    elif (summed := reduced(site, node)) is not None:
+        read = [summed]
     elif (taken := chosen(site, node)) is not None:
         read = [taken]
     else:

@@ -119,14 +119,28 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
             if node is None or node in gone or node.graph is not site.graph:
                 continue
             if all(
-                not v.is_graph_output() and v not in needed and all(u.node in gone for u in v.uses())
+                not v.is_graph_output()
+                and v not in needed
+                and all(u.node in gone or u.node in site.unread for u in v.uses())
                 for v in node.outputs
             ):
-                dead[node] = None
-                inside = nodes_in(node)
-                todo += [node, *inside]
-                gone |= {node, *inside}
+                leaving = [node, *_unread_behind(site, node, gone)]
+                dead.update(dict.fromkeys(leaving))
+                inside = [inner for one in leaving for inner in nodes_in(one)]
+                todo += [*leaving, *inside]
+                gone.update(leaving, inside)
     return list(dead)
+
+
+def _unread_behind(site: Site, node: ir.Node, gone: Collection[ir.Node]) -> list[ir.Node]:
+    """What nothing reads that is computed of the results of a node."""
+    found, todo = dict[ir.Node, None](), [node]
+    while todo:
+        for use in (use for value in todo.pop().outputs for use in value.uses()):
+            if use.node not in gone and use.node not in found:
+                found[use.node] = None
+                todo.append(use.node)
+    return list(found)
 
 
 def anchor_of(site: Site, rewrite: Rewrite, dead: Collection[ir.Node]) -> ir.Node:

@@ -77,6 +77,8 @@ class Site:
             for value in node.outputs:
                 self.enter(value, k)
         self._differences = self._subtractions()
+        self.unread = self._unread()
+        """Nodes of the graph as it was given that no output of it depends on."""
         self.parts_of_outputs = self._linear_parts()
         """The values that linear operations alone take into an output of the graph as it was given, or a YieldOp."""
 
@@ -122,6 +124,14 @@ class Site:
             return [value]
         found = self._equal.get((form.groups, form.poly, value.dtype), ())
         return [v for v in found if v in self.position] or [value]
+
+    def copies(self, value: ir.Value) -> list[ir.Value]:
+        """A value, which may be an input, and the values with the same elements that nodes make."""
+        form = self.forms.get(value)
+        if form is None or value in self._rounded:
+            return [value]
+        found = self._equal.get((form.groups, form.poly, value.dtype), ())
+        return [value, *(v for v in found if v is not value and self.position.get(v, -1) >= 0)]
 
     def _is_rounded(self, value: ir.Value) -> bool:
         """Whether a value is of a narrow type or computed from one: its form says nothing of what was lost there."""
@@ -305,6 +315,16 @@ class Site:
             spread = None if self.algebra.has_variable_factor(poly) else _spread(poly)
             index.setdefault((len(poly), rarest, spread), []).append((k, node))
         return index
+
+    def _unread(self) -> set[ir.Node]:
+        found: set[ir.Node] = set()
+        for node in reversed(self.graph):
+            # Operators of others may have effects.
+            if not node.domain and not any(
+                v.is_graph_output() or any(use.node not in found for use in v.uses()) for v in node.outputs
+            ):
+                found.add(node)
+        return found
 
     def _linear_parts(self) -> set[ir.Value]:
         graphs = {self.graph, *self.graph.subgraphs()}

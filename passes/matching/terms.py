@@ -247,9 +247,9 @@ class _Reading:
             case "Neg", 1:
                 return _added([(self.terms(inputs[0]), -1.0)])
             case "Mul", 2:
-                return _multiplied(self.terms(inputs[0]), self.terms(inputs[1])) or own
+                return multiplied(self.terms(inputs[0]), self.terms(inputs[1])) or own
             case "Div", 2:
-                return _multiplied(self.terms(inputs[0]), self._to_the(inputs[1], -1.0)) or own
+                return multiplied(self.terms(inputs[0]), self._to_the(inputs[1], -1.0)) or own
             case "Reciprocal", 1:
                 return self._to_the(inputs[0], -1.0)
             case "Sqrt", 1:
@@ -263,7 +263,7 @@ class _Reading:
     def _power(self, base: ir.Value, exponent: ir.Value) -> Terms | None:
         number, power = constant(self._site, base), constant(self._site, exponent)
         if power == 2.0:
-            return _multiplied(self.terms(base), self.terms(base))
+            return multiplied(self.terms(base), self.terms(base))
         if power in (-1.0, 0.5, -0.5):
             return self._to_the(base, power)
         count = count_of(self._site, exponent) if number is not None else None
@@ -301,7 +301,8 @@ def _added(parts: Iterable[tuple[Terms, float]]) -> Terms:
     return total
 
 
-def _multiplied(first: Terms, second: Terms) -> Terms | None:
+def multiplied(first: Terms, second: Terms) -> Terms | None:
+    """The product of two sums; None where it has too many terms."""
     if len(first) * len(second) > _PRODUCTS:
         return None
     return _added([({product(a, b): x * y}, 1.0) for a, x in first.items() for b, y in second.items()])

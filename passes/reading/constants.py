@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ VECTOR_LIMIT = 64
 _CONTENT_LIMIT = 1 << 20  # larger constants are opaque, unless all of their elements are one number
 _KEPT_LIMIT = 1 << 16  # larger constants in files are read again where they are asked for again: they may be weights
 _ALIKE_LIMIT = 1 << 16  # elements of constants that are compared with multiples of each other
+_MAKING = {"Identity", "Squeeze", "Unsqueeze", "Reshape", "Expand", "Cast", "Concat", "ConstantOfShape"}
+"""Operators that make constants of constants."""
+_DEPTH = 4  # such nodes, one after the other
 _STEPS = 8  # rises of a constant that is read as a sum of steps
 _finfo: Any = ml_dtypes.finfo
 
@@ -36,17 +40,37 @@ class Constants:
         self._small: dict[object, Form] = {}
         self._alike: dict[tuple[int, ...], list[tuple[object, Array]]] = {}
 
-    def array(self, value: ir.Value | None) -> Array | None:
-        """The content of a constant that is small enough to be looked at; None for other values."""
+    def array(self, value: ir.Value | None, depth: int = 0) -> Array | None:
+        """The content of a constant that is small enough to be looked at; None for other values.
+
+        Args:
+            value: the value, or None.
+            depth: how many nodes that make constants of others were looked through to come to it.
+        """
         if value is None:
             return None
         if value in self._arrays:
             return self._arrays[value]
         array = _content(value)
+        if array is None and (array := self._computed(value, depth)) is None and depth:
+            return None
         in_file = array is not None and isinstance(value.const_value, ir.ExternalTensor)
         if array is None or not in_file or array.size <= _KEPT_LIMIT or not any(array.strides):
             self._arrays[value] = array
         return array
+
+    def _computed(self, value: ir.Value, depth: int) -> Array | None:
+        """What a node makes of constants by filling, viewing or joining them; None for other values."""
+        node = value.producer()
+        if node is None or node.domain or node.op_type not in _MAKING or depth >= _DEPTH or value.is_graph_input():
+            return None
+        given = [self.array(one, depth + 1) for one in node.inputs]
+        if not given or any(array is None for array in given):
+            return None
+        try:
+            return _made(node, [array for array in given if array is not None])
+        except (ValueError, TypeError, LookupError):
+            return None  # The shapes do not fit, or an attribute is what a function is called with.
 
     def form(self, array: Array) -> Form:
         """The form of a constant: an expression of its index variables where there is a short one, or else a name."""
@@ -162,6 +186,39 @@ class Constants:
                 return first, factor
         alike.append((name, numbers))
         return name, 1.0
+
+
+def _made(node: ir.Node, given: Sequence[Array]) -> Array | None:
+    """What a node makes of constants; None where that is large, or of a type that numpy does not have."""
+    first = given[0]
+    match node.op_type:
+        case "ConstantOfShape":
+            if first.prod() > _CONTENT_LIMIT:
+                return None
+            fill = node.attributes.get("value")
+            content = np.zeros(1, np.float32) if fill is None else fill.as_tensor().numpy()
+            return np.broadcast_to(content.reshape(()), [int(n) for n in first])
+        case "Expand":
+            shape = np.broadcast_shapes(first.shape, tuple(int(n) for n in given[1]))
+            return np.broadcast_to(first, shape) if math.prod(shape) <= _CONTENT_LIMIT else None
+        case "Reshape":
+            return first.reshape([int(n) for n in given[1]]) if given[1].all() else None
+        case "Concat":
+            joined = sum(array.size for array in given)
+            return np.concatenate(given, node.attributes.get_int("axis", 0)) if joined <= VECTOR_LIMIT else None
+        case "Cast":
+            dtype = ir.DataType(node.attributes["to"].as_int())
+            kinds = {first.dtype.kind, dtype.numpy().kind}
+            return first.astype(dtype.numpy()) if kinds <= set("iufb") and first.size <= VECTOR_LIMIT else None
+        case "Squeeze" | "Unsqueeze":
+            axes = tuple(int(a) for a in given[1]) if len(given) > 1 else None
+            if "axes" in node.attributes:
+                axes = tuple(node.attributes["axes"].as_ints())
+            if node.op_type == "Squeeze":
+                return first.squeeze(axes)
+            return None if axes is None else np.expand_dims(first, axes)
+        case _:
+            return first
 
 
 def _content(value: ir.Value) -> Array | None:

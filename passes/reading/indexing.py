@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, Positions, number
@@ -43,7 +45,7 @@ def _gather(forms: KnownForms, node: ir.Node) -> Form:
     value = node.outputs[0]
     if axis or index.poly != forms.algebra.tensor(used[0], map(forms.algebra.var, range(2))):
         raise Opaque("an index that counts from both ends")
-    forms.tables[str(value.name)] = forms.tables[used[0]]
+    forms.tables[str(value.name)] = replace(forms.tables[used[0]], gather=node)
     return forms.named(("by table", value.name), (*index.groups, *data.groups[1:]), value)
 
 

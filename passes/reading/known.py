@@ -21,6 +21,7 @@ class Table:
 
     ids: Form  # the segment of each row, with one dimension
     segments: Poly  # how many there are
+    gather: ir.Node | None = None  # what takes rows by it, where the tensor is these rows
 
 
 class KnownForms:

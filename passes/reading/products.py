@@ -10,6 +10,7 @@ from gradfuse.passes.algebra import ZERO, Algebra, Poly
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
 from gradfuse.passes.reading.nodes import Opaque, attribute, given, is_float
+from gradfuse.passes.reading.reductions import segment_sum
 from gradfuse.passes.reading.registry import reads
 
 
@@ -98,7 +99,12 @@ def _einsum(forms: KnownForms, node: ir.Node) -> Form:
     pairs = zip(operands, terms, strict=True)
     widths = [len(f.groups) - len(t.replace("...", "")) if "..." in t else 0 for f, t in pairs]
     labels = [_labels(term, width) for term, width in zip(terms, widths, strict=True)]
-    return _contracted(forms, operands, labels, _labels(right, max(widths)))
+    kept = _labels(right, max(widths))
+    if len(operands) == 1 and [label for label in labels[0] if label in kept] == kept:
+        summed = [axis for axis, label in enumerate(labels[0]) if label not in kept]
+        if (sums := segment_sum(forms, operands[0], lambda: summed)) is not None:
+            return sums
+    return _contracted(forms, operands, labels, kept)
 
 
 def _labels(term: str, width: int) -> list[object]:

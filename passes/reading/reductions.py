@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -138,8 +138,8 @@ def broadcast_axes(forms: KnownForms, value: ir.Value | None) -> dict[int, Poly 
 def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     algebra = forms.algebra
     x = forms.operand(node, 0)
-    if node.op_type == "ReduceSum" and (sums := _segment_sum(forms, node, x)) is not None:
-        return sums
+    if node.op_type == "ReduceSum" and (sums := segment_sum(forms, x, lambda: reduced_axes(forms, node, x)[0])):
+        return forms.moved(sums, [0, None, *range(1, len(sums.groups))]) if attribute(node, "keepdims", 1) else sums
     if node.op_type not in ("ReduceSum", "ReduceSumSquare") and not is_float(given(node.inputs, 0)):
         raise Opaque("a mean, root or logarithm of integers is rounded")
     axes, order = reduced_axes(forms, node, x)
@@ -161,26 +161,30 @@ def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     return forms.moved(Form(groups, algebra.substitute(poly, left)), order)
 
 
-def _segment_sum(forms: KnownForms, node: ir.Node, x: Form) -> Form | None:
-    """The sum of the rows of segments, where they are gathered by a table, and a row of zeros comes after them."""
+def segment_sum(forms: KnownForms, x: Form, axes: Callable[[], Sequence[int]]) -> Form | None:
+    """The sum of the rows of segments, where they are gathered by a table, and a row of zeros comes after them.
+
+    `axes` gives those that are summed over. None for other sums.
+    """
     used = [name for name in forms.algebra.tensors(x.poly) if name in forms.tables]
     if not used or x.poly != forms.algebra.tensor(used[0], map(forms.algebra.var, range(len(x.sizes)))):
         return None
-    gather = forms.producer(node.inputs[0])
-    concat = None if gather is None else forms.producer(gather.inputs[0])
+    table = forms.tables[used[0]]
+    gather = table.gather
+    source = None if gather is None else gather.inputs[0]
+    concat = None if source is None else source.producer()
     if gather is None or concat is None or concat.domain or concat.op_type != "Concat" or attribute(concat, "axis", 0):
         return None
-    table, (rows, *end) = forms.tables[used[0]], forms.operands(concat)
+    rows, *end = forms.operands(concat)
     of_zeros = len(end) == 1 and not end[0].poly and not end[0].groups[0]
     if not of_zeros or forms.extent(rows.groups[0]) != forms.extent(table.ids.groups[0]):
         return None
-    if reduced_axes(forms, node, x)[0] != [1]:
+    if list(axes()) != [1]:
         return None
     ids = Form((table.ids.groups[0], *rows.groups[1:]), table.ids.poly)
     sums, _ = scattered(forms, Form(((table.segments,), *rows.groups[1:]), ZERO), ids, rows, 0)
     forms.looked_through.update((gather, concat))
-    rest = range(1, len(sums.groups))
-    return forms.moved(sums, [0, None, *rest] if attribute(node, "keepdims", 1) else [0, *rest])
+    return sums
 
 
 @reads("CumSum")

@@ -122,12 +122,14 @@ def _run(
 
 
 def is_better(inlined: Report, report: Report, model: ir.Model) -> bool:
-    """Whether more is fused without functions, or as much with more gain where that leaves the opset as it is."""
+    """Whether there is more gain without functions, or as much by more fusions; more fusions, if opsets differ."""
     count, other = len(inlined.fusions), len(report.fusions)
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    if count != other or len({one.opset_imports.get("") for one in holders} - {None}) > 1:
+    if len({one.opset_imports.get("") for one in holders} - {None}) > 1:
         return count > other
-    return sum(one.bytes_saved for one in inlined.fusions) > sum(one.bytes_saved for one in report.fusions)
+    # What the policy "all" takes at a loss is no reason against it.
+    gain, others = (sum(max(one.bytes_saved, 0) for one in r.fusions) for r in (inlined, report))
+    return (gain, count) > (others, other)
 
 
 def without_functions(model: ir.Model) -> ir.Model | None:

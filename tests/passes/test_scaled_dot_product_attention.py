@@ -221,6 +221,29 @@ def test_attention_is_fused(text: str, masked: Callable[[Tensor, dict[str, Tenso
     assert kinds == {int(masked is causal)}
 
 
+def test_a_mask_that_a_node_holds() -> None:
+    table = [0.0, -0.5, 0.0, 1.0, 0.0, -2.0, 0.25]
+    numbers = ", ".join(map(str, table))
+    held = (
+        "masked = Add(scores, mask)",
+        f"table = Constant<value = float[1,{KEYS}] {{{numbers}}}>() masked = Add(scores, table)",
+    )
+    assert_fused(graph(changed(ADDED, held)), lambda scores, _: scores + torch.tensor(table, dtype=scores.dtype))
+
+
+def test_views_and_nodes_that_nothing_reads() -> None:
+    text = changed(
+        PLAIN,
+        ("p = Softmax <axis = -1> (masked)", "p0 = Softmax <axis = -1> (masked)  p = Identity(p0)  unread = Mul(p, p)"),
+        ("o = MatMul(p, v)", "n = Neg(p)  p1 = Neg(n)  o0 = MatMul(p1, v)  o = Cast<to = 1>(o0)"),
+        (
+            "dq = MatMul(ds, k)",
+            "t = Transpose<perm = [2, 3, 0, 1]>(k)  k1 = Transpose<perm = [2, 3, 0, 1]>(t)  dq = MatMul(ds, k1)",
+        ),
+    )
+    assert_fused(graph(text), itself)
+
+
 def test_a_symbolic_batch() -> None:
     assert_fused(graph(PLAIN, batch="N"), itself)
 
