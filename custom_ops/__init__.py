@@ -14,6 +14,7 @@ import onnx
 
 from gradfuse.custom_ops import (
     apply_adam_w,
+    apply_adam_w8bit,
     apply_sgd,
     batch_norm,
     batch_norm_backward,
@@ -64,6 +65,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             batch_norm,
             embedding_dense_backward,
             apply_adam_w,
+            apply_adam_w8bit,
             apply_sgd,
             lstm_recurrence,
             lstm_recurrence_backward,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from onnx import TensorProto
@@ -16,6 +16,7 @@ from gradfuse.custom_ops.operator import (
     Output,
     Tensor,
     TorchOp,
+    Value,
     Variant,
 )
 from gradfuse.custom_ops.updates import common_shape
@@ -33,7 +34,8 @@ def exact_beta(beta: float) -> bool:
     return 0 <= beta < 1 and round(beta * 10**_DECIMALS) / 10**_DECIMALS == beta
 
 
-def _infer(call: Call) -> list[Tensor]:
+def check_scalars(call: Call) -> None:
+    """Refuse scalars and attributes that no update by Adam takes."""
     call.flag("decoupled_weight_decay")
     for name in ("beta1", "beta2"):
         if not 0 <= _number(call, name) < 1:
@@ -43,12 +45,21 @@ def _infer(call: Call) -> list[Tensor]:
             raise call.error(name, call.attributes[name], "0 or more")
     for name in _SCALARS:
         call.shape(name)
+
+
+def _infer(call: Call) -> list[Tensor]:
+    check_scalars(call)
     return [Tensor(OPERATOR.dtype(call), common_shape(call, _TENSORS))] * 3
 
 
-def _choices(call: Call) -> Iterable[str]:
+def decay_choices(call: Call) -> Iterable[str]:
+    """How weight decays: what the text of a body depends on."""
     if call.attributes["weight_decay"]:
         yield "decoupled" if call.attributes["decoupled_weight_decay"] else "regularized"
+
+
+def _choices(call: Call) -> Iterable[str]:
+    yield from decay_choices(call)
     # As torch.lerp, which begins at the nearer end.
     if _number(call, "beta1") <= 0.5:
         yield "from_gradient"
@@ -76,6 +87,26 @@ def _beta(name: str) -> str:
     """
 
 
+def scalars_text() -> str:
+    """Text: what an update multiplies and divides by, in the type that it computes in."""
+    return f"""
+        one = Constant<value=double {{1.0}}>()
+        units = Constant<value=double {{{10**_DECIMALS}.0}}>()
+        done = Cast<to={TensorProto.DOUBLE}>(step)
+        count = Add(done, one)
+        rate = Cast<to={TensorProto.DOUBLE}>(learning_rate)
+        {_beta("beta1")}
+        {_beta("beta2")}
+        weight_decay_real = Constant<value_float: float = @weight_decay>()
+        decay = Cast<to={TensorProto.DOUBLE}>(weight_decay_real)
+        step_size = Div(rate, beta1_correction)
+        step_size_real = Cast<to=$real>(step_size)
+        root_correction = Sqrt(beta2_correction)
+        root_correction_real = Cast<to=$real>(root_correction)
+        smallest = Constant<value_float: float = @epsilon>()
+    """
+
+
 _DECOUPLED = """
     decayed = Mul(rate, decay)
     kept_share = Sub(one, decayed)
@@ -84,8 +115,21 @@ _DECOUPLED = """
 """
 _REGULARIZED = """
     penalty = Mul(wide_parameter, weight_decay_real)
-    penalized = Add(scaled_gradient, penalty)
+    whole_gradient = Add(scaled_gradient, penalty)
 """
+
+
+def decay_text(variant: Variant) -> str:
+    """Text: where the way begins and what is averaged, of wide_parameter and wide_gradient."""
+    return f"""
+        scaled_gradient = {
+        "Mul(wide_gradient, gradient_scale)" if "gradient_scale" in variant.inputs else "Identity(wide_gradient)"
+    }
+        {_DECOUPLED if "decoupled" in variant.choices else "start = Identity(wide_parameter)"}
+        {_REGULARIZED if "regularized" in variant.choices else "whole_gradient = Identity(scaled_gradient)"}
+    """
+
+
 # Both are torch.lerp from the mean to the gradient.
 _FROM_MEAN = """
     part = Mul(change, beta1_rest_real)
@@ -98,38 +142,21 @@ _FROM_GRADIENT = """
 
 
 def _body(variant: Variant) -> str:
-    scaled, choices = "gradient_scale" in variant.inputs, variant.choices
     return f"""
-        one = Constant<value=double {{1.0}}>()
-        units = Constant<value=double {{{10**_DECIMALS}.0}}>()
-        done = Cast<to={TensorProto.DOUBLE}>(step)
-        count = Add(done, one)
-        rate = Cast<to={TensorProto.DOUBLE}>(learning_rate)
-        {_beta("beta1")}
-        {_beta("beta2")}
-        weight_decay_real = Constant<value_float: float = @weight_decay>()
-        decay = Cast<to={TensorProto.DOUBLE}>(weight_decay_real)
+        {scalars_text()}
         wide_parameter = Cast<to=$real>(parameter)
         wide_gradient = Cast<to=$real>(gradient)
         wide_mean = Cast<to=$real>(exp_avg)
         wide_square = Cast<to=$real>(exp_avg_sq)
-        scaled_gradient = {"Mul(wide_gradient, gradient_scale)" if scaled else "Identity(wide_gradient)"}
-        {_DECOUPLED if "decoupled" in choices else "start = Identity(wide_parameter)"}
-        {_REGULARIZED if "regularized" in choices else "penalized = Identity(scaled_gradient)"}
-        whole_gradient = Identity(penalized)
+        {decay_text(variant)}
         change = Sub(whole_gradient, wide_mean)
-        {_FROM_GRADIENT if "from_gradient" in choices else _FROM_MEAN}
+        {_FROM_GRADIENT if "from_gradient" in variant.choices else _FROM_MEAN}
         old_square = Mul(wide_square, beta2_real)
         gradient_share = Mul(whole_gradient, beta2_rest_real)
         new_square = Mul(gradient_share, whole_gradient)
         square = Add(old_square, new_square)
-        step_size = Div(rate, beta1_correction)
-        step_size_real = Cast<to=$real>(step_size)
-        root_correction = Sqrt(beta2_correction)
-        root_correction_real = Cast<to=$real>(root_correction)
         root = Sqrt(square)
         corrected_root = Div(root, root_correction_real)
-        smallest = Constant<value_float: float = @epsilon>()
         denominator = Add(corrected_root, smallest)
         long_way = Mul(mean, step_size_real)
         way = Div(long_way, denominator)
@@ -143,6 +170,32 @@ def _body(variant: Variant) -> str:
 def _torch_outputs(parameter: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     return tuple(parameter.new_empty(parameter.shape) for _ in range(3))
 
+
+SCALARS = (
+    Input("learning_rate", "F", "Learning rate, ()."),
+    Input("step", "S", "Number of updates that were done before, ()."),
+    Input(
+        "gradient_scale",
+        "F",
+        "What gradient is multiplied by first, (): a clipping factor, 1 over the scale of the loss. Absent: 1.",
+        optional=True,
+    ),
+)
+"""The inputs of all updates by Adam that are scalars."""
+ATTRIBUTES = (
+    Attribute("beta1", 0.9, "Weight of exp_avg, in [0, 1), to seven decimals."),
+    Attribute("beta2", 0.999, "Weight of exp_avg_sq, in [0, 1), to seven decimals."),
+    Attribute("epsilon", 1e-8, "Added to the denominator, 0 or more."),
+    Attribute("weight_decay", 0.01, "Weight decay, 0 or more."),
+    Attribute("decoupled_weight_decay", 1, "1: weight decay as AdamW's; 0: added to the gradient, as Adam's."),
+)
+"""The attributes of all updates by Adam."""
+SAMPLES: Sequence[Mapping[str, Value]] = (
+    {},
+    {"weight_decay": 0.0},
+    {"decoupled_weight_decay": 0},
+)
+"""Attributes that between them have every way in which weight decays."""
 
 OPERATOR = Operator(
     name="ApplyAdamW",
@@ -163,27 +216,14 @@ OPERATOR = Operator(
         Input("gradient", "T", "Gradient w.r.t. parameter, of its shape."),
         Input("exp_avg", "T", "Mean of the gradients, of parameter's shape; 0 before the first update."),
         Input("exp_avg_sq", "T", "Mean of their squares, of parameter's shape; 0 before the first update."),
-        Input("learning_rate", "F", "Learning rate, ()."),
-        Input("step", "S", "Number of updates that were done before, ()."),
-        Input(
-            "gradient_scale",
-            "F",
-            "What gradient is multiplied by first, (): a clipping factor, 1 over the scale of the loss. Absent: 1.",
-            optional=True,
-        ),
+        *SCALARS,
     ),
     outputs=(
         Output("new_parameter", "Updated parameter, of its shape.", in_place="parameter"),
         Output("new_exp_avg", "Updated mean of the gradients, of parameter's shape.", in_place="exp_avg"),
         Output("new_exp_avg_sq", "Updated mean of their squares, of parameter's shape.", in_place="exp_avg_sq"),
     ),
-    attributes=(
-        Attribute("beta1", 0.9, "Weight of exp_avg, in [0, 1), to seven decimals."),
-        Attribute("beta2", 0.999, "Weight of exp_avg_sq, in [0, 1), to seven decimals."),
-        Attribute("epsilon", 1e-8, "Added to the denominator, 0 or more."),
-        Attribute("weight_decay", 0.01, "Weight decay, 0 or more."),
-        Attribute("decoupled_weight_decay", 1, "1: weight decay as AdamW's; 0: added to the gradient, as Adam's."),
-    ),
+    attributes=ATTRIBUTES,
     constraints={"T": FLOAT_TYPES, "F": ("tensor(float)",), "S": ("tensor(int64)",)},
     infer=_infer,
     choices=_choices,
@@ -198,9 +238,7 @@ OPERATOR = Operator(
         outputs=_torch_outputs,
     ),
     samples=(
-        {},
-        {"weight_decay": 0.0},
-        {"decoupled_weight_decay": 0},
+        *SAMPLES,
         {"beta1": 0.5},
         {"beta1": 0.5, "weight_decay": 0.0},
         {"beta1": 0.5, "decoupled_weight_decay": 0},

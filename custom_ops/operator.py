@@ -179,7 +179,8 @@ class Output:
 
     Attributes:
         in_place: the input that the kernels may write it over, of the same shape: "" where there is none.
-        type: its type variable: T, or one for the type that values of T are computed in, float or double.
+        type: its type variable: T, one of a single type, or one for the type that values of T are computed in, float
+            or double.
     """
 
     name: str
@@ -332,7 +333,15 @@ class Operator:
 
     def output_types(self, dtype: int) -> list[int]:
         """The element type of each output where T is ``dtype``; 0 where that is not known."""
-        return [dtype if output.type == "T" else computed_type(dtype) for output in self.outputs]
+        return [self._type_of(output.type, dtype) for output in self.outputs]
+
+    def _type_of(self, variable: str, dtype: int) -> int:
+        """The type that a type variable of an output stands for where T is ``dtype``; 0 where that is not known."""
+        if variable == "T":
+            return dtype
+        if len(self.constraints[variable]) == 1:
+            return _TYPES[self.constraints[variable][0]]
+        return computed_type(dtype)
 
     def variant(self, call: Call, opset: int) -> Variant:
         """The variant of the body which serves a call; refuses calls that the operator does not accept.
@@ -422,6 +431,10 @@ def _signature(attribute: Attribute) -> str:
 def type_string(dtype: int) -> str:
     """The ONNX name of a tensor type, such as ``tensor(float16)``."""
     return f"tensor({TensorProto.DataType.Name(dtype).lower()})"
+
+
+_TYPES: dict[str, int] = {type_string(dtype): dtype for dtype in TensorProto.DataType.values()}
+"""The element type that an ONNX name of a tensor type stands for."""
 
 
 def show(shape: Iterable[Dim]) -> str:

@@ -8,7 +8,7 @@
 
 namespace gradfuse {
 
-// What the loops of ApplyAdamW multiply and divide by: computed in float64 and rounded once.
+// What the loops of ApplyAdamW and ApplyAdamW8bit multiply and divide by: computed in float64 and rounded once.
 struct AdamWFactors {
   float gradient_scale;
   float kept_share;    // of the parameter, before the update
@@ -19,6 +19,7 @@ struct AdamWFactors {
   float beta2_rest;
   float step_size;
   float root_correction;
+  float root_factor;  // 1 / root_correction
   float epsilon;
 };
 
@@ -32,7 +33,10 @@ GRADFUSE_HOST_DEVICE inline double ExactBeta(float beta) {
 inline bool FromGradient(const ApplyAdamWArgs& args) { return 1 - ExactBeta(args.beta1) >= 0.5; }
 
 // Whether weight decay is added to the gradient.
-inline bool Penalizes(const ApplyAdamWArgs& args) { return args.decoupled_weight_decay == 0 && args.weight_decay != 0; }
+template <class Args>
+bool Penalizes(const Args& args) {
+  return args.decoupled_weight_decay == 0 && args.weight_decay != 0;
+}
 
 // The attributes of an update, and its factors at a learning rate and a step.
 struct AdamWScalars {
@@ -42,7 +46,8 @@ struct AdamWScalars {
   float weight_decay;
   bool decoupled;
 
-  explicit AdamWScalars(const ApplyAdamWArgs& args)
+  template <class Args>
+  explicit AdamWScalars(const Args& args)
       : beta1(args.beta1),
         beta2(args.beta2),
         epsilon(args.epsilon),
@@ -63,7 +68,9 @@ struct AdamWScalars {
     factors.beta2 = static_cast<float>(exact2);
     factors.beta2_rest = static_cast<float>(1 - exact2);
     factors.step_size = static_cast<float>(rate / (1 - std::pow(exact1, count)));
-    factors.root_correction = static_cast<float>(std::sqrt(1 - std::pow(exact2, count)));
+    const double root_correction = std::sqrt(1 - std::pow(exact2, count));
+    factors.root_correction = static_cast<float>(root_correction);
+    factors.root_factor = static_cast<float>(1 / root_correction);
     factors.epsilon = epsilon;
     return factors;
   }

@@ -45,7 +45,8 @@ EXIT_BUG = 4
 
 _MOST_NAMES = 20
 """How many parameters are named at the end of a command."""
-_OPTIMIZERS = {name.lower(): name for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax")}
+_OPTIMIZER_NAMES = ("SGD", "Adam", "AdamW", "Adam8bit", "AdamW8bit", "RMSprop", "Adagrad", "Adadelta", "Adamax")
+_OPTIMIZERS = {name.lower(): name for name in _OPTIMIZER_NAMES}
 """The names of `--optimizer` -> those of gradfuse.optimizers, which is imported later."""
 _BATCH_AXIS = "INPUT=AXIS"
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)

@@ -6,11 +6,12 @@ import dataclasses
 import fnmatch
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from gradfuse.errors import ArgumentError, GradfuseError, listed
 from gradfuse.training.optimizers import Averaging, LossScaling, Optimizer, ParameterGroup
+from gradfuse.training.rules import StateType, shapes_in_8bit
 
 __all__ = [
     "EMA",
@@ -19,7 +20,9 @@ __all__ = [
     "Adadelta",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "Adamax",
     "Average",
     "GradScaler",
@@ -55,8 +58,8 @@ class OptimizerOptions:
         for name in ("lr", "weight_decay"):
             self._require(name, getattr(self, name) >= 0, "a number from 0 on")
 
-    def described(self, parameters: Iterable[str]) -> Optimizer:
-        """Return the optimizer of some parameters, at the beginning of training."""
+    def described(self, parameters: Mapping[str, StateType]) -> Optimizer:
+        """Return the optimizer of some parameters, by their types, at the beginning of training."""
         return Optimizer((ParameterGroup(tuple(parameters), self._options(), self.algorithm),))
 
     def _options(self) -> Mapping[str, Any]:
@@ -114,6 +117,36 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
     decoupled_weight_decay: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _State8bit(Adam):
+    """An Adam whose state has two bytes a parameter, as `bitsandbytes.optim` has them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("amsgrad", not self.amsgrad, "False, as no third state is kept in 8 bits")
+
+    def described(self, parameters: Mapping[str, StateType]) -> Optimizer:
+        """Return the optimizer of some parameters, by their types, at the beginning of training."""
+        return dataclasses.replace(super().described(parameters), eight_bit=shapes_in_8bit(parameters))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam8bit(_State8bit):
+    """`Adam` with state in 8 bits: see `AdamW8bit`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW8bit(_State8bit, AdamW):
+    """`AdamW` with state in 8 bits, as `bitsandbytes.optim.AdamW8bit` and torchao's: 2.03 bytes a parameter for 8.
+
+    Each block of 256 elements has a scale for either moving average; docs/operators.md#applyadamw8bit has the codes.
+    Parameters of fewer than 4,096 elements, and those of float64, have state of their own type.
+
+    Raises:
+        ArgumentError: an option is out of range, or `amsgrad` is True.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,14 +266,16 @@ class EMA(Average):
 
 def described(
     optimizer: OptimizerOptions | Mapping[str, OptimizerOptions],
-    parameters: Mapping[str, str],
+    parameters: Mapping[str, StateType],
+    names: Mapping[str, str],
     refusal: Callable[[str], GradfuseError],
 ) -> Optimizer:
     """Return the optimizer of some parameters, at the beginning of training; or those of parts of them, as one.
 
     Args:
         optimizer: the optimizer, or name or pattern -> that of the parameters that it matches; "*" is all others.
-        parameters: what the step calls them -> their names.
+        parameters: what the step calls them -> their types.
+        names: what the step calls them -> their names.
         refusal: makes the error that is raised where patterns do not divide the parameters.
     """
     if isinstance(optimizer, OptimizerOptions):
@@ -249,25 +284,27 @@ def described(
     for pattern in optimizer:
         if pattern == _REST:
             continue
-        matched = [one for one, name in parameters.items() if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        matched = [one for one in parameters if names[one] == pattern or fnmatch.fnmatchcase(names[one], pattern)]
         if not matched:
-            every = listed(parameters.values())
+            every = listed(names[one] for one in parameters)
             raise refusal(f"optimizer has {pattern!r}, which matches no parameter; expected some of {every}")
         for one in matched:
             if one in found:
                 raise refusal(
-                    f"optimizer has {parameters[one]!r} in two places, {found[one]!r} and {pattern!r}; expected each "
+                    f"optimizer has {names[one]!r} in two places, {found[one]!r} and {pattern!r}; expected each "
                     "parameter in one"
                 )
             found[one] = pattern
     left = [one for one in parameters if one not in found]
     if left and _REST not in optimizer:
-        raise refusal(f"optimizer leaves out {listed(parameters[one] for one in left)}; expected '*' for all others")
+        raise refusal(f"optimizer leaves out {listed(names[one] for one in left)}; expected '*' for all others")
     found |= dict.fromkeys(left, _REST)
-    groups: list[ParameterGroup] = []
-    for pattern, options in optimizer.items():
-        groups += options.described(one for one in parameters if found[one] == pattern).groups
-    return Optimizer(tuple(groups))
+    parts = [
+        options.described({one: own for one, own in parameters.items() if found[one] == pattern})
+        for pattern, options in optimizer.items()
+    ]
+    groups = tuple(group for part in parts for group in part.groups)
+    return Optimizer(groups, eight_bit={name: shape for part in parts for name, shape in part.eight_bit.items()})
 
 
 def averaging(average: Any, refusal: Callable[[str], GradfuseError]) -> Averaging | None:

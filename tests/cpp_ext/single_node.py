@@ -126,6 +126,6 @@ def assert_refused(op: str, message: str, inputs: Sequence[Tensor | None], attri
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     """Assert that two tensors are the same, NaN and the signs of zeros included."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     assert actual.dtype == expected.dtype
     assert torch.equal(actual.contiguous().view(integers), expected.contiguous().view(integers))

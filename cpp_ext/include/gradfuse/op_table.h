@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gradfuse/ops/apply_adam_w.h"
+#include "gradfuse/ops/apply_adam_w8bit.h"
 #include "gradfuse/ops/apply_sgd.h"
 #include "gradfuse/ops/batch_norm.h"
 #include "gradfuse/ops/batch_norm_backward.h"
@@ -35,7 +36,7 @@ struct OpList {};
 using OpTable = OpList<  //
     CrossEntropyLossGradArgs, MseLossBackwardArgs, ScaledMaskedSoftmaxBackwardArgs, CtcLossArgs, CtcLossBackwardArgs,
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
-    ApplyAdamWArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
+    ApplyAdamWArgs, ApplyAdamW8bitArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
     LayerNormBackwardArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
     ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs>;

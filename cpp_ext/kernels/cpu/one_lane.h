@@ -107,6 +107,14 @@ template <class V>
 GRADFUSE_INLINE V Sqrt(V a) {
   return std::sqrt(a);
 }
+template <class V>
+GRADFUSE_INLINE V Abs(V a) {
+  return std::abs(a);
+}
+template <class V>
+GRADFUSE_INLINE V CopySign(V magnitude, V sign) {
+  return std::copysign(magnitude, sign);
+}
 // Of a NaN, as of equal values, the second.
 template <class V>
 GRADFUSE_INLINE V Max(V a, V b) {
@@ -152,6 +160,10 @@ GRADFUSE_INLINE V ShiftRight(V value) {
 }
 template <class D, class V>
 GRADFUSE_INLINE Vec<D> PromoteTo(D, V value) {
+  return static_cast<Vec<D>>(value);
+}
+template <class D, class V>
+GRADFUSE_INLINE Vec<D> ConvertTo(D, V value) {
   return static_cast<Vec<D>>(value);
 }
 template <class D, class V>

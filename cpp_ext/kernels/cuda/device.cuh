@@ -70,6 +70,9 @@ inline float Widen(BFloat16 value) { return ToCompute(value); }
 inline void Narrow(float value, Half& out) { out = FromCompute<Half>(value); }
 inline void Narrow(float value, BFloat16& out) { out = FromCompute<BFloat16>(value); }
 
+inline float RoundedProduct(float a, float b) { return a * b; }
+inline float RoundedSum(float a, float b) { return a + b; }
+
 inline int64_t MaxBlocks() { return simt::MaxBlocks(); }
 inline uint64_t MultiplyHigh(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
@@ -135,6 +138,10 @@ __device__ inline void Narrow(float value, Half& out) { out.bits = __half_as_ush
 __device__ inline void Narrow(float value, BFloat16& out) {
   out.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
+
+// Each rounded: a product and a sum never become one instruction.
+__device__ inline float RoundedProduct(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline float RoundedSum(float a, float b) { return __fadd_rn(a, b); }
 
 inline int64_t MaxBlocks() { return std::numeric_limits<int32_t>::max(); }
 __device__ inline uint64_t MultiplyHigh(uint64_t a, uint64_t b) { return __umul64hi(a, b); }

@@ -40,7 +40,7 @@ class Case:
         return [
             8
             * (
-                EPS[dtype] * np.abs(np.nan_to_num(exact, posinf=0, neginf=0))
+                EPS.get(dtype, 0.0) * np.abs(np.nan_to_num(exact, posinf=0, neginf=0))
                 + np.asarray(terms)
                 + tiny.get(dtype, 2.0**-126)
             )

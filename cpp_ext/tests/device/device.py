@@ -172,7 +172,7 @@ class Device:
 
     def empty(self, shape: tuple[int, ...], dtype: str, *, shift: int = 0) -> Operand:
         """Device memory of NaN (of -1 for integers), `shift` elements after its beginning."""
-        size = 1 if dtype == "bool" else {"64": 8, "32": 4, "16": 2}[dtype[-2:]]
+        size = 1 if dtype == "bool" else {"64": 8, "32": 4, "16": 2, "t8": 1}[dtype[-2:]]
         buffer = Buffer(self, (int(np.prod(shape, dtype=np.int64)) + shift) * size)
         buffer.fill(0xFF)
         return Operand(buffer, dtype, shape, shift * size)

@@ -51,6 +51,7 @@ from gradfuse.optimizers import averaging, described, loss_scaling
 from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import index_checks, names, optimizers
 from gradfuse.training.budget import within_budget
+from gradfuse.training.rules import StateType
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
 
 if TYPE_CHECKING:
@@ -237,8 +238,8 @@ class _Options:
     float64: bool
     run_time: tuple[str, ...]
 
-    def described(self, parameters: Mapping[str, str]) -> optimizers.Optimizer | None:
-        """Return the optimizer of some parameters, given by their names for the user; None: there is none."""
+    def described(self, parameters: Mapping[str, StateType], names: Mapping[str, str]) -> optimizers.Optimizer | None:
+        """Return the optimizer of some parameters, by their types and their names for the user; None: there is none."""
         if self.optimizer is None:
             return None
 
@@ -246,7 +247,7 @@ class _Options:
             return ArgumentError(f"{_WHO}: {text}")
 
         return dataclasses.replace(
-            described(self.optimizer, parameters, refusal),
+            described(self.optimizer, parameters, names, refusal),
             max_grad_norm=self.max_grad_norm,
             accumulate=self.accumulate,
             loss_scaling=self.loss_scaling,
@@ -465,7 +466,8 @@ def _built(
             raise ArgumentError(f"{_WHO}: the loss does not depend on the input {name!r}; expected that it does")
     warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})
     shown = {other: name for name, other in aside.items()}
-    description = options.described({name: shown.get(name, name) for name in parameters})
+    types = {name: _type_of(initializers[name]) for name in parameters}
+    description = options.described(types, {name: shown.get(name, name) for name in parameters})
     reserved = [] if description is None else description.input_names()
     if not extra.keys().isdisjoint(reserved):
         name = next(name for name in extra if name in reserved)
@@ -815,6 +817,11 @@ def _with_gradients(
     if not parameters:
         raise ArgumentError(f"{_WHO}: the loss depends on no float initializer; expected at least one")
     return parameters
+
+
+def _type_of(value: ir.Value) -> StateType:
+    assert value.dtype is not None and value.shape is not None
+    return StateType(value.dtype, value.shape.numpy())
 
 
 def _free_names(

@@ -14,6 +14,7 @@ from gradfuse.export import traced_optimizer
 from gradfuse.export.reporting import refusal
 from gradfuse.models.arrays import to_numpy
 from gradfuse.optimizers import Average, GradScaler, averaging, loss_scaling
+from gradfuse.torch.optimizers import Adam8bit, AdamW8bit
 from gradfuse.training.optimizers import Optimizer, ParameterGroup
 
 _ALGORITHMS = {
@@ -24,6 +25,8 @@ _ALGORITHMS = {
     torch.optim.Adagrad: "Adagrad",
     torch.optim.Adadelta: "Adadelta",
     torch.optim.Adamax: "Adamax",
+    Adam8bit: "Adam",
+    AdamW8bit: "Adam",
 }
 """Those that have a rule; the steps of others are traced."""
 
@@ -83,6 +86,7 @@ def described(
         steps={name: done for part in parts for name, done in part.steps.items()},
         state={name: array for part in parts for name, array in part.state.items()},
         traced={name: rule for part in parts for name, rule in part.traced.items()},
+        eight_bit={name: shape for part in parts for name, shape in part.eight_bit.items()},
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
         loss_scaling=loss_scaling(grad_scaler, refusal),
@@ -105,7 +109,8 @@ def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time
         raise refusal("optimizer.step is replaced in the object; expected the step of its class, or a subclass")
     if private.has_step_hooks(optimizer):
         raise refusal("optimizer has a hook on its step; expected none")
-    groups = []
+    groups: list[ParameterGroup] = []
+    eight_bit: dict[str, tuple[int, ...]] = {}
     shown = type(optimizer).__name__ if algorithm is None else algorithm
     for index, group in enumerate(optimizer.param_groups):
         options = {key: _plain(value) for key, value in group.items() if key != "params"}
@@ -118,12 +123,15 @@ def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time
                     f"parameter group {index} of the optimizer has a tensor of shape {tuple(parameter.shape)} "
                     "that is no trainable parameter of the module or the loss; expected theirs alone"
                 )
+        if isinstance(optimizer, AdamW8bit):
+            kept = (parameter for parameter in trained if optimizer.keeps_8bit(parameter))
+            eight_bit |= {names[id(parameter)]: tuple(parameter.shape) for parameter in kept}
         if algorithm is None:
             # The step that is traced has all else.
             inputs = {name: options[name] for name in run_time if name in options}
             options = {"lr": options.get("lr"), "maximize": False, **inputs}
         groups.append(ParameterGroup(tuple(names[id(parameter)] for parameter in trained), options, shown))
-    description = Optimizer(groups=tuple(groups), float64=float64)
+    description = Optimizer(groups=tuple(groups), eight_bit={} if algorithm is None else eight_bit, float64=float64)
     if algorithm is None:
         if not float64:
             raise refusal(

@@ -737,7 +737,7 @@ class _Updates:
     """What optimizers make of copies of the parameters, computed in a type; None: in their own.
 
     The arithmetic of SGD and Adam is of one element each, but for the clipping of all gradients by their norm: so they
-    take parts of parameters, one after another. Others take whole parameters.
+    take parts of parameters, one after another. Others, and those with state in 8 bits, take whole parameters.
     """
 
     def __init__(
@@ -757,7 +757,7 @@ class _Updates:
             for optimizer, index, parameter in _updated(updating)
             if names.get(id(parameter)) in gradients
         }
-        self._whole = described.traced
+        self._whole = bool(described.traced or described.eight_bit)
         self._max_norm = described.max_grad_norm
         norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]
         self._norm = torch.stack([norm.double() for norm in norms]).norm() if norms else torch.zeros(())

@@ -67,6 +67,15 @@ class Nodes:
             self._constants[number, dtype] = self.op("Constant", [], dtype, (), {"value": tensor})
         return self._constants[number, dtype]
 
+    def integers(self, numbers: Sequence[int]) -> ir.Value:
+        """Return some integers, as operators take axes and shapes."""
+        return self.op("Constant", [], ir.DataType.INT64, (len(numbers),), {"value_ints": list(numbers)}).value
+
+    def filled(self, shape: Sequence[int], number: float, dtype: ir.DataType) -> GraphTensor:
+        """Return a tensor of one number."""
+        tensor = ir.tensor(np.full(shape, number, dtype=dtype.numpy()), dtype=dtype)
+        return self.op("Constant", [], dtype, shape, {"value": tensor})
+
     def shared(self, key: str, make: Callable[[], GraphTensor]) -> GraphTensor:
         """Return what was made for this key before, or make it."""
         if key not in self._shared:
@@ -215,6 +224,10 @@ class GraphTensor:
         if dtype == self.dtype:
             return self
         return self.nodes.op("Cast", [self.value], dtype, self.shape, {"to": dtype})
+
+    def reshape(self, shape: Sequence[int]) -> GraphTensor:
+        """Return the same elements in another shape, without -1 and 0."""
+        return self.nodes.op("Reshape", [self.value, self.nodes.integers(shape)], self.dtype, shape)
 
     def norm(self) -> GraphTensor:
         """Return the 2-norm of all elements, of shape ()."""

@@ -23,7 +23,7 @@ from gradfuse.errors import ExportError, GradfuseError, listed
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.hyperparameters import BETAS, HYPERPARAMETERS, LEARNING_RATE, MAX_GRAD_NORM, name_of
 from gradfuse.training.nodes import GraphTensor, Nodes
-from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot, StateType, decayed
+from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot, StateType, adam_8bit, decayed
 from gradfuse.training.step import AVERAGE, GRADIENT_SUFFIX, N_AVERAGED, STEP, UPDATED_SUFFIX
 
 MICRO_STEP = "micro_step"
@@ -97,6 +97,7 @@ class Optimizer:
         steps: how many steps were done before, by parameter; none for one that is left out.
         state: `<parameter>.<state>` -> array, where it is not zeros.
         traced: parameter -> its rule, where that was traced; parameters of one shape share one.
+        eight_bit: parameter -> its shape, where its state is kept in 8 bits; the algorithm is Adam.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
         norm_at_run_time: whether that is an input of the step.
         accumulate: of how many calls the gradients are averaged for one update.
@@ -110,6 +111,7 @@ class Optimizer:
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     traced: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    eight_bit: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     max_grad_norm: float | None = None
     norm_at_run_time: bool = False
     accumulate: int = 1
@@ -128,9 +130,9 @@ class Optimizer:
 
     @functools.cached_property
     def _rules(self) -> dict[str, Rule]:
-        traced = self.traced
+        known = {**self.traced, **{name: adam_8bit(shape) for name, shape in self.eight_bit.items()}}
         return {
-            name: traced[name] if name in traced else RULES[group.algorithm]
+            name: known[name] if name in known else RULES[group.algorithm]
             for group in self.groups
             for name in group.parameters
         }
@@ -619,6 +621,8 @@ def _by_operator(
     while values[-1] is None:
         values.pop()
     parameter, *state = nodes.ours(update.op_type, values, kept, update.attributes, len(ours.outputs))
+    for tensor, before in zip(state, slot.state.values(), strict=False):
+        tensor.value.type, tensor.value.shape = before.value.type, before.value.shape
     for unused in state[len(slot.state) :]:
         unused.value.shape = ir.Shape([0])
     return parameter, dict(zip(slot.state, state, strict=False))

@@ -8,6 +8,7 @@ of Adam, is float64 in the graph too. Options are numbers, or scalars of the gra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,14 @@ from typing import Any
 import onnx_ir as ir
 
 from gradfuse.custom_ops.apply_adam_w import exact_beta
+from gradfuse.custom_ops.apply_adam_w8bit import (
+    BLOCK,
+    MEAN_UNITS,
+    MEAN_ZERO,
+    ROOT_UNITS,
+    SMALLEST_SCALE,
+    block_count,
+)
 from gradfuse.training.nodes import GraphTensor
 
 
@@ -237,6 +246,98 @@ def _fused_adam(options: Mapping[str, Any]) -> FusedUpdate | None:
         "decoupled_weight_decay": int(options["decoupled_weight_decay"]),
     }
     return FusedUpdate("ApplyAdamW", attributes)
+
+
+SMALLEST_8BIT = 4096
+"""The fewest elements of a parameter whose state is kept in 8 bits, as in bitsandbytes."""
+_8BIT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def shapes_in_8bit(parameters: Mapping[str, StateType]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of those parameters whose state an optimizer in 8 bits keeps so."""
+    kept = {name: own for name, own in parameters.items() if own.dtype in _8BIT_TYPES}
+    return {name: own.shape for name, own in kept.items() if math.prod(own.shape) >= SMALLEST_8BIT}
+
+
+@functools.cache
+def adam_8bit(shape: tuple[int, ...]) -> Rule:
+    """Return the rule of Adam for a parameter of some shape, with the state of `ApplyAdamW8bit`."""
+    codes = StateType(ir.DataType.UINT8, shape)
+    scales = StateType(ir.DataType.FLOAT, (block_count(math.prod(shape)),))
+    types = {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}
+    return Rule(
+        states=lambda options: tuple(types),
+        counts_steps=lambda options: True,
+        update=_adam_8bit,
+        fused=_fused_adam_8bit,
+        state_types=types,
+    )
+
+
+def _fused_adam_8bit(options: Mapping[str, Any]) -> FusedUpdate | None:
+    wide = _fused_adam(options)
+    return None if wide is None else dataclasses.replace(wide, op_type="ApplyAdamW8bit")
+
+
+def _adam_8bit(
+    options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
+) -> tuple[GraphTensor, dict[str, GraphTensor]]:
+    shape, dtype = tuple(slot.parameter.shape.numpy()), slot.parameter.dtype
+    count = block_count(math.prod(shape))
+    mean_unit = slot.state["exp_avg_scale"].reshape((count, 1)).cast(dtype) / MEAN_UNITS
+    root_unit = slot.state["exp_avg_sq_scale"].reshape((count, 1)).cast(dtype) / ROOT_UNITS
+    signed = _in_blocks(slot.state["exp_avg"].cast(dtype), MEAN_ZERO) - MEAN_ZERO
+    positive = _in_blocks(slot.state["exp_avg_sq"].cast(dtype), -1) + 1
+    mean, root = signed * signed.op("Abs") * mean_unit, positive * positive * root_unit
+    wide = {"exp_avg": _out_of_blocks(mean, shape), "exp_avg_sq": _out_of_blocks(root * root, shape)}
+    parameter, new = _adam(options, rate, step, dataclasses.replace(slot, state=wide))
+    mean, root = _in_blocks(new["exp_avg"], 0), _in_blocks(new["exp_avg_sq"].sqrt(), 0)
+    # Of each block 0, or NaN where anything is not finite.
+    axis = mean.nodes.integers([1])
+    nothing = mean.nodes.op("ReduceSum", [(mean * 0 + root * 0).value, axis], dtype, (count, 1))
+    mean_scale, mean_roots = _quantized(mean.op("Abs"), MEAN_UNITS, nothing)
+    root_scale, root_roots = _quantized(root, ROOT_UNITS, nothing)
+    # The sign of NaN is none.
+    signs = mean_roots.op("Greater", 0, dtype=ir.DataType.BOOL).where(mean.op("Sign"), 0)
+    mean_codes, root_codes = mean_roots * signs + MEAN_ZERO, root_roots.op("Max", 1) - 1
+    return parameter, {
+        "exp_avg": _out_of_blocks(mean_codes, shape),
+        "exp_avg_sq": _out_of_blocks(root_codes, shape),
+        "exp_avg_scale": mean_scale.reshape((count,)),
+        "exp_avg_sq_scale": root_scale.reshape((count,)),
+    }
+
+
+def _quantized(sizes: GraphTensor, units: float, nothing: GraphTensor) -> tuple[GraphTensor, GraphTensor]:
+    """Return the scale of each block of numbers from 0 on, and the roots of their shares of it in units, rounded."""
+    count = nothing.shape.numpy()[0]
+    # ReduceMax has its axes as an attribute or an input, by opset.
+    pool = {"kernel_shape": [BLOCK], "strides": [BLOCK]}
+    batch = sizes.reshape((1, count, BLOCK))
+    largest = sizes.nodes.op("MaxPool", [batch.value], sizes.dtype, (1, count, 1), pool).reshape((count, 1))
+    scale = largest + nothing
+    counts = scale.op("GreaterOrEqual", SMALLEST_SCALE, dtype=ir.DataType.BOOL)
+    shares = counts.where(sizes * (units / scale), 0)
+    return scale, shares.sqrt().op("Round")
+
+
+def _in_blocks(tensor: GraphTensor, fill: float) -> GraphTensor:
+    """Return all elements, and some more of a value, as (blocks, BLOCK)."""
+    count = math.prod(tensor.shape.numpy())
+    blocks = block_count(count)
+    flat = tensor.reshape((count,))
+    if missing := blocks * BLOCK - count:
+        rest = tensor.nodes.filled((missing,), fill, tensor.dtype)
+        flat = tensor.nodes.op("Concat", [flat.value, rest.value], tensor.dtype, (blocks * BLOCK,), {"axis": 0})
+    return flat.reshape((blocks, BLOCK))
+
+
+def _out_of_blocks(tensor: GraphTensor, shape: tuple[int, ...]) -> GraphTensor:
+    """Return the elements of a parameter's shape that blocks begin with."""
+    count, nodes = math.prod(shape), tensor.nodes
+    flat = tensor.reshape((math.prod(tensor.shape.numpy()),))
+    ends = [nodes.integers([number]) for number in (0, count)]
+    return nodes.op("Slice", [flat.value, *ends], tensor.dtype, (count,)).reshape(shape)
 
 
 def _transformers_adamw(

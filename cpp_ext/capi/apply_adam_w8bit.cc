@@ -1,0 +1,30 @@
+#include "gradfuse/ops/apply_adam_w8bit.h"
+
+#include "aclnnop/aclnn_apply_adam_w8bit.h"
+#include "capi/plan.h"
+
+using Args = gradfuse::ApplyAdamW8bitArgs;
+
+aclnnStatus aclnnApplyAdamW8bitGetWorkspaceSize(
+    const aclTensor* parameter, const aclTensor* gradient, const aclTensor* expAvg, const aclTensor* expAvgSq,
+    const aclTensor* expAvgScale, const aclTensor* expAvgSqScale, const aclTensor* learningRate, const aclTensor* step,
+    const aclTensor* gradientScaleOptional, double beta1, double beta2, double epsilon, double weightDecay,
+    bool decoupledWeightDecay, aclTensor* newParameter, aclTensor* newExpAvg, aclTensor* newExpAvgSq,
+    aclTensor* newExpAvgScale, aclTensor* newExpAvgSqScale, uint64_t* workspaceSize, aclOpExecutor** executor) {
+  return gradfuse::capi::Prepare<Args>(
+      "aclnnApplyAdamW8bitGetWorkspaceSize",
+      {parameter, gradient, expAvg, expAvgSq, expAvgScale, expAvgSqScale, learningRate, step, gradientScaleOptional,
+       newParameter, newExpAvg, newExpAvgSq, newExpAvgScale, newExpAvgSqScale},
+      [&](Args& args) {
+        args.beta1 = static_cast<float>(beta1);
+        args.beta2 = static_cast<float>(beta2);
+        args.epsilon = static_cast<float>(epsilon);
+        args.weight_decay = static_cast<float>(weightDecay);
+        args.decoupled_weight_decay = decoupledWeightDecay ? 1 : 0;
+      },
+      workspaceSize, executor);
+}
+
+aclnnStatus aclnnApplyAdamW8bit(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
+  return gradfuse::capi::Execute("aclnnApplyAdamW8bit", Args::kName, workspace, workspaceSize, executor, stream);
+}
