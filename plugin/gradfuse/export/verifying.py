@@ -757,7 +757,7 @@ class _Updates:
             for optimizer, index, parameter in _updated(updating)
             if names.get(id(parameter)) in gradients
         }
-        self._whole = bool(described.traced or described.eight_bit)
+        self._whole = {*described.traced, *described.eight_bit}
         self._max_norm = described.max_grad_norm
         norms = [self._gradient(name, slice(None)).norm() for name in self._groups if self._max_norm is not None]
         self._norm = torch.stack([norm.double() for norm in norms]).norm() if norms else torch.zeros(())
