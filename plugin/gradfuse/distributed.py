@@ -65,14 +65,14 @@ class _Report:
     loss: float = 0.0
     shapes: int = 0
     """A checksum of the shapes of its batch; 0 where it has none."""
-    rates: int = 0
-    """A checksum of its learning rates."""
+    hyperparameters: int = 0
+    """A checksum of their values, such as its learning rates."""
     flag: bool = False
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _Report:
-        kind, done, failed, weight, loss, shapes, rates, flag = numbers
-        return cls(int(kind), int(done), bool(failed), weight, loss, int(shapes), int(rates), bool(flag))
+        kind, done, failed, weight, loss, shapes, hyperparameters, flag = numbers
+        return cls(int(kind), int(done), bool(failed), weight, loss, int(shapes), int(hyperparameters), bool(flag))
 
 
 class _Bucket:
@@ -130,7 +130,7 @@ class DataParallelSession(TrainingSession):
     what its loss is a mean over, and every rank makes the same update: parameters are those of one process that has the
     whole batch, but for rounding. All that `TrainingSession` does is done here too; what differs is said below.
 
-    - All ranks begin with the first rank's parameters, buffers, optimizer's state and learning rates.
+    - All ranks begin with the first rank's parameters, buffers, optimizer's state and hyperparameters.
     - Running statistics, as of batch normalisation, are averaged over ranks likewise; each rank normalises with the
       statistics of its share. Buffers of integers are taken from the first rank that has rows.
     - Dropout and other draws differ between ranks.
@@ -265,7 +265,7 @@ class DataParallelSession(TrainingSession):
                 others are refused. A loss that weighs classes needs the sum of the weights of its labels.
 
         Raises:
-            ArgumentError: as for `TrainingSession.step`; nothing tells the weight; no rank has rows; or learning rates
+            ArgumentError: as for `TrainingSession.step`; nothing tells the weight; no rank has rows; or hyperparameters
                 differ.
             ModelError: onnxruntime fails to run the step.
             GradfuseError: another rank has failed, or is at another call. Nothing is changed then, on any rank.
@@ -273,7 +273,7 @@ class DataParallelSession(TrainingSession):
         """
         self._require_no_step()
         self._require_usable("step")
-        report = _Report(_KINDS.index("step"), self.step_count, rates=self._checksum_of_rates())
+        report = _Report(_KINDS.index("step"), self.step_count, hyperparameters=self._checksum_of_hyperparameters())
         problem: GradfuseError | None = None
         self._has_run = self._has_averaged = False
         try:
@@ -739,7 +739,7 @@ class DataParallelSession(TrainingSession):
         if self._is_open:
             raise GradfuseError(f"{_WHO}.{name}: {_OPEN}; expected a new session on all ranks")
 
-    def _checksum_of_rates(self) -> int:
+    def _checksum_of_hyperparameters(self) -> int:
         names = self._step.hyperparameters
         return zlib.crc32(b"".join(np.asarray(self.ort_values[name].numpy()).tobytes() for name in names))
 
@@ -752,8 +752,9 @@ def _weights(reports: Sequence[_Report]) -> list[float]:
 def _require_one_batch(reports: Sequence[_Report], where: str) -> None:
     """Refuse shares that do not make a batch; all ranks find the same."""
     for rank, one in enumerate(reports):
-        if one.rates != reports[0].rates:
-            raise ArgumentError(f"{where}: rank {rank} has other learning rates than rank 0; expected one for all")
+        if one.hyperparameters != reports[0].hyperparameters:
+            what = f"rank {rank} has other hyperparameters than rank 0, such as a learning rate"
+            raise ArgumentError(f"{where}: {what}; expected the same on all ranks")
     known = [one for one in reports if one.shapes]
     if not known:
         raise ArgumentError(f"{where}: no rank has rows; expected at least one that has")

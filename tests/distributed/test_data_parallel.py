@@ -230,7 +230,7 @@ def mistakes(steps: dict[str, gradfuse.TrainingStep], rank: int) -> dict[str, An
     }
     told["flags"] = session.any_rank(not first), session.any_rank(False)
     session.learning_rate = 0.1 + rank
-    told["rates"] = line(lambda: session.step(x, y))
+    told["hyperparameters"] = line(lambda: session.step(x, y))
     told["changed"] = [name for name, value in session.state_dict().items() if (value != before[name]).any()]
     halves = DataParallelSession(steps["accumulated"])
     halves.step(x, y)
@@ -337,7 +337,8 @@ def test_mistakes_are_one_line_on_all_ranks(results: list[dict[str, Any]]) -> No
         "word": f"ArgumentError {who}: reduction is 'max'; expected 'mean' or 'sum'",
         "step": f"ArgumentError {who}: rank 1 has another step than rank 0; expected one for all ranks",
         "reduction": f"ArgumentError {who}: rank 1 has another reduction than rank 0; expected one for all ranks",
-        "rates": f"ArgumentError {who}.step: rank 1 has other learning rates than rank 0; expected one for all",
+        "hyperparameters": f"ArgumentError {who}.step: rank 1 has other hyperparameters than rank 0, such as a "
+        "learning rate; expected the same on all ranks",
         "between": f"GradfuseError {who}.save: 1 of 3 calls of an update are done; expected it between updates",
         "shapes": f"ArgumentError {who}.step: the shares have different shapes, and the step does not tell what its "
         "loss is a mean over; expected weight on all ranks",
