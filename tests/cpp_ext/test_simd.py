@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -216,10 +216,15 @@ def _stores_of(op: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("op, stores", [(op, stores) for op in OPS for stores in _stores_of(op)], indirect=["stores"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(*range(1, 18), 31, 33, 64, 65, 2049), pytest.param((*range(18, 36), 63, 2047), marks=pytest.mark.long)],
+    ids=["many", "others"],
+)
 @pytest.mark.usefixtures("target", "stores")
-def test_operators_at_all_lengths_and_alignments(op: str) -> None:
+def test_operators_at_all_lengths_and_alignments(op: str, lengths: Sequence[int]) -> None:
     for dtype in SAMPLES[op].dtypes:
-        for length in (*range(1, 36), 63, 64, 65, 2047, 2049):
+        for length in lengths:
             for case in SAMPLES[op].all_rows(length, dtype):
                 offsets = [(length * k) % 17 for k in (1, 3, 5)]
                 inputs = [

@@ -402,7 +402,7 @@ class Translating(nn.Module):
         return self.head(hidden)[:, 0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("hole", [False, True])
+@pytest.mark.parametrize("hole", [pytest.param(False, marks=pytest.mark.long), True])
 def test_masks_of_transformers_choose_no_computation(hole: bool) -> None:
     torch.manual_seed(0)
     module = Translating(hole)

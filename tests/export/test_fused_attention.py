@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from long_tests import mostly_long
 from torch import Tensor, nn
 
 from gradfuse import TrainingSession, TrainingStep, export_training_step
@@ -190,6 +191,12 @@ WRITTEN: dict[str, tuple[Attend, tuple[Tensor, ...], dict[str, Any], dict[str, A
     ),
 }
 
+QUICK = (
+    *("sdpa, groups and dropout", "nano", "einsum", "heads and batch are one", "one head of keys", "added, infinite"),
+    *("a window", "rows that see nothing, filled"),
+)
+"""Those that are in the suite; the others are long tests."""
+
 ALMOST: dict[str, tuple[Attend, tuple[Tensor, ...], str]] = {
     "another axis": (lambda m, q, k, v: (q @ k.mT * 0.5).softmax(-2) @ v, (), ""),
     "masked afterwards": (
@@ -277,7 +284,7 @@ def placed(step: TrainingStep, name: str = OPERATORS[0]) -> list[onnx.NodeProto]
     return [node for node in step.model.graph.node if node.op_type == name]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", mostly_long(WRITTEN, QUICK))
 def test_written_attention_is_one_operator(name: str) -> None:
     attend, more, options, expected = WRITTEN[name]
     torch.manual_seed(0)
@@ -302,7 +309,7 @@ def test_written_attention_is_one_operator(name: str) -> None:
     assert_trains_like_torch(step, module, inputs, target)
 
 
-@pytest.mark.parametrize("name", ALMOST)
+@pytest.mark.parametrize("name", mostly_long(ALMOST, list(ALMOST)[:4]))
 def test_what_is_almost_attention_stays(name: str) -> None:
     attend, more, reason = ALMOST[name]
     torch.manual_seed(0)
@@ -315,7 +322,9 @@ def test_what_is_almost_attention_stays(name: str) -> None:
     assert_trains_like_torch(step, module, inputs, target)
 
 
-@pytest.mark.parametrize("name", ["sdpa, groups and dropout", "nano", "heads and batch are one", "added, least"])
+@pytest.mark.parametrize(
+    "name", mostly_long(("nano", "sdpa, groups and dropout", "heads and batch are one", "added, least"), ("nano",))
+)
 def test_sizes_may_vary(name: str) -> None:
     attend, more, options, expected = WRITTEN[name]
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from long_tests import mostly_long
 from torch import Tensor, nn
 from training_models import autograd, run
 
@@ -98,7 +99,7 @@ FREE: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("case", FREE)
+@pytest.mark.parametrize("case", mostly_long(FREE, list(FREE)[::3]))
 def test_what_follows_from_a_size_and_exports_is_right_at_other_sizes(case: str) -> None:
     torch.manual_seed(0)
     module = Between(FREE[case])

@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from long_tests import mostly_long
 from torch import Tensor, nn
 from training.models import SHAPES, Batch, MakeOptimizer, Mlp, Whole, assert_trained, batches, groups, train
 
@@ -95,9 +96,7 @@ def types(model: onnx.ModelProto) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", mostly_long(VARIANTS, ("adamw",)))
 def test_a_hundred_steps_without_float64_are_those_of_torch(name: str) -> None:
     torch.manual_seed(0)
     module, data = Mlp(), batches(STEPS, 3)

@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from long_tests import mostly_long
 from torch import nn, optim
 from training.models import Batch, MakeOptimizer, Mlp, assert_trained, batches, groups
 
@@ -107,9 +108,7 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, tuple[str, ...], bool]] = {
 QUICK = ("adamw_decay", "sgd_from_0")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, QUICK))
 @pytest.mark.parametrize("fuse, accumulate", [(True, 1), pytest.param(False, 2, marks=pytest.mark.long)])
 def test_options_that_change_between_updates_are_those_of_torch(
     name: str, fuse: bool, accumulate: int, tmp_path: Path
