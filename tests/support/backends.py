@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -105,7 +105,7 @@ def run(
     return [torch.from_numpy(np.array(out)) for out in runner(feeds)]
 
 
-@cache
+@lru_cache(64)  # each takes megabytes
 def _runner(
     op: str,
     backend: str,
