@@ -116,8 +116,10 @@ def main(
     """Train a digit classifier on as many ranks as torchrun started; exit 1 below the wanted accuracy."""
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    store, rank, world = next(dist.rendezvous("env://"))
+    # Where torchrun starts the ranks again, the store still has the addresses of those before.
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     parts = [int(part) for part in shares.split(",")] if shares else [1] * world
     if len(parts) != world:
         raise click.BadParameter(f"--shares is {shares}; expected {world} whole numbers, one a rank")

@@ -287,7 +287,8 @@ class DataParallelSession(TrainingSession):
                     reports = self._meet(report, problem)
                 return self._average_and_update(reports)
         finally:
-            self._is_stepping = False
+            # Not by __setattr__, a call that a signal's handler may end before it has done anything.
+            self.__dict__["_is_stepping"] = False
 
     @alone
     def any_rank(self, flag: bool) -> bool:

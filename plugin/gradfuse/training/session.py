@@ -253,7 +253,8 @@ class TrainingSession:
             self._has_run = True
             return float(self._loss.numpy())
         finally:
-            self._is_stepping = False
+            # Not by __setattr__, a call that a signal's handler may end before it has done anything.
+            self.__dict__["_is_stepping"] = False
 
     @property
     @alone
