@@ -26,6 +26,7 @@ from gradfuse.passes.matching.updates import (
 
 _SUMS = ("Add", "Sub", "Sum")
 _TERMS = 6  # of an update, among which the parameter is looked for
+_NODES_OF_MOMENTUM = 4  # from a momentum to the next
 _NEAR_BUFFER = 12  # nodes behind a root among which the momentum is looked for
 _ROUNDING = 2.0**-22
 
@@ -115,10 +116,22 @@ def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
     return [v for v in dict.fromkeys(terms) if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
 
 
+def _results_of(site: Site, state: ir.Value, root: ir.Value) -> list[ir.Value]:
+    """Results of the graph that a few nodes compute of a state, as a new momentum is."""
+    if not site.knows(state) or site.extents(state) != site.extents(root):
+        return []
+    found, near = dict[ir.Value, None](), [state]
+    for _ in range(_NODES_OF_MOMENTUM):
+        near = [value for one in near for use in one.uses() for value in use.node.outputs]
+        found.update((value, None) for value in near if value.is_graph_output() and site.is_ahead(value, root))
+    return [value for value in found if site.knows(value) and site.extents(value) == site.extents(root)]
+
+
 def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
     # The momentum itself, where it is distributed in the update.
-    results = (v for v in site.graph.outputs if site.is_ahead(v, root) and site.knows(v))
-    outside = [v for v in results if v.producer() is not None and site.extents(v) == site.extents(root)]
+    factors = (value for factors in terms_of(site, uncast(root), [parameter]) for value, _ in factors)
+    states = dict.fromkeys(value for value in factors if _is_given(value) and value is not parameter)
+    outside = [value for state in states for value in _results_of(site, state, root)]
     for candidate in dict.fromkeys((*behind(site, root, _NEAR_BUFFER), *outside)):
         value = plain(site, candidate)
         for momentum in _momenta(site, value):
