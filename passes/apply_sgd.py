@@ -130,7 +130,7 @@ def _results_of(site: Site, state: ir.Value, root: ir.Value) -> list[ir.Value]:
 def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
     # The momentum itself, where it is distributed in the update.
     factors = (value for factors in terms_of(site, uncast(root), [parameter]) for value, _ in factors)
-    states = dict.fromkeys(value for value in factors if _is_given(value) and value is not parameter)
+    states = dict.fromkeys(v for v in factors if isinstance(v, ir.Value) and _is_given(v) and v is not parameter)
     outside = [value for state in states for value in _results_of(site, state, root)]
     for candidate in dict.fromkeys((*behind(site, root, _NEAR_BUFFER), *outside)):
         value = plain(site, candidate)

@@ -30,6 +30,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 import gradfuse
 from gradfuse.distributed import DataParallelSession, LostRankError
@@ -116,9 +118,9 @@ def main(
     """Train a digit classifier on as many ranks as torchrun started; exit 1 below the wanted accuracy."""
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
-    store, rank, world = next(dist.rendezvous("env://"))
+    store, rank, world = next(rendezvous("env://"))
     # Where torchrun starts the ranks again, the store still has the addresses of those before.
-    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     parts = [int(part) for part in shares.split(",")] if shares else [1] * world
     if len(parts) != world:
