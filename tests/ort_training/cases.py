@@ -13,7 +13,13 @@ from torch.nn import functional as F
 STEPS = 4
 """So many before the checkpoint is saved, and so many after."""
 
-LEARNING_RATE = 0.01
+
+def as_float32(number: float) -> float:
+    """The nearest number of float32, which artifacts and steps have in the place of a float64."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+LEARNING_RATE = as_float32(0.01)
 
 NUDGES = 3
 """So many runs tell what one rounding of the first parameters does to the last ones."""
@@ -234,7 +240,12 @@ def _adamw(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> None:
-    """AdamW as PyTorch has it, or as transformers had: the correction leaves epsilon out, and the decay comes last."""
+    """AdamW as PyTorch has it, or as transformers had: the correction leaves epsilon out, and the decay comes last.
+
+    The betas and the decay are those of float32, as the artifacts have them: 1 - 0.999 is off by 0.005 % there.
+    """
+    betas = as_float32(betas[0]), as_float32(betas[1])
+    weight_decay = as_float32(weight_decay)
     mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
     square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
     corrections = [1 - beta**count if bias_correction else 1.0 for beta in betas]

@@ -42,17 +42,14 @@ class Run:
     def worst_native(self, name: str) -> Array:
         """A parameter as the original model leaves it, each element from the run that is farthest from float64.
 
-        Committed artifacts have one run, of which each element is taken to be twice as far; those that are produced
-        have more, whose first parameters are nudged. Adam divides a gradient by its own size: where its sum cancels,
-        one rounding of a parameter at the start moves the parameter at the end by several.
+        Committed artifacts have one run; those that are produced have more, whose first parameters are nudged.
+        Adam divides a gradient by its own size: where its sum cancels, one rounding of a parameter at the start moves
+        the parameter at the end by several.
         """
-        native, exact = self.parameter("native", name), self.parameter("exact", name)
         nudged = (f"nudged{count}.parameter.{name}" for count in range(NUDGES))
         found = [self.arrays[key] for key in nudged if key in self.arrays]
-        if not found:
-            return (2 * native.astype(np.float64) - exact).astype(native.dtype)
-        runs = np.stack([native, *found])
-        worst = np.abs(runs - exact).argmax(0)
+        runs = np.stack([self.parameter("native", name), *found])
+        worst = np.abs(runs - self.parameter("exact", name)).argmax(0)
         return np.asarray(np.take_along_axis(runs, worst[None], 0)[0])
 
     def train(self, step: gradfuse.TrainingStep, first: int = 0) -> tuple[gradfuse.TrainingSession, Array]:
