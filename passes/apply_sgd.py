@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -116,22 +116,28 @@ def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
     return [v for v in dict.fromkeys(terms) if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
 
 
+def _given_in(site: Site, root: ir.Value, parameter: ir.Value) -> Iterator[ir.Value]:
+    """What is given to the graph, beside the parameter, of that an update is made as a sum of products."""
+    with contextlib.suppress(TooLong):
+        terms = terms_of(site, uncast(root), [parameter])
+        keys = dict.fromkeys(key for factors in terms for key, _ in factors)
+        yield from (key for key in keys if isinstance(key, ir.Value) and _is_given(key) and key is not parameter)
+
+
 def _results_of(site: Site, state: ir.Value, root: ir.Value) -> list[ir.Value]:
     """Results of the graph that a few nodes compute of a state, as a new momentum is."""
     if not site.knows(state) or site.extents(state) != site.extents(root):
         return []
-    found, near = dict[ir.Value, None](), [state]
+    found, near = dict[ir.Value, None](), dict.fromkeys([state])
     for _ in range(_NODES_OF_MOMENTUM):
-        near = [value for one in near for use in one.uses() for value in use.node.outputs]
+        near = dict.fromkeys(value for one in near for use in one.uses() for value in use.node.outputs)
         found.update((value, None) for value in near if value.is_graph_output() and site.is_ahead(value, root))
     return [value for value in found if site.knows(value) and site.extents(value) == site.extents(root)]
 
 
 def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
     # The momentum itself, where it is distributed in the update.
-    factors = (value for factors in terms_of(site, uncast(root), [parameter]) for value, _ in factors)
-    states = dict.fromkeys(v for v in factors if isinstance(v, ir.Value) and _is_given(v) and v is not parameter)
-    outside = [value for state in states for value in _results_of(site, state, root)]
+    outside = [value for state in _given_in(site, root, parameter) for value in _results_of(site, state, root)]
     for candidate in dict.fromkeys((*behind(site, root, _NEAR_BUFFER), *outside)):
         value = plain(site, candidate)
         for momentum in _momenta(site, value):

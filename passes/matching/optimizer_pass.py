@@ -98,14 +98,16 @@ class OptimizerPass(FusePass):
             fused.append(producer)
             # Of the gradients there is no new one.
             for own, old, result in zip(new, (tensors[0], *tensors[2:]), results, strict=False):
-                kept = [condition, result, old]
-                sizes = site.extents(old)
-                own.append(result if condition is None else builder.op("Where", kept, old.dtype, sizes))  # type: ignore[arg-type]
+                chosen = result
+                if condition is not None:
+                    chosen = builder.op("Where", [condition, result, old], old.dtype, site.extents(old))
+                own.append(chosen)
         flag = self._flag(site, builder, node, condition)
         dead = [*_handed_over(site, builder, node, new, flag), node]
         dead += [one for one in dict.fromkeys(made) if all(use.node is node for use in one.outputs[0].uses())]
         positions = dict.fromkeys(one.inputs[1] for one in dead if one.op_type == "SequenceAt")
-        dead += [v.producer() for v in positions if _is_read_by(v, dead)]  # type: ignore[misc, union-attr]
+        constants = [_constant_of(value, dead) for value in positions]
+        dead += [one for one in constants if one is not None]
         for one in fused:
             one.metadata_props["gradfuse.rule"] = _RULE
             one.metadata_props["gradfuse.replaced"] = ", ".join(names_of(dead))
@@ -243,12 +245,12 @@ def _position(site: Site, node: ir.Node) -> int | None:
     return None if array is None else int(array.item())
 
 
-def _is_read_by(value: ir.Value | None, nodes: Sequence[ir.Node]) -> bool:
-    """Whether a constant has no other readers."""
+def _constant_of(value: ir.Value | None, nodes: Sequence[ir.Node]) -> ir.Node | None:
+    """The node of a constant that no others read; None for other values."""
     made = None if value is None else value.producer()
     if value is None or made is None or made.op_type != "Constant" or value.is_graph_output():
-        return False
-    return all(use.node in nodes for use in value.uses())
+        return None
+    return made if all(use.node in nodes for use in value.uses()) else None
 
 
 def _replace(site: Site, old: ir.Value, new: ir.Value) -> None:

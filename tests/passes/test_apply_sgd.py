@@ -298,3 +298,21 @@ def test_a_gradient_that_is_computed_twice() -> None:
     results = run(model, given_values)
     for name, wanted in exact.items():
         assert_gradients_close(results[name], native[name], wanted, np.float32)
+
+
+def test_a_gradient_of_many_terms() -> None:
+    """It is nearly as long as what is read of an update, and its momentum is found all the same."""
+    count = 90
+    halves = " ".join(f"s{k + 1} = Add(s{k}, h{k})" for k in range(count))
+    terms = "s0 = Identity(gradient) " + " ".join(f"h{k} = Tanh(gradient)" for k in range(count))
+    long = ((SCALES[""], f"{terms} {halves} scaled = Identity(s{count})"),)
+    model, report = fused(Update(changed=long).model())
+    assert operators(report) == ["ApplySgd"], report
+    given_values = feeds()
+    gradient = given_values["gradient"].astype(np.float64)
+    whole = given_values | {"gradient": (gradient + count * np.tanh(gradient)).astype(np.float32)}
+    exact, native = (of_torch(Update(), whole, dtype) for dtype in (torch.float64, torch.float32))
+    results = run(model, given_values)
+    for name, wanted in exact.items():
+        # The sum of the terms is rounded as often.
+        assert_gradients_close(results[name], native[name], wanted, np.float32, terms=count)
