@@ -82,6 +82,7 @@ BATCHES: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.sampled(every=2)
 def test_steps_take_what_the_module_takes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Net()

@@ -418,6 +418,7 @@ class Translating(nn.Module):
 
 
 @pytest.mark.parametrize("hole", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
 def test_masks_of_transformers_choose_no_computation(hole: bool) -> None:
     torch.manual_seed(0)
     module = Translating(hole)

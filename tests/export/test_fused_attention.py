@@ -338,6 +338,7 @@ def test_sizes_may_vary(name: str) -> None:
     assert_trains_like_torch(step, module, inputs, target)
 
 
+@pytest.mark.long
 def test_lengths_may_vary() -> None:
     """A mask of the length is none of the operator's: nothing is left of rows times keys."""
     torch.manual_seed(0)

@@ -231,6 +231,7 @@ def test_derivatives_within_a_module(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse": False, "float64": False}, {"accumulate": 2}], ids=str)
+@pytest.mark.sampled(every=3)
 def test_forces_with_options(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = Model(network(), forces)

@@ -134,6 +134,7 @@ def test_code_that_pads_to_blocks_exports_for_any_length(length: int) -> None:
         _compared(Layer(_blocks), _batch(3, length), [_batch(5, one) for one in (8, 9, 11, 12)], LENGTH)
 
 
+@pytest.mark.long
 def test_code_that_treats_whole_blocks_otherwise_exports_for_these() -> None:
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="is taken to be a multiple of 4"):

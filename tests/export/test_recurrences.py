@@ -39,6 +39,7 @@ def _results(layer: nn.GRU | nn.LSTM, x: Tensor, first: tuple[Tensor, ...]) -> t
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.sampled(every=3)
 def test_layers_by_steps(kind: type[nn.GRU] | type[nn.LSTM], name: str, given: bool) -> None:
     torch.manual_seed(0)
     layer = kind(3, 4, dtype=torch.float64, **SETTINGS[name])

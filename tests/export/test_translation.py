@@ -229,6 +229,7 @@ CTC_LENGTHS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CTC_LENGTHS)
+@pytest.mark.sampled(every=2)
 def test_ctc_losses_take_lengths_as_torch_does(name: str) -> None:
     torch.manual_seed(0)
     module = nn.Linear(4, 5)

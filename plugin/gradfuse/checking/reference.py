@@ -472,12 +472,20 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
 def _make_views_late(graph: ir.Graph) -> None:
     """Make what costs nothing to make where it is used, each time: else it is in memory all the while between.
 
-    That is large weights in another shape, which are there anyway, and in float64 what takes a byte an element.
+    That is large weights in another shape, which are there anyway, and in float64 what takes a byte an element. A cast
+    to the type that a value has, as bodies make of what is float64 anyway, is the value itself.
     """
     given = {*graph.inputs, *graph.initializers.values()}
     for node in list(graph):
         source = node.inputs[0] if node.op_type in _VIEWS and not node.domain else None
-        if source is None or _elements(node.outputs[0]) <= _LARGE:
+        if source is None:
+            continue
+        is_same = node.op_type == "Cast" and node.attributes.get_int("to", 0) == source.dtype
+        if is_same and not node.outputs[0].is_graph_output():
+            ir.convenience.replace_all_uses_with(node.outputs[0], source)
+            graph.remove(node, safe=True)
+            continue
+        if _elements(node.outputs[0]) <= _LARGE:
             continue
         if source not in given and not (node.op_type == "Cast" and source.dtype in _BYTES):
             continue
@@ -524,7 +532,8 @@ def _kept(array: _Array) -> _Array:
 
 
 def _as_float64(array: _Array) -> _Array:
-    return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16 else array
+    is_float = array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
+    return array.astype(np.float64, copy=False) if is_float else array
 
 
 def _in_numpy(node: ir.Node) -> bool:

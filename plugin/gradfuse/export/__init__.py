@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
 
-_SMALL = 1 << 26
-"""Bytes of parameters and buffers. Below this size, a few dozen copies may live until the export ends: the search for
-cyclic garbage, which takes a fifth of an export, is paused."""
-
 
 def export_training_step(
     module: nn.Module,
@@ -149,7 +145,7 @@ def export_training_step(
     from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep
     from gradfuse.models import spilling
-    from gradfuse.models.memory import arrays_mapped, collection_paused
+    from gradfuse.models.memory import SMALL, sparing
     from gradfuse.passes.recompute import parse_budget
     from gradfuse.training import budget as budgets
     from gradfuse.training.optimizers import run_time_names
@@ -186,9 +182,9 @@ def export_training_step(
         )
 
     once = private.operators_collected_once()
-    large = _bytes(module) > _SMALL
-    frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
-    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, spilling.shelf() as shelf:
+    large = _bytes(module) > SMALL
+    spared, bar = sparing(large), Parts.shown(progress, large)
+    with mistakes_named(), bar as parts, spared as save_memory, once, spilling.shelf() as shelf:
         step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
@@ -199,6 +195,7 @@ def export_training_step(
             shapes,
             updating,
             shelf,
+            save_memory,
             frozen_inputs=frozen_inputs,
             fuse=fuse,
             evaluation=evaluation,
@@ -223,6 +220,7 @@ def _exported(
     shapes: DynamicShapes,
     updating: Sequence[torch.optim.Optimizer],
     shelf: Shelf,
+    save_memory: Callable[[], None],
     sizes: Sizes,
     parts: Parts,
     *,
@@ -262,7 +260,7 @@ def _exported(
     python = PythonState.of(step)
     with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
-        with verifying.memory_watched(step, shelf) if in_float64 else contextlib.nullcontext():
+        with verifying.memory_watched(step, shelf, save_memory) if in_float64 else contextlib.nullcontext():
             try:
                 native = steadiness.first_run(step, python, frozen_inputs=frozen_inputs)
             except FrozenChangedError as error:

@@ -99,8 +99,11 @@ def truth_of(
 
 
 @contextlib.contextmanager
-def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
-    """Let runs in float64 keep a share of what the first runs of a step took in memory, and warn if there is less."""
+def memory_watched(step: TorchStep, shelf: Shelf, save_memory: Callable[[], None]) -> Iterator[None]:
+    """Let runs in float64 keep a share of what the first runs of a step took in memory, and warn if there is less.
+
+    Where these took much, a function is called that makes the rest of the export save memory.
+    """
     before, earlier = memory.resident(), memory.most_resident()
     yield
     most, free = memory.most_resident(), memory.available()
@@ -111,6 +114,8 @@ def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
     grown = max(0, most - before - kept)
     # Beside what they keep, a run has the state in float64, and what its largest operators take for themselves.
     shelf.limit(min(grown // 3, free // 2))
+    if grown > memory.SMALL:
+        save_memory()
     # What the process took earlier, as for another export, was more where it did not grow.
     if 2 * grown > free and most != earlier:
         needed, there, less = (f"{size / 2**30:.1f} GiB" for size in (2 * grown, free, grown + kept))

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ _MMAP_THRESHOLD = -3
 """glibc's number of the size from which on arrays are mapped."""
 _MAPPED, _MAPPED_LATER = 2**21, 2**25
 """That size in bytes: where memory is short, and what glibc itself ends at."""
+SMALL = 2**26
+"""Of what takes fewer bytes, weights or activations, a few dozen copies may live until an export ends: the search for
+cyclic garbage takes a fifth of it."""
 
 
 @contextlib.contextmanager
@@ -46,6 +49,26 @@ def arrays_mapped() -> Iterator[None]:
         if mallopt is not None:
             mallopt(_MMAP_THRESHOLD, _MAPPED_LATER)
         give_back()
+
+
+@contextlib.contextmanager
+def sparing(large: bool) -> Iterator[Callable[[], None]]:
+    """Save memory where there is much of it, and time elsewhere, where the search for cyclic garbage is paused.
+
+    Args:
+        large: whether there is much of it. Else the yielded function says later that there is.
+    """
+    with contextlib.ExitStack() as paused, contextlib.ExitStack() as mapped:
+
+        def save_memory() -> None:
+            paused.close()
+            mapped.enter_context(arrays_mapped())
+
+        if large:
+            save_memory()
+        else:
+            paused.enter_context(collection_paused())
+        yield save_memory
 
 
 def give_back() -> None:
