@@ -354,7 +354,9 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
 @click.option("--straight-through", is_flag=True, help="Let gradients pass QuantizeLinear and DequantizeLinear.")
 @click.option("--dynamic-batch", is_flag=True, help="Make a fixed batch dynamic.")
-@click.option("--batch-axis", multiple=True, metavar=_BATCH_AXIS, help="Batch axis of INPUT, 0 by default; may be repeated.")
+@click.option(
+    "--batch-axis", multiple=True, metavar=_BATCH_AXIS, help="The axis of the batch, 0 by default; may be repeated."
+)
 @click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
 @_no_defaults
 @_force
@@ -459,7 +461,9 @@ def training_step(
 @commands.command("make-batch-dynamic")
 @click.argument("source", metavar="IN.onnx")
 @click.argument("target", metavar="OUT.onnx")
-@click.option("--axis", multiple=True, metavar=_BATCH_AXIS, help="Batch axis of INPUT, 0 by default; may be repeated.")
+@click.option(
+    "--axis", multiple=True, metavar=_BATCH_AXIS, help="The axis of the batch, 0 by default; may be repeated."
+)
 @_force
 @_verbose
 def make_batch_dynamic(source: str, target: str, axis: tuple[str, ...], force: bool) -> None:
