@@ -134,10 +134,11 @@ def build_training_step(
             possible, on a random batch; or the batch to use: input or target -> array.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
-        loss_weights: output -> the weight of its loss in the sum of several; 1 by default. outputs: names of values of
-            the model that the step returns beside its loss, as `TrainingSession.outputs`. input_gradients: names of
-            float inputs of the model whose gradients the step returns, as `<input>.grad`. train_inputs: input of the
-            model -> its initial array: it trains as a parameter, beside those of `trainable`, which may then be [].
+        loss_weights: output -> the weight of its loss in the sum of several; 1 by default.
+        outputs: names of values of the model that the step returns beside its loss, as `TrainingSession.outputs`.
+        input_gradients: names of float inputs of the model whose gradients the step returns, as `<input>.grad`.
+        train_inputs: input of the model -> its initial array: it trains as a parameter, beside those of `trainable`,
+            which may then be [].
         straight_through: whether gradients pass pairs of QuantizeLinear and DequantizeLinear as in quantisation-aware
             training: unchanged, and 0 where a number saturates, as in torch.fake_quantize_per_tensor_affine. Their
             scales and zero points stay as they are. Not with `check`, as these are not derivatives.
@@ -146,7 +147,7 @@ def build_training_step(
         memory_budget: the most memory that a run may take beside parameters, state and batch: bytes, a text such as
             "512MiB", or a fraction, up to 1.0, of what it would take. The step recomputes activations, and is run in
             onnxruntime to compare the bits; see `gradfuse.passes.RecomputePass`. None: keep all activations.
-            memory_sizes: symbolic dimension -> its size, which a budget in bytes needs.
+        memory_sizes: symbolic dimension -> its size, which a budget in bytes needs.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names

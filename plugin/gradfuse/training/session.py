@@ -456,7 +456,7 @@ class TrainingSession:
     def ort_values(self) -> dict[str, Any]:
         """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
 
-        They are the session's own, not copies: the next steps write into them.
+        They are the session's own, not copies: later steps write into them.
         """
         values = self._values[self._side]
         if self._shared is None:
@@ -467,12 +467,12 @@ class TrainingSession:
     def state_dict(self, *, averaged: bool = False) -> Arrays:
         """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
 
-        Tied names, frozen parameters and constant buffers are among them, and those of a loss module, which begin
-        with `loss.`.
+        They include tied names, frozen parameters and constant buffers, and those of a loss module, which begin with
+        `loss.`.
 
         Args:
-            averaged: whether the averages of the parameters are in their places; before the first one is made they are
-                the parameters themselves.
+            averaged: whether to use the averages of the parameters instead; before the first average these are the
+                parameters themselves.
 
         Raises:
             GradfuseError: the step was exported without averages.
@@ -495,8 +495,8 @@ class TrainingSession:
             strict: whether every tensor must be there, under one of its names.
 
         Raises:
-            ArgumentError: a name is unknown or missing, a type or shape is another, two tied names have different
-                values, or a constant of the model has another value. Nothing is changed then.
+            ArgumentError: a name is unknown or missing, a type or shape differs, two tied names have different values,
+                or a constant of the model has another value. Then nothing changes.
         """
         self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
 
@@ -509,26 +509,26 @@ class TrainingSession:
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a safetensors file that training resumes from: the old file or the new one is there, never a part.
+        """Write a safetensors file to resume training from: at any time the old file or the new one is there, whole.
 
         It holds `state_dict()` and, under the names of the model's inputs, what resuming needs: the optimizer's state,
         buffers and the seed of dropout, and hyperparameters; in its metadata `step_count` and `extra`. The file is
-        written beside `path`, synced to the disk, and renamed, so that neither a process that is killed nor a power cut
-        leaves half of it.
+        written beside `path`, synced to the disk, and renamed, so that neither a killed process nor a power cut leaves
+        half of it.
 
         Args:
             path: the file.
             optimizer: False leaves out all but `state_dict()` and `extra`.
             wait: False returns as soon as everything is copied, and a thread writes the copies while training goes on.
                 Until the file is there this takes the memory of all parameters, buffers and optimizer state once more:
-                three times the parameters' with Adam. An error of the thread is raised by the next call of `step`,
-                `evaluate`, `save`, `load` or `wait`. One file is written at a time: the next `save` waits for the one
-                before, and the end of the program waits as well.
-            extra: what `load` is to return, in the same file: the state of a random number generator, say. Whatever
-                JSON can hold; tuples come back as lists.
+                three times the parameters' with Adam. The next call of `step`, `evaluate`, `save`, `load` or `wait`
+                raises an error of the thread. One file is written at a time: the next `save` waits for the previous
+                one, and so does the end of the program.
+            extra: what `load` is to return, such as the state of a random number generator: anything that JSON can
+                hold; tuples come back as lists.
 
         Raises:
-            ArgumentError: `path` is no path, or JSON cannot hold `extra`.
+            ArgumentError: `path` is not a path, or JSON cannot hold `extra`.
             ModelError: the file cannot be written, or is the one of the step; or an earlier `save(wait=False)` has
                 failed.
             GradfuseError: safetensors is not installed.
@@ -549,7 +549,7 @@ class TrainingSession:
 
     @alone
     def save_evaluation_model(self, path: str | os.PathLike[str], *, averaged: bool = False) -> None:
-        """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
+        """Write the module in eval mode as an ONNX file, with the current parameters and buffers.
 
         Its inputs and outputs are those of `evaluate`; any runtime can serve it. The file is written whole or not at
         all; beyond 2 GB the tensors are in `<path>.data`.
@@ -580,7 +580,7 @@ class TrainingSession:
         writing.save(model, path, inputs=self._files)
 
     def wait(self) -> None:
-        """Wait until the file that `save(wait=False)` writes is on the disk.
+        """Wait until `save(wait=False)` has written its file to the disk.
 
         Raises:
             ModelError: it could not be written.
@@ -596,7 +596,7 @@ class TrainingSession:
         `state_dict()`; `step_count` becomes 0.
 
         Returns:
-            What `save` was given as `extra`; else nothing.
+            What `save` was given as `extra`; otherwise an empty dictionary.
 
         Raises:
             ArgumentError: `path` is no path.
@@ -628,7 +628,7 @@ class TrainingSession:
         return extra
 
     def _read_checkpoint(self, path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:
-        """Return the tensors of a checkpoint, the steps done, and what the user keeps."""
+        """Return the tensors of a checkpoint, the steps done, and the user's `extra`."""
         return checkpoints.read(path, where)
 
     def _averages(self, method: str) -> Arrays:
@@ -680,7 +680,7 @@ class TrainingSession:
         files.write_file(path, with_values(model, kept), self._files)
 
     def _keep_pairs(self, kept: bool) -> None:
-        """Leave numbers that are quantised as the step runs floats, where that is so."""
+        """Keep onnxruntime from fusing QuantizeLinear and DequantizeLinear pairs into integer products, if asked."""
         if kept:
             # Products of 8-bit integers overflow on x86-64 processors without VNNI.
             self._options.add_session_config_entry("session.disable_quant_qdq", "1")
