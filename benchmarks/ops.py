@@ -87,7 +87,7 @@ class Row:
     threads: int
     bytes: int
     copy_ms: float
-    """The roof: of a copy of so many bytes."""
+    """The roof: the time of a copy of this many bytes."""
     traffic_ms: float
     """Of as many bytes in the operator's proportion of reading and writing."""
     times: dict[str, Time] = field(default_factory=dict)

@@ -305,7 +305,7 @@ def candidates(operator: str, producer: str) -> dict[str, list[Case]]:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row | dict[str, str]]:
-    """Every row in turn, or why there is none."""
+    """Each row, or why there is none."""
     sizes = ["S", "M"] if arguments.quick else list(SIZES)
     for operator in OPERATORS:
         for producer in PRODUCERS:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradfuse.checking.order import Observed
 
 SMALL = 4096
-"""Values of so many bytes are always kept."""
+"""Values of at most this many bytes are always kept."""
 OPERATION = 0.25
 """Bytes that move in the time of one multiplication and addition, half of that each."""
 
@@ -420,7 +420,7 @@ class _Step:
         return most
 
     def cuts(self, count: int) -> frozenset[int]:
-        """Return what crosses the narrowest places that divide the forward pass into so many parts of equal bytes."""
+        """Return the values that cross the narrowest cuts of the forward pass into `count` parts of equal bytes."""
         crossing, sums = self._crossing
         chosen: set[int] = set()
         for part in range(1, count):

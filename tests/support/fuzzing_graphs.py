@@ -309,7 +309,7 @@ def loss_of(loss: str, y: Array | None, o: Array) -> float:
 
 
 _ROUNDED_RUNS, _ROUNDINGS = 3, 4
-"""So many runs show how gradients round; so many times as much as they show may be off."""
+"""How many runs show how gradients round; errors may be this many times as large."""
 
 
 def _rounded(array: Array, rng: np.random.Generator) -> Array:

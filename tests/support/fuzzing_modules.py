@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 Results = dict[str, Array]
 
 RUNS_MOVED, MANY_RUNS_MOVED = 2, 24
-"""How many runs show what rounding does; so many more are asked where a result is out of bounds by them."""
+"""How many runs show the effect of rounding, and how many more if these put a result out of bounds."""
 MOVES = 4.0
 """By how many roundings a run is moved that shows what rounding does."""
 

@@ -283,7 +283,7 @@ class Model:
     Attributes:
         module: builds the module.
         loss: as `export_training_step` takes it.
-        batch: gives a batch of so many items and of such a length.
+        batch: makes a batch from a number of items and a length.
         dynamic: the names of the dynamic axes, by the tensors of the batch, inputs before targets.
         fused: the fused operators that the step is to have.
     """

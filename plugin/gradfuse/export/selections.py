@@ -99,7 +99,7 @@ class Selections:
     Attributes:
         codes: the code of each -> the code that takes its place.
         lines: the code of each -> the lines in which it decides.
-        written: for each decision in turn what its sides write; None: it is to be found out.
+        written: for each decision, in order, what its sides write; None: it is to be found out.
     """
 
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
