@@ -285,7 +285,7 @@ class _Sum:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What a step is to give and to train besides.
+    """Further outputs and parameters that the caller requests.
 
     Attributes:
         outputs: the names of values that become outputs.
@@ -617,12 +617,12 @@ def _kept_outputs(graph: ir.Graph, extra: Mapping[str, ir.Value], loss: ir.Value
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A loss that was put behind a model.
+    """A loss that was appended to a model.
 
     Attributes:
         result: its value.
         targets: the names of the inputs that it has added.
-        parts: what it is the sum of, by name; empty where it is one.
+        parts: the losses that it is the sum of, by name; empty if it is a single one.
         of: what it is taken of, the loss that is taken, and the name of the first target.
         nesting: that of the targets as arguments; None: each is one itself.
     """
@@ -635,7 +635,7 @@ class _Found:
 
 
 def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) -> _Found:
-    """Put the loss behind outputs of the model, its `ends`."""
+    """Append the loss to outputs of the model, its `ends`."""
     graph = work.graph
     floats = [value for value in ends if value.dtype in FLOATS]
     if not floats:
@@ -657,7 +657,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) 
 
 
 def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value]) -> _Found:
-    """Put several losses and their sum behind outputs."""
+    """Append several losses and their sum to outputs."""
     total: Tensor | None = None
     parts: dict[str, ir.Value] = {}
     of: list[tuple[ir.Value, losses.Loss, str]] = []
@@ -690,7 +690,7 @@ def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value
 def _loss_of_output(
     graph: ir.Graph, tape: Tape, output: ir.Value, criterion: losses.Loss, prefix: str
 ) -> tuple[ir.Value, list[str]]:
-    """Put a loss behind an output; return it and the names of the inputs that it has added, with a prefix."""
+    """Append a loss to an output; return it and the names of the inputs that it has added, with a prefix."""
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     name = type(criterion).__name__
@@ -753,7 +753,7 @@ _FITTING = {
 
 
 def _warn_of_activation(output: ir.Value, criterion: losses.Loss, stacklevel: int) -> None:
-    """Tell the caller of a loss of logits behind a softmax and the like, which trains, but worse."""
+    """Warn the caller of a loss of logits after a softmax or the like, which trains, but worse."""
     node = output.producer()
     while node is not None and not node.domain and node.op_type in _PASSING and node.inputs[0] is not None:
         node = node.inputs[0].producer()
