@@ -144,7 +144,7 @@ def extract(model: onnx.ModelProto, feeds: Mapping[str, Array], replaced: Iterab
 
 
 class _Dims:
-    """Which new dimension each old one has."""
+    """The new dimension for each old one."""
 
     def __init__(self, region: Region, composites: Mapping[int, tuple[int, ...]]) -> None:
         self.region = region

@@ -1,6 +1,6 @@
 """Small models of the kinds that are trained, each with its loss, its batches and its dynamic axes.
 
-Sizes are the least at which every part of a model still does something.
+Sizes are the smallest at which every part of a model still does something.
 """
 
 from __future__ import annotations
