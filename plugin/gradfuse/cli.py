@@ -339,9 +339,11 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
 @click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss by SCALE at first, as torch.amp does.")
 @click.option("--ema", type=float, metavar="DECAY", help="Average the parameters: average * DECAY + new * (1 - DECAY).")
 @click.option("--run-time", multiple=True, metavar="NAME", help="Make weight_decay, ... an input; may be repeated.")
-@click.option("--frozen-inputs", is_flag=True, help="Make weights that do not train inputs, to be replaced.")
 @click.option(
-    "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with finite differences, on a batch."
+    "--frozen-inputs", is_flag=True, help="Make weights that do not train inputs, so that you can replace them."
+)
+@click.option(
+    "--check", metavar="[BATCH.npz]", help="Compare derivatives with finite differences, on random inputs or BATCH."
 )
 @click.option(
     "--memory-budget",
@@ -574,7 +576,9 @@ def _optimizer(name: str | None, options: Mapping[str, float | None]) -> Optimiz
 @commands.command()
 @click.argument("first", metavar="A.onnx")
 @click.argument("second", metavar="B.onnx")
-@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Runs, each on new inputs.")
+@click.option(
+    "--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Number of runs, each on new inputs."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @_verbose
