@@ -63,7 +63,7 @@ def save_adapter(
     others = [name for name in step.parameters if name not in adapters]
     if others:
         warnings.warn(
-            f"{_WHO}: {others[0]!r} trains and is no adapter; it is not written, as by TrainingSession.save",
+            f"{_WHO}: {others[0]!r} trains and is no adapter; it is not written. TrainingSession.save writes it",
             stacklevel=2,
         )
     path = os.fspath(path)
