@@ -1,9 +1,9 @@
-"""Measures the operators on the CPU, beside what else computes the same: `make bench`.
+"""Measures the operators on the CPU, beside other implementations: `make bench`.
 
     python benchmarks/ops.py [--full] [--out FOLDER] [--only PATTERN] [--threads 1,2] [--no-compile]
 
-Variants of a work take turns in one process, with threads that wait without spinning, and times are medians. Each is
-compared with float64 first; one that is wrong is named so. Tensors that would fit the last cache, but not the second
+Variants of a work run alternately in one process, with threads that wait without spinning, and times are medians. Each
+is first compared with float64; wrong ones are marked. Tensors that would fit the last cache, but not the second
 level's, come in several copies. The roof is the time of a copy of as many bytes as the operator must read and write at
 least, with the same number of threads, by ordinary or by streaming stores, whichever is faster; beside it stands
 traffic of the operator's own shape (`traffic.cc`), as a sum reads and hardly writes.
@@ -87,7 +87,7 @@ class Row:
     threads: int
     bytes: int
     copy_ms: float
-    """The roof: of a copy of so many bytes."""
+    """The roof: the time of a copy of this many bytes."""
     traffic_ms: float
     """Of as many bytes in the operator's proportion of reading and writing."""
     times: dict[str, Time] = field(default_factory=dict)
@@ -308,7 +308,7 @@ def measure(work: Work, threads: int, traffic: Traffic, *, compiled: bool) -> Ro
 
 
 def _terms(work: Work, inputs: Inputs) -> float | None:
-    """The magnitude of what sums add up."""
+    """The magnitude of the summands."""
     if work.operator == "CtcLossBackward":
         # Sums of log-probabilities as large as this, rounded at each step, of which differences are taken.
         return 4 * float(inputs["neg_log_likelihood"].max())
@@ -341,7 +341,7 @@ def in_turns(calls: dict[str, list[Call]], rounds: int) -> dict[str, Time]:
         for place, (name, own) in enumerate(calls.items()):
             if k >= 3 and spent[name] > PATIENCE:
                 continue
-            # Nobody gets tensors that the one before has just brought into a cache.
+            # No variant gets tensors that the previous one has just brought into a cache.
             call = own[(k + place) % len(own)]
             if repeats[name] > 1:
                 call()  # So that what fits a cache is there for each, and not for those only who come after another.

@@ -1,4 +1,4 @@
-"""Does a fusion pay? The prediction that decides, beside the time that onnxruntime takes, for every corpus family.
+"""Does a fusion pay? The predicted and the measured time in onnxruntime, for every corpus family.
 
 A family is an operator in the graphs of one producer. Of each family, a static, a dynamic and a float16 graph is taken
 where there are such; the subgraph that the fusion replaces is cut out and enlarged (`regions.py`), fused with policy
@@ -49,7 +49,7 @@ PRODUCERS = ("torch_makefx", "torch_export_fb", "torch_aot", "torch_ops", "jax2o
 SIZES = {"S": 2**14, "M": 2**21, "L": 2**24}  # elements of the largest tensor: 64 KiB, 8 MiB, 64 MiB in float32
 REPEATS = {"S": 300, "M": 15, "L": 5}
 NOISE = 0.05
-"""What a time may differ by without saying anything."""
+"""Differences in time below this are noise."""
 
 
 @dataclass
@@ -298,14 +298,14 @@ def candidates(operator: str, producer: str) -> dict[str, list[Case]]:
     for chosen in found.values():
         chosen.sort(key=lambda c: next((k for k, p in enumerate(plain) if c.name.startswith(p)), len(plain)))
     if operator == "GroupedBiasAddGrad":
-        # Two subgraphs that have nothing in common, rows with and without an index.
+        # Two subgraphs that have nothing in common: rows with and without an index.
         found["three-dimensional"] = [c for c in found["static"] if c.name.startswith("gba_3d")]
         found["static"] = [c for c in found["static"] if not c.name.startswith("gba_3d")]
     return found
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row | dict[str, str]]:
-    """Every row in turn, or why there is none."""
+    """Each row, or why there is none."""
     sizes = ["S", "M"] if arguments.quick else list(SIZES)
     for operator in OPERATORS:
         for producer in PRODUCERS:

@@ -96,7 +96,7 @@ def _is_subtraction(node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Region:
-    """The arithmetic behind a value, up to other layers.
+    """The arithmetic that computes a value, up to other layers.
 
     Attributes:
         root: the value.
@@ -378,7 +378,7 @@ def _flat(site: Site, vector: ir.Value, region: _Region) -> ir.Value:
 def _sums(
     site: Site, region: _Region, parts: _Parts, definition: _Definition
 ) -> tuple[ir.Value | None, ir.Value | None]:
-    """The gradients of weight and bias, where something else than the gradient of the input reads them."""
+    """The gradients of weight and bias, if anything other than the gradient of the input reads them."""
     if len(definition.channel) != 1:
         return None, None
     products = [parts.whole.gradient, *site.read_by([parts.whole.gradient], {"Mul"})]
@@ -410,7 +410,7 @@ def _gate(site: Site, gradient: ir.Value, root: ir.Value) -> tuple[ir.Value, ir.
     condition, nothing, source = node.inputs
     assert condition is not None and nothing is not None and source is not None
     test = condition.producer()
-    # Other comparisons cut what is NaN.
+    # Other comparisons cut NaN.
     if test is None or test.op_type != "LessOrEqual" or test.domain or None in test.inputs:
         return None
     output, least = test.inputs

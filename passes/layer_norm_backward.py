@@ -101,7 +101,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
 
 @dataclass(frozen=True)
 class _Region:
-    """The arithmetic behind a value, up to other layers.
+    """The arithmetic that computes a value, up to other layers.
 
     Attributes:
         root: the value.
@@ -233,7 +233,7 @@ class _Parts:
 
 
 def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
-    # Any number a row serves as the mean; what reads the mean of x in several forms asks to look into them.
+    # Any per-row number serves as the mean; a reader of several forms of the mean of x asks to expand them.
     for own_mean in [[]] if one.mean is None else [[one.mean], []]:
         stops = [one.gradient, one.x, *own_mean]
         vectors = _vectors(site, one.region, stops)
@@ -254,7 +254,7 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
 def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]] | None:
     """The numbers of rows, and the vectors over the last axes, that a value is made of beside others that are given.
 
-    None where it is made of something else as well.
+    None if it is made of anything else as well.
     """
     root, first = region.root, region.first
     rows: dict[ir.Value, None] = {}
@@ -380,7 +380,7 @@ def _rewrite(site: Site, builder: Builder, parts: _Parts, definition: _Definitio
 def _sums(
     site: Site, one: _Candidate, sources: Sequence[ir.Value], definition: _Definition
 ) -> tuple[ir.Value | None, ir.Value | None]:
-    """The gradients of weight and bias, where something else than the gradient of the input reads them."""
+    """The gradients of weight and bias, if anything other than the gradient of the input reads them."""
     products = new = [one.gradient]
     for _ in range(_STEPS):
         new = site.read_by(new, {"Mul"} | normalizing.VIEWS)

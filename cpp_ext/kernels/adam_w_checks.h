@@ -6,7 +6,7 @@
 
 namespace gradfuse {
 
-// What updates by AdamW check of their scalars and attributes.
+// Checks of scalars and attributes that updates by AdamW share.
 template <class Args>
 Status CheckAdamW(const Args& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckScalar("learning_rate", args.learning_rate));

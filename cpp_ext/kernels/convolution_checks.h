@@ -7,10 +7,10 @@
 #include "kernels/convolution_geometry.h"
 #include "kernels/spatial_numbers.h"
 
-// What the operators on convolutions refuse alike.
+// The checks that the convolution operators share.
 namespace gradfuse {
 
-// The size of a convolution's result along a spatial dimension; below 1 where the kernel does not fit.
+// The size of a convolution's result along a spatial dimension; below 1 if the kernel does not fit.
 template <class Args>
 int64_t ConvolvedSize(const Args& args, int spatial, int axis) {
   const int64_t size = args.input.shape[axis + 2];

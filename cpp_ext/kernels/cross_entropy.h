@@ -6,7 +6,7 @@
 
 #include "gradfuse/signature.h"
 
-// What the ops of cross entropy share. Their arguments have target, reduction, ignore_index and label_smoothing.
+// Code that the cross-entropy ops share. Their arguments have target, reduction, ignore_index and label_smoothing.
 namespace gradfuse {
 
 template <class Args>

@@ -5,7 +5,7 @@
 #include "gradfuse/status.h"
 #include "gradfuse/tensor.h"
 
-// What operators that update parameters check alike.
+// The checks that operators that update parameters share.
 namespace gradfuse {
 
 inline Status CheckTensor(const char* name, const Tensor& tensor, const Tensor& parameter) {

@@ -229,7 +229,7 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
 
 
 class Chosen(torch.autograd.Function):
-    """Takes numbers out of a tensor on the way back."""
+    """Reads numbers from a tensor in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

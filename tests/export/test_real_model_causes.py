@@ -86,7 +86,7 @@ def test_numbers_in_buffers_that_no_step_changes_are_known() -> None:
 
 
 class Positions(nn.Module):
-    """Takes as many numbers of a buffer as there are tokens, as BERT and its kin do."""
+    """Slices a buffer to the number of tokens, as BERT and its variants do."""
 
     places: Tensor
 

@@ -45,7 +45,7 @@ _OLD_GROUPS_OPSET, _GROUPS_OPSET = 18, 21
 PREFIX = "gradient/"
 
 METADATA_KEY = "gradfuse.gradients"
-"""The model's metadata with the name of each output that is a gradient, by the name of what it is taken by."""
+"""The metadata key for the name of each gradient output, by the name that it was taken with respect to."""
 
 _SMALL = 64
 """How many elements a constant has at most that a shape may depend on."""
@@ -68,12 +68,12 @@ def differentiate(
 
     Returns:
         The model, of the same kind, with an output `<name>.grad` for each name, of its shape and type, after its own
-        outputs and in the order of `wrt`. Where the model has that name already, it is `<name>.grad_2`: the model's
-        metadata `gradfuse.gradients` has the names of all, as JSON. The nodes of the forward model keep their names.
-        The result can be differentiated again.
+        outputs and in the order of `wrt`. If the model already has that name, it is `<name>.grad_2`. The model's
+        metadata `gradfuse.gradients` has all these names, as JSON. The nodes of the forward model keep their names. The
+        result can be differentiated again.
 
     Raises:
-        ArgumentError: a name is unknown or no float, `of` is not clear, or the output does not depend on a name.
+        ArgumentError: a name is unknown or not a float, `of` is ambiguous, or the output does not depend on a name.
         ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
     """
     with collection_paused():

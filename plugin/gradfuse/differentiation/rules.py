@@ -54,8 +54,8 @@ class Entry:
     Attributes:
         rule: the rule; None for an operator whose derivative is 0 wherever it has one, or that has none.
         broadcasts: whether inputs broadcast: the rule gives gradients of the output's shape, which are summed.
-        limits: what the rule does not take, for `gradfuse ops --differentiable`; empty: it takes everything.
-        fixed: the inputs that get no gradient although they are floats, such as the weights of classes.
+        limits: what the rule does not support, for `gradfuse ops --differentiable`; empty: it supports everything.
+        fixed: the inputs that get no gradient although they are floats, such as class weights.
         refused: why a gradient through the operator is an error; empty: it is not.
     """
 

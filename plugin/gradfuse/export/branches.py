@@ -1,15 +1,15 @@
-"""What a module's Python code asks of its tensors: truth values, which a traced program cannot answer, and lengths.
+"""Truth values and lengths of tensors in a module's Python code, which a traced program does not know.
 
 A graph has no branches, so torch.export refuses `if tensor:`. Three kinds of them do not choose what is computed, and
 are decided while a step is traced as they are when PyTorch runs it on the batch:
 
-- A check, `if not valid.all(): raise ValueError(...)`: when its condition is turned around, the function that asks
-  raises an error.
-- A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step is for numbers
-  that are.
+- A check, `if not valid.all(): raise ValueError(...)`: if its condition is negated, the function that tests it raises
+  an error.
+- A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step assumes that
+  they are.
 - Whether the mask of `nn.Transformer` is the causal one, which only chooses a kernel.
 
-Besides, `nonzero` is taken to find something where it does on the batch, and the user is told.
+Besides, `nonzero` is assumed to find something if it does on the batch, and a warning says so.
 
 This module imports torch.
 """
@@ -48,10 +48,10 @@ _RANDOM = (
     "rand rand_like randn randn_like randint bernoulli bernoulli_ uniform_ normal normal_ exponential_ randperm".split()
 )
 _ROUNDS = 8
-"""What a decision gives may decide the next one; more of them in a row are left alone."""
+"""The result of a decision may decide the next one; longer chains are left alone."""
 
 _SEEDS_AT_RANDOM, _SEEDS_OF_EXTREMES = 40, 2**20
-"""How many seeds are tried until all decisions by random numbers went both ways, and how many for a rare one."""
+"""How many seeds are tried until all random decisions have gone both ways, and how many for a rare one."""
 _MOST_COMPARED = 4
 """With how many of them a model is compared with PyTorch."""
 
@@ -67,12 +67,12 @@ _ASKS = (torch.Tensor.__bool__, torch.Tensor.item)
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 
 _TRIALS = 6
-"""So often a loop leaves out some of its rounds at random, to compare."""
+"""How many times a loop is run with some iterations left out at random, to compare."""
 _ROUNDINGS = 64
-"""By how many a sum may differ in which zeros are added."""
+"""By how many roundings a sum may differ if zeros are added to it."""
 
 _MOST = 64
-"""More branches than that are not looked at one by one."""
+"""The most branches that are examined one by one."""
 
 Place = tuple[CodeType, int]
 """Where code asks: a function, and the offset of the instruction in it."""
@@ -278,7 +278,7 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
 
 
 def warn_of_assumptions(branches: Branches) -> None:
-    """Tell the user what was taken to be so in all batches."""
+    """Warn the user of what was assumed of all batches."""
     for place in branches.assumed:
         warnings.warn(
             f"{WHO}: nonzero in {_text(place)} is taken to find at least one element, as it does in this batch",
@@ -459,7 +459,7 @@ class _Observed(TorchFunctionMode):
 
 
 class _NoErrorError(BaseException):
-    """Ends a run that has shown that an answer raises no error; no module catches it as one of its own."""
+    """Ends a run that has shown that an answer raises no error; modules do not catch it."""
 
 
 def _as_item(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The memory of this process: when the interpreter looks for garbage, and what the C library keeps."""
+"""The memory of this process: garbage collection, and what the C library keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cyclic garbage takes a fifth of it."""
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pauses the search for cyclic garbage: what runs under it makes millions of objects that stay until its end."""
+    """Pauses garbage collection for code that creates millions of objects that live until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -29,13 +29,13 @@ def collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-            # What came about meanwhile is the youngest; it may hold the weights of a model.
+            # Objects created meanwhile are in the youngest generation; they may hold the weights of a model.
             gc.collect(0)
 
 
 @contextlib.contextmanager
 def arrays_mapped() -> Iterator[None]:
-    """Let each large array have pages of its own, which are the system's again once it is freed.
+    """Give each large array pages of its own, which go back to the system when it is freed.
 
     glibc has them in its heap up to 32 MiB, once one of that size was freed: there they leave gaps, which may take a
     fifth of the memory of a model that just fits.
@@ -84,7 +84,7 @@ def resident() -> int | None:
 
 
 def most_resident() -> int | None:
-    """Return how many it had at most."""
+    """Return the peak number of bytes of memory of this process."""
     return _stated("/proc/self/status", "VmHWM")
 
 

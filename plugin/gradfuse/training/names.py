@@ -1,7 +1,7 @@
-"""Names that a step gives to its own inputs and outputs, where tensors of the user have them already.
+"""Conflicts between the names of a step's own inputs and outputs and those of the user's tensors.
 
-While a step is made, the user's tensors stand aside. In the finished step they have their names, and what is the step's
-own has others.
+While a step is built, conflicting tensors of the user have temporary names. In the finished step they have their own,
+and the step's inputs and outputs have others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OURS = rf"(scaled_)?{LOSS}|{STEP}|micro_step|n_averaged|loss_scale|growth_track
 
 
 def aside(name: str) -> str:
-    """Return what to call a tensor of the user that stands aside."""
+    """Return the temporary name of a tensor of the user."""
     return name + _ASIDE
 
 
 def set_aside(names: Collection[str], hyperparameters: Iterable[str] = ()) -> dict[str, str]:
-    """Return which of the user's names a step may need, and what to call their tensors until it is finished.
+    """Return the user's names that a step may need, and their tensors' temporary names until it is finished.
 
     Args:
         names: the names.
@@ -41,7 +41,7 @@ def set_aside(names: Collection[str], hyperparameters: Iterable[str] = ()) -> di
 
 
 def free(name: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: this one, or with underscores behind it."""
+    """Return a free name: this one, or with underscores appended."""
     while name in taken:
         name += "_"
     return name
