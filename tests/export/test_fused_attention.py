@@ -285,6 +285,7 @@ def placed(step: TrainingStep, name: str = OPERATORS[0]) -> list[onnx.NodeProto]
 
 
 @pytest.mark.parametrize("name", mostly_long(WRITTEN, QUICK))
+@pytest.mark.sampled(every=2)
 def test_written_attention_is_one_operator(name: str) -> None:
     attend, more, options, expected = WRITTEN[name]
     torch.manual_seed(0)
@@ -310,6 +311,7 @@ def test_written_attention_is_one_operator(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_long(ALMOST, list(ALMOST)[:4]))
+@pytest.mark.sampled(every=2)
 def test_what_is_almost_attention_stays(name: str) -> None:
     attend, more, reason = ALMOST[name]
     torch.manual_seed(0)

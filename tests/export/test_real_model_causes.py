@@ -127,6 +127,7 @@ def _other_for_blocks(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [8, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_code_that_pads_to_blocks_exports_for_any_length(length: int) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -159,6 +160,7 @@ def test_masks_mapped_by_vmap() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+@pytest.mark.sampled(every=2)
 def test_small_integers(dtype: torch.dtype) -> None:
     numbers = torch.tensor([3, 100, 7, 0, 11, 120], dtype=dtype)
 

@@ -161,6 +161,7 @@ LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in ("relu, both ways", "projected") else ()) for name in LAYERS],
 )
+@pytest.mark.sampled(every=3)
 def test_dropout_between_layers(name: str) -> None:
     """That PyTorch drops the same is compared when the step is exported; it must differ from step to step."""
     torch.manual_seed(0)

@@ -140,6 +140,7 @@ def _exported(module: nn.Module, **options: Any) -> TrainingStep:
         pytest.param(Derived, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_a_step_takes_the_layers_that_pytorch_takes(kind: type[Chance]) -> None:
     torch.manual_seed(0)
     module = kind()
