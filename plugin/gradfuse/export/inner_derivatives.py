@@ -220,8 +220,10 @@ class _Marked(TorchFunctionMode):
             )
         if name not in _ABOUT_TENSORS and not name.endswith("_"):
             args, kwargs = private.map_tensors(self._frozen, (args, kwargs))
-        function = _INSTEAD.get(func, func)
-        result = function(*args, **kwargs)
+        # PyTorch's own kernels of attention, which a step may ask for, have gradients that ONNX cannot say.
+        kernel = sdpa_kernel(SDPBackend.MATH) if func in _ATTENTION else contextlib.nullcontext()
+        with kernel:
+            result = _INSTEAD.get(func, func)(*args, **kwargs)
         given = [one for one in private.tensors_in((args, kwargs)) if isinstance(one, Tensor)]
         if not any(private.innermost(one).requires_grad for one in given):
             return result
@@ -241,6 +243,8 @@ class _Marked(TorchFunctionMode):
         stopped: Tensor = standins.STOP_GRADIENT(tensor)
         return stopped
 
+
+_ATTENTION = frozenset((F.scaled_dot_product_attention, F.multi_head_attention_forward))
 
 _ABOUT_TENSORS = frozenset(("__get__", "__set__", "__setitem__", "grad", "is_floating_point", "dim", "size"))
 """Functions that ask for something of a tensor, or write into it; so do those whose names end in an underscore."""
