@@ -2,6 +2,10 @@
  *
  * Functions that give a status give ACL_SUCCESS, or else aclGetRecentErrMsg() says what was wrong. No function owns
  * memory or arrays that are handed to it after it has returned, and every function may be called from any thread.
+ *
+ * The second phase of an operator, aclnn<Operator>, runs what executor holds, once: it is then gone. What is on a
+ * stream runs in order. Device memory of at least the size that the first phase gave, workspace, belongs to the run
+ * until the stream has come past it.
  */
 #ifndef GRADFUSE_ACL_ACL_H_
 #define GRADFUSE_ACL_ACL_H_

@@ -31,8 +31,6 @@ aclnnStatus aclnnApplyAdamW8bitGetWorkspaceSize(
     bool decoupledWeightDecay, aclTensor* newParameter, aclTensor* newExpAvg, aclTensor* newExpAvgSq,
     aclTensor* newExpAvgScale, aclTensor* newExpAvgSqScale, uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnApplyAdamW8bit(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
 #ifdef __cplusplus

@@ -24,8 +24,6 @@ aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclT
                                           bool nesterov, aclTensor* newParameter, aclTensor* newMomentumBuffer,
                                           uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnApplySgd(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
 #ifdef __cplusplus

@@ -19,8 +19,6 @@ aclnnStatus aclnnCtcLossGetWorkspaceSize(const aclTensor* logProbs, const aclTen
                                          int64_t blank, bool zeroInfinity, aclTensor* negLogLikelihood,
                                          aclTensor* logAlpha, uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnCtcLoss(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
 #ifdef __cplusplus

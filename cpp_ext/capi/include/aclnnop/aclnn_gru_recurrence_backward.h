@@ -26,8 +26,6 @@ aclnnStatus aclnnGruRecurrenceBackwardGetWorkspaceSize(const aclTensor* gradHidd
                                                        aclTensor* gradInitialH, aclTensor* gradRecurrent,
                                                        uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnGruRecurrenceBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                        aclrtStream stream);
 

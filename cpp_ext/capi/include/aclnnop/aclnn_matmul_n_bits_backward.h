@@ -24,8 +24,6 @@ aclnnStatus aclnnMatmulNBitsBackwardGetWorkspaceSize(const aclTensor* gradOutput
                                                      int64_t inFeatures, int64_t bits, aclTensor* gradInput,
                                                      uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnMatmulNBitsBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                      aclrtStream stream);
 

@@ -31,8 +31,6 @@ aclnnStatus aclnnScaledDotProductAttentionBackwardGetWorkspaceSize(
     int64_t dropoutThreshold, int64_t draw, aclTensor* gradQuery, aclTensor* gradKey, aclTensor* gradValue,
     uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnScaledDotProductAttentionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                                    aclrtStream stream);
 
