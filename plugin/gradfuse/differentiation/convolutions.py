@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.convolutions import MOST_SPATIAL
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import padded

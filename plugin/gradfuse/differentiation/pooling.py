@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.custom_ops.max_pool_backward import MOST_SPATIAL
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.differentiation.convolutions import Window
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
