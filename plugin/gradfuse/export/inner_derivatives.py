@@ -274,12 +274,19 @@ def _batch_norm(
         for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
             still = standins.STOP_GRADIENT(now.detach()).reshape(-1).to(running.dtype)
             running.mul_(1.0 - momentum).add_(still * momentum)
-    result = centred * torch.rsqrt(variance + eps)
+    return _scaled(centred * torch.rsqrt(variance + eps), weight, bias, shape).to(input.dtype)
+
+
+def _normalised(x: Tensor, axes: list[int], eps: float) -> Tensor:
+    centred = x - x.mean(axes, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """Multiply by a weight and add a bias, if they are there, as vectors of a shape."""
     if weight is not None:
-        result = result * weight.reshape(shape)
-    if bias is not None:
-        result = result + bias.reshape(shape)
-    return result.to(input.dtype)
+        x = x * weight.reshape(shape)
+    return x if bias is None else x + bias.reshape(shape)
 
 
 def _layer_norm(
@@ -293,8 +300,7 @@ def _layer_norm(
     if not private.is_wrapped(input):
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
     axes = list(range(-len(normalized_shape), 0))
-    centred = input - input.mean(axes, keepdim=True)
-    result = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    result = _normalised(input, axes, eps)
     if weight is not None:
         result = result * weight
     return result if bias is None else result + bias
@@ -306,11 +312,8 @@ def _group_norm(
     if not private.is_wrapped(input):
         return F.group_norm(input, num_groups, weight, bias, eps)
     groups = input.reshape([input.shape[0], num_groups, -1])
-    result = _layer_norm(groups, groups.shape[-1:], eps=eps).reshape(input.shape)
-    shape = [-1 if axis == 1 else 1 for axis in range(input.dim())]
-    if weight is not None:
-        result = result * weight.reshape(shape)
-    return result if bias is None else result + bias.reshape(shape)
+    result = _normalised(groups, [-1], eps).reshape(input.shape)
+    return _scaled(result, weight, bias, [-1 if axis == 1 else 1 for axis in range(input.dim())])
 
 
 def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -336,14 +339,7 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     x = input.float() if input.dtype in _NARROW else input
     axes = list(range(2, input.dim()))
-    shape = [1, -1, *[1 for _ in axes]]
-    centred = x - x.mean(axes, keepdim=True)
-    result = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
-    if weight is not None:
-        result = result * weight.reshape(shape)
-    if bias is not None:
-        result = result + bias.reshape(shape)
-    return result.to(input.dtype)
+    return _scaled(_normalised(x, axes, eps), weight, bias, [1, -1, *[1 for _ in axes]]).to(input.dtype)
 
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
