@@ -14,10 +14,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#pragma GCC visibility push(default)
+/* Around declarations of functions in C that a library shows. */
 #ifdef __cplusplus
-extern "C" {
+#define ACL_BEGIN_DECLS _Pragma("GCC visibility push(default)") extern "C" {
+#define ACL_END_DECLS \
+  }                   \
+  _Pragma("GCC visibility pop")
+#else
+#define ACL_BEGIN_DECLS _Pragma("GCC visibility push(default)")
+#define ACL_END_DECLS _Pragma("GCC visibility pop")
 #endif
+
+ACL_BEGIN_DECLS
 
 typedef int aclError;
 typedef int32_t aclnnStatus;
@@ -113,9 +121,6 @@ aclnnStatus aclDestroyTensor(const aclTensor* tensor);
 aclIntArray* aclCreateIntArray(const int64_t* value, uint64_t size);
 aclnnStatus aclDestroyIntArray(const aclIntArray* array);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

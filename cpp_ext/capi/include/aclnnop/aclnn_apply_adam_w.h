@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* One update of a parameter and its state by AdamW, or by Adam where decoupledWeightDecay is false, as torch.optim's.
  *
@@ -28,9 +25,6 @@ aclnnStatus aclnnApplyAdamWGetWorkspaceSize(const aclTensor* parameter, const ac
 
 aclnnStatus aclnnApplyAdamW(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* One update of a parameter by AdamW, or by Adam where decoupledWeightDecay is false, with state in 8 bits: each block
  * of 256 elements, in row-major order, has a scale.
@@ -33,9 +30,6 @@ aclnnStatus aclnnApplyAdamW8bitGetWorkspaceSize(
 
 aclnnStatus aclnnApplyAdamW8bit(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

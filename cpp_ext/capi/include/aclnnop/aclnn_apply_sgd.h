@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* One update of a parameter and its momentum by SGD, as torch.optim's without dampening.
  *
@@ -26,9 +23,6 @@ aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclT
 
 aclnnStatus aclnnApplySgd(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* The recurrence of a GRU over T steps, of N items and H units, whose input is projected already. At step t, with h of
  * the step before it:
@@ -27,9 +24,6 @@ aclnnStatus aclnnGruRecurrenceGetWorkspaceSize(const aclTensor* input, const acl
 
 aclnnStatus aclnnGruRecurrence(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

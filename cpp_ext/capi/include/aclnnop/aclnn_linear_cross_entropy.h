@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Cross entropy of the results of a linear layer, and its gradients, which are known up to the factor gradLoss. Nothing
  * of N x C is kept. With z = input linearWeight^T + linearBias, the logits are z, or softcap tanh(z / softcap).
@@ -33,9 +30,6 @@ aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, cons
 aclnnStatus aclnnLinearCrossEntropy(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                     aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradient of a product with a weight of few bits with respect to what it multiplies: gradOutput times the weight,
  * whose rows are blocks of numbers, (number - zero point) scale. The lowest bits of a byte are its first number.
@@ -27,9 +24,6 @@ aclnnStatus aclnnMatmulNBitsBackwardGetWorkspaceSize(const aclTensor* gradOutput
 aclnnStatus aclnnMatmulNBitsBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                      aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

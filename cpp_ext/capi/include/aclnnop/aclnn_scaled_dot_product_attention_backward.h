@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradients of attention. With p = exp(scale query key^T - logsumexp) where a row sees a key, else 0, d what dropout
  * makes of 1, and r = sum of gradOutput output over a row: gradValue = (d p)^T gradOutput;  s = scale p (d gradOutput
@@ -34,9 +31,6 @@ aclnnStatus aclnnScaledDotProductAttentionBackwardGetWorkspaceSize(
 aclnnStatus aclnnScaledDotProductAttentionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                                    aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif
