@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -34,6 +36,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         count = metafunc.config.getoption("--random-cases")
         parts = [range(first, min(first + 10, count)) for first in range(0, count, 10)]
         metafunc.parametrize(name, parts, ids=[f"{part.start}-{part.stop - 1}" for part in parts])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make most of the parameters of sampled tests long tests, ahead of the choice by markers."""
+    counts: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None:
+            continue
+        test = item.path, item.nodeid.partition("[")[0]
+        if counts[test] % sampled.kwargs["every"]:
+            item.add_marker(pytest.mark.long)
+        counts[test] += 1
 
 
 def pytest_collection_finish() -> None:

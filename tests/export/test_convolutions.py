@@ -56,6 +56,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, object]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(every=2)
 def test_a_convolution_takes_the_relu_behind_it(conv: nn.Conv2d) -> None:
     step = exported(conv, evaluation=True)
     (node,) = of_type(step.model, "Convolution")

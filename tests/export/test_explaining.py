@@ -305,6 +305,7 @@ def _checked(x: Tensor) -> Tensor:
         (_checked, "axis 1 of 'x' is taken to be at most 100"),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_sizes_that_are_taken_to_be_in_a_range_are_told(function: Callable[[Tensor], Tensor], text: str) -> None:
     first = inspect.getsourcelines(function)[1]
     with pytest.warns(UserWarning) as caught:

@@ -368,6 +368,7 @@ def test_unfused_steps_have_standard_operators() -> None:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.sampled(every=2)
 def test_evaluation_models_have_the_operator(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     attend, more, options, _ = WRITTEN["nano"]
     torch.manual_seed(0)

@@ -119,7 +119,7 @@ def branches_of(step: TorchStep) -> Branches:
     decided = {
         place: answers[0]
         for place, (answers, kinds) in list(observed.asked.items())[:_MOST]
-        if len({*answers}) == 1 and ("finite" in kinds or _is_check(step, place, selections))
+        if len({*answers}) == 1 and ("finite" in kinds or _is_check(step, place, len(answers), selections))
     }
     kernels = private.decisions_of_kernels()
     decided |= {place: False for place in observed.asked if place[0] in kernels}
@@ -139,8 +139,12 @@ def branches_of(step: TorchStep) -> Branches:
 
 def _of_chance(step: TorchStep, observed: _Observed, selections: Selections) -> list[Place]:
     """Return the branches on random numbers that choose what is computed."""
-    random = [place for place, (_, kinds) in observed.asked.items() if "random" in kinds]
-    return [p for p in random if not (len({*observed.asked[p][0]}) == 1 and _is_check(step, p, selections))]
+    random = [(place, answers) for place, (answers, kinds) in observed.asked.items() if "random" in kinds]
+    return [
+        place
+        for place, answers in random
+        if not (len({*answers}) == 1 and _is_check(step, place, len(answers), selections))
+    ]
 
 
 def _selected(step: TorchStep, observed: _Observed) -> tuple[Selections, _Observed]:
@@ -382,6 +386,7 @@ class _Observed(TorchFunctionMode):
 
     Args:
         turned: that place; None: all answers are true.
+        times: how often it asks; the run ends once the code there has gone on without an error as often.
         items: whether random numbers that are taken out of tensors stay tensors.
 
     Attributes:
@@ -392,7 +397,7 @@ class _Observed(TorchFunctionMode):
         items: where random numbers are taken out of tensors, and stay tensors.
     """
 
-    def __init__(self, turned: Place | None = None, *, items: bool = True) -> None:
+    def __init__(self, turned: Place | None = None, times: int = 0, *, items: bool = True) -> None:
         super().__init__()
         self.asked: dict[Place, tuple[list[bool], set[str]]] = {}
         self.found: dict[Place, list[bool]] = {}
@@ -400,13 +405,16 @@ class _Observed(TorchFunctionMode):
         self.looped: set[Place] = set()
         self.items: set[Place] = set()
         self.takes_items = items
-        self._turned = turned
+        self._turned, self._times = turned, times
+        self._asking: list[FrameType] = []
         # With the tensor itself, so that no other gets its id.
         self._kinds: dict[int, tuple[str, Any]] = {}
         self._vectors = Found()
         self._found_in: dict[int, Place] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._asking and len(self._asking) >= self._times and not self._still_asks():
+            raise _NoErrorError
         name = getattr(func, "__name__", "")
         known = {self._kinds.get(id(one), (None,))[0] for one in args if isinstance(one, Tensor)}
         if func is torch.Tensor.item and known == {"random"} and self.takes_items and _is_inexact(args[0]):
@@ -430,7 +438,10 @@ class _Observed(TorchFunctionMode):
             answers, kinds = self.asked.setdefault(place, ([], set()))
             answers.append(result)
             kinds.update([] if kind is None else [kind])
-            return not result if place == self._turned else result
+            if place != self._turned:
+                return result
+            self._asking.append(_calling_frame())
+            return not result
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(_caller(), []).append(result.shape[0] > 0)
         if name in ("nonzero", "where"):
@@ -438,6 +449,17 @@ class _Observed(TorchFunctionMode):
         if kind is not None:
             self._kinds[id(result)] = kind, result
         return result
+
+    def _still_asks(self) -> bool:
+        """Whether a function that got the other answer has not returned."""
+        frame = inspect.currentframe()
+        while frame is not None and frame not in self._asking:
+            frame = frame.f_back
+        return frame is not None
+
+
+class _NoErrorError(BaseException):
+    """Ends a run that has shown that an answer raises no error; no module catches it as one of its own."""
 
 
 def _as_item(tensor: Tensor) -> Tensor:
@@ -472,10 +494,12 @@ def _forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
     return value.detach(), {name: tensor.detach() for name, tensor in after.items()}
 
 
-def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:
-    """Whether code raises an error, in the very function that asks, when the answer is the other one."""
+def _is_check(step: TorchStep, place: Place, times: int, selections: Selections) -> bool:
+    """Whether code that asks some times raises an error, in the very function, when the answer is the other one."""
     try:
-        _run(step, _Observed(place), selections)
+        _run(step, _Observed(place, times), selections)
+    except _NoErrorError:
+        return False
     except Exception as error:
         # A user's module may raise anything.
         traceback = _last(error.__traceback__)
@@ -487,13 +511,19 @@ def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:
 
 def _caller() -> Place:
     """Return where the code is that called the mode whose method calls this, or a mode within that one."""
+    frame = _calling_frame()
+    return frame.f_code, _offset(frame)
+
+
+def _calling_frame() -> FrameType:
+    """Return the frame of the code that called the mode whose method, or a function of it, calls this."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     frame = frame.f_back
-    while frame.f_code.co_name == "__torch_function__":
+    while frame.f_code is _caller.__code__ or frame.f_code.co_name == "__torch_function__":
         assert frame.f_back is not None
         frame = frame.f_back
-    return frame.f_code, _offset(frame)
+    return frame
 
 
 def _offset(frame: FrameType) -> int:
