@@ -12,7 +12,7 @@ struct SquareGradArgs {
   Tensor grad;
   Tensor x;
   float factor = 2;
-  Tensor grad_x;
+  MutableTensor grad_x;
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
