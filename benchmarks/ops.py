@@ -10,7 +10,8 @@ traffic of the operator's own shape (`traffic.cc`), as a sum reads and hardly wr
 
 The C API has one pool of threads in a process, of as many as there are cores: it is measured where those are asked for.
 
-Writes FOLDER/ops.json, ops.md and ops.svg; a choice of rows is printed, and written only where --out says so.
+Writes ops.json, ops.md and ops.svg to FOLDER, for all rows build/benchmarks if not given; a choice of rows is printed,
+and written only where --out says so. The documentation links benchmarks/results/ops.md, a copy of the table.
 """
 
 from __future__ import annotations
@@ -102,10 +103,10 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="works, as in 'CrossEntropy*/M/*'")
     parser.add_argument("--threads", help="numbers of threads, by commas; S: 1, others: 2 if not given")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes seconds a work")
-    parser.add_argument("--out", type=Path, help="where results go; for all rows benchmarks/results if not given")
+    parser.add_argument("--out", type=Path, help="where results go; for all rows build/benchmarks if not given")
     options = parser.parse_args()
     chooses = options.only != "*" or options.threads is not None or options.no_compile
-    out = options.out or (None if chooses else ROOT / "benchmarks" / "results")
+    out = options.out or (None if chooses else ROOT / "build" / "benchmarks")
     every = options.full or options.only != "*"
     chosen = [w for w in works(full=every) if fnmatch.fnmatch(w.name, options.only)]
     if not chosen:

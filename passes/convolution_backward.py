@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.convolutions import MOST_SPATIAL
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, is_node_of_training, wanted_outputs
 from gradfuse.passes.proving.shrinking import KEPT_SIZE

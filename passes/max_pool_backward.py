@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.max_pool_backward import MOST_SPATIAL, places
+from gradfuse.custom_ops.max_pool_backward import places
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.passes.matching import Builder, Context, FusePass, Mismatch, Rewrite, Site
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
 from gradfuse.passes.reading import attribute

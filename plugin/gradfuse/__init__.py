@@ -82,7 +82,6 @@ __all__ = [
 ]
 
 _SUBMODULES = {
-    "backward_decompositions": "gradfuse.export.decompositions.backward",
     "custom_ops": "gradfuse.custom_ops",
     "distributed": "gradfuse.distributed",
     "losses": "gradfuse.losses",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions, raise_opset
-from gradfuse.models.inlining import Names, captured_by, graphs_of, inline, put_branch
+from gradfuse.models.inlining import Names, captured_by, graphs_of, inline, put_branch, values_of
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import with_small_tensors_in_memory
 from gradfuse.passes import shapes
@@ -399,15 +399,6 @@ def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -
         if seed in taken:
             raise ArgumentError(f"differentiate: the seed {seed!r} is taken by the model; expected a new name")
     return {outputs[name]: seed for name, seed in asked.items()}
-
-
-def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Yield all values of a graph and of those within it."""
-    for part in (graph, *graph.subgraphs()):
-        yield from part.inputs
-        yield from part.initializers.values()
-        for node in part:
-            yield from node.outputs
 
 
 def _seed(graph: ir.Graph, tape: Tape, value: ir.Value, name: str | None) -> Tensor:

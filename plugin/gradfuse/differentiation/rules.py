@@ -131,6 +131,18 @@ class Call:
         """Return an input; None where it is left out."""
         return self.x[index] if index < len(self.x) else None
 
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Return the first input and the gradient of the first output, where both are there."""
+        x, dy = self.x[0], self.dy[0]
+        assert x is not None and dy is not None
+        return x, dy
+
+    def pair(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first two inputs and the gradient of the first output, where all are there."""
+        a, b, dy = self.x[0], self.x[1], self.dy[0]
+        assert a is not None and b is not None and dy is not None
+        return a, b, dy
+
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return the value of an attribute: a number, a string, a list; `default` where the node has none."""
         found = self.node.attributes.get(name)

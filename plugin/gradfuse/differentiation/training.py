@@ -29,7 +29,6 @@ from gradfuse.differentiation.differentiate import (
     infer,
     inlined,
     named_output,
-    values_of,
 )
 from gradfuse.differentiation.fused_attention import LEFT
 from gradfuse.differentiation.indexing import mark_embeddings
@@ -45,6 +44,7 @@ from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
+from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling

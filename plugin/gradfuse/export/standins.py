@@ -441,15 +441,13 @@ def hardtanh(call: Call) -> Iterator[Gradient]:
 
 @gradient("Log1p", domain=LOCAL_DOMAIN)
 def log1p(call: Call) -> Iterator[Gradient]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     yield dy / (x + 1)
 
 
 @gradient("Expm1", domain=LOCAL_DOMAIN)
 def expm1(call: Call) -> Iterator[Gradient]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     yield dy * x.exp()
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.differentiation.differentiate import values_of
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.lora.targets import Target, Use, chosen
 from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions
+from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx_ir as ir
 
@@ -120,6 +120,15 @@ def graphs_of(node: ir.Node) -> list[ir.Graph]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             found += attribute.as_graphs()
     return found
+
+
+def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield all values of a graph and of those within it."""
+    for part in (graph, *graph.subgraphs()):
+        yield from part.inputs
+        yield from part.initializers.values()
+        for node in part:
+            yield from node.outputs
 
 
 def captured_by(node: ir.Node) -> list[ir.Value]:

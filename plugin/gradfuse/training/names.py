@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.inlining import values_of
 from gradfuse.training.hyperparameters import LEARNING_RATE
 from gradfuse.training.step import DROPOUT_SEED, LOSS, STEP, UPDATED_SUFFIX, TrainingStep
 
@@ -107,8 +108,8 @@ def _renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProt
     model = ir.from_proto(proto)
     interface = [*model.graph.inputs, *model.graph.outputs]
     final = {names.get(str(value.name), str(value.name)) for value in interface}
-    known = {str(value.name) for value in _values(model.graph)} | final
-    for value in _values(model.graph):
+    known = {str(value.name) for value in values_of(model.graph)} | final
+    for value in values_of(model.graph):
         if value.name in final and value not in interface:
             value.name = free(f"{value.name}_inner", known)
             known.add(value.name)
@@ -116,11 +117,3 @@ def _renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProt
         value.name = names.get(str(value.name), value.name)
     renamed: onnx.ModelProto = ir.to_proto(model)
     return renamed
-
-
-def _values(graph: ir.Graph) -> Iterable[ir.Value]:
-    for part in (graph, *graph.subgraphs()):
-        yield from part.inputs
-        yield from part.initializers.values()
-        for node in part:
-            yield from node.outputs
