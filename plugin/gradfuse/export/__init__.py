@@ -6,6 +6,7 @@ Importing this package is cheap: torch and the modules that do the work are impo
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -188,7 +189,9 @@ def export_training_step(
     once = private.operators_collected_once()
     large = _bytes(module) > _SMALL
     frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
-    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, spilling.shelf() as shelf:
+    # Tensors that are made in inference mode take no gradients.
+    usual = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, usual, spilling.shelf() as shelf:
         step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
@@ -205,12 +208,13 @@ def export_training_step(
             verify=verify,
         )
         try:
-            exported = make(sizes, parts)
+            # What the module sets in variables of the context is gone at the end.
+            exported = contextvars.copy_context().run(make, sizes, parts)
         except ExportError:
             if not sizes.made_general:
                 raise
             # What other lengths than multiples of a number compute is not what those of the batch do.
-            exported = make(explaining.Sizes(general=False), parts)
+            exported = contextvars.copy_context().run(make, explaining.Sizes(general=False), parts)
         if memory_budget is None:
             return exported
         parts.begin("choosing what to compute again")
