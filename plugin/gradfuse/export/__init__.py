@@ -299,6 +299,7 @@ def _exported(
         names = (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
         batch = {value: name for value, name in zip(translated.graph.inputs, names, strict=True) if name in step.batch}
         checks = index_checks.checks_of(indices.taken_out(translated), batch)
+        normalised = index_checks.normalised_of(translated, batch)
         if returned:
             translated, module = watching.divided(translated, returned)
             shared = module, names
@@ -364,7 +365,7 @@ def _exported(
 
     if step.is_bfloat16_on_cpu:
         narrow_types.widen_bfloat16(complete)
-    index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
+    index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1], normalised)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),
