@@ -253,3 +253,19 @@ def test_statistics_that_a_batch_leaves_alone_change_with_the_next(keeps: Callab
     assert mean is not None and mean.abs().min() > 1e-3
     native = mean.numpy()
     assert_gradients_close(session.state_dict()["norm.running_mean"], native, native.astype(np.float64), np.float32)
+
+
+def test_an_export_in_inference_mode_and_a_norm_without_bound_are_as_without() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with torch.inference_mode():
+        step = export_training_step(module, F.mse_loss, _batch(), optimizer, max_grad_norm=float("inf"), fuse=False)
+    session = gradfuse.TrainingSession(step)
+    x, y = _batch()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert session.step(x, y) == pytest.approx(loss.item(), rel=1e-5)

@@ -417,7 +417,7 @@ def _at_a_logger() -> int:
 
 def _of_processes() -> int:
     shared_by_processes.value += 1
-    return shared_by_processes.value
+    return int(shared_by_processes.value)
 
 
 def _under_a_text() -> int:
@@ -491,7 +491,7 @@ def _in_a_database(connection: sqlite3.Connection) -> int:
     return int(connection.execute("select count(*) from calls").fetchone()[0])
 
 
-OUTSIDE = {
+OUTSIDE: dict[str, tuple[Callable[[Any], int], str]] = {
     "file": (_in_a_file, r"the file \S*count in .*_in_a_file \(test_steadiness\.py:\d+\)"),
     "names": (_in_names, r"the file \S+ in .*_in_names \(test_steadiness\.py:\d+\)"),
     "queue": (_in_a_queue, r"SimpleQueue\.put in .*_in_a_queue \(test_steadiness\.py:\d+\)"),

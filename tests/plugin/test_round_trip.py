@@ -284,7 +284,8 @@ def test_sparse_initializers_are_kept_as_dense_ones(place: str) -> None:
     def graph_of(model: onnx.ModelProto) -> onnx.GraphProto:
         if place == "graph":
             return model.graph
-        return next(a.g for a in model.graph.node[-1].attribute if a.name == "body")
+        body: onnx.GraphProto = next(a.g for a in model.graph.node[-1].attribute if a.name == "body")
+        return body
 
     graph_of(model).sparse_initializer.append(sparse)
     dense = next(t for t in graph_of(fuse(model).model).initializer if t.name == "sparse")
