@@ -783,6 +783,34 @@ def promoted_by_known_types() -> Iterator[None]:
         interpreter.run_node = original
 
 
+NUMBER = "gradfuse.number"
+"""Where constants of float32 have the number of Python that they stand for, in the metadata of their values."""
+
+
+@contextlib.contextmanager
+def numbers_remembered() -> Iterator[None]:
+    """Let constants that torch.onnx.export makes of numbers remember them: what it casts to float64 was rounded."""
+    try:
+        from torch.onnx._internal.exporter import _building as building
+
+        original = building._get_or_create_constant
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def constant(constant_farm: Any, arg: Any, dtype: Any, opset: Any) -> Any:
+        value = original(constant_farm, arg, dtype, opset)
+        if isinstance(arg, float) and dtype is not None and dtype.name == "FLOAT":
+            value.meta[NUMBER] = arg
+        return value
+
+    building._get_or_create_constant = constant
+    try:
+        yield
+    finally:
+        building._get_or_create_constant = original
+
+
 _REGISTRIES: dict[tuple[tuple[str, int], ...], Any] = {}
 
 

@@ -21,15 +21,17 @@ def _batch(items: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(items, 5), torch.randn(items, 4)
 
 
-def _trains_as_pytorch(module: nn.Module) -> gradfuse.TrainingSession:
+def _trains_as_pytorch(
+    module: nn.Module, criterion: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
+) -> gradfuse.TrainingSession:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     shapes = ({0: "batch"}, {0: "batch"})
-    step = export_training_step(module, F.mse_loss, _batch(), optimizer, fuse=False, dynamic_shapes=shapes)
+    step = export_training_step(module, criterion, _batch(), optimizer, fuse=False, dynamic_shapes=shapes)
     session = gradfuse.TrainingSession(step)
     for items in (6, 3, 6):
         x, y = _batch(items)
         optimizer.zero_grad()
-        loss = F.mse_loss(module(x), y)
+        loss = criterion(module(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert session.step(x.numpy(), y.numpy()) == pytest.approx(loss.item(), rel=1e-5)
@@ -120,6 +122,22 @@ def test_a_hook_that_changes_a_gradient_is_refused_with_its_line_even_where_it_c
     match = r"changes a gradient by register_hook, in .*<lambda> \(test_changes_in_forward\.py:\d+\); expected none"
     with pytest.raises(ExportError, match=match):
         export_training_step(module, F.mse_loss, _batch())
+
+
+class Divided(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output / output.abs().max().item()
+
+
+def test_numbers_taken_out_of_tensors_have_no_gradient() -> None:
+    """As in losses that are balanced by their values, and in what is divided by its largest number."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        first, second = F.mse_loss(output, target), output.abs().mean()
+        return first + second * (first.item() / second.item())
+
+    _trains_as_pytorch(Divided(5, 4), loss)
 
 
 def test_a_hook_that_looks_at_a_gradient_does_not_matter() -> None:
@@ -237,3 +255,19 @@ def test_statistics_that_a_batch_leaves_alone_change_with_the_next(keeps: Callab
     assert mean is not None and mean.abs().min() > 1e-3
     native = mean.numpy()
     assert_gradients_close(session.state_dict()["norm.running_mean"], native, native.astype(np.float64), np.float32)
+
+
+def test_an_export_in_inference_mode_and_a_norm_without_bound_are_as_without() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with torch.inference_mode():
+        step = export_training_step(module, F.mse_loss, _batch(), optimizer, max_grad_norm=float("inf"), fuse=False)
+    session = gradfuse.TrainingSession(step)
+    x, y = _batch()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert session.step(x, y) == pytest.approx(loss.item(), rel=1e-5)

@@ -37,6 +37,10 @@ def takes_a_number_out(h: Tensor) -> Tensor:
     return h + torch.zeros(int(h.sum().item()) % 3 + 1).sum()
 
 
+def converts_a_number(h: Tensor) -> Tensor:
+    return h * float(h.detach().mean())
+
+
 def loops_over_a_count(h: Tensor) -> Tensor:
     positive = (h > 0).sum().item()
     total: Tensor = sum((h for _ in range(int(positive))), start=h)
@@ -113,6 +117,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
     "then, said",
     [
         (takes_a_number_out, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
+        (converts_a_number, ["numbers that it takes out of tensors", "or x.item(), which may be computed with by"]),
         (loops_over_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (decides_by_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (calls_numpy, ["takes a tensor to numpy", "expected torch's functions"]),

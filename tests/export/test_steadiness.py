@@ -11,9 +11,13 @@ import datetime
 import functools
 import io
 import itertools
+import logging
+import multiprocessing
 import os
 import queue
 import random
+import re
+import sqlite3
 import threading
 import time
 import types
@@ -22,6 +26,7 @@ import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -402,7 +407,30 @@ def _decorated() -> int:
     return holder["decorated"]
 
 
+logger: Any = logging.getLogger("of a module")
+shared_by_processes = multiprocessing.Value("i", 0)
+
+
+def _at_a_logger() -> int:
+    logger.calls = getattr(logger, "calls", 0) + 1
+    return int(logger.calls)
+
+
+def _of_processes() -> int:
+    shared_by_processes.value += 1
+    return int(shared_by_processes.value)
+
+
+def _under_a_text() -> int:
+    name = "made_by_a_text"
+    globals()[name] = globals().get(name, 0) + 1
+    return int(globals()[name])
+
+
 HIDDEN: dict[str, Callable[[], int]] = {
+    "a logger": _at_a_logger,
+    "of processes": _of_processes,
+    "a text": _under_a_text,
     **{case: functools.partial(_taken, case) for case in iterators},
     **{f"{case} in memory": functools.partial(_in_memory, case) for case in memory},
     **{f"a table, {case}": functools.partial(_held, case) for case in tables},
@@ -426,6 +454,82 @@ def test_a_count_in_any_place_is_refused_however_late_a_number_follows_from_it(c
     with pytest.raises(ExportError, match=r"in later calls, in Scaled\.forward .*, as it changes"):
         _export(Scaled(lambda: 2.0 if HIDDEN[case]() > 700 else 1.0))
     assert HIDDEN[case]() == 1
+
+
+without_default: contextvars.ContextVar[int] = contextvars.ContextVar("without_default")
+
+
+def test_variables_of_the_context_are_seen_and_unset_again() -> None:
+    def counted() -> int:
+        without_default.set(without_default.get(0) + 1)
+        return without_default.get()
+
+    _export(Scaled(lambda: 1.0 + 0 * counted()))
+    assert without_default.get(None) is None
+    with pytest.raises(ExportError, match=r"in later calls, as it changes without_default in Python"):
+        _export(Scaled(lambda: 2.0 if counted() > 700 else 1.0))
+    assert without_default.get(None) is None
+
+
+def _in_a_file(folder: Path) -> int:
+    path = folder / "count"
+    count = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(count))
+    return count
+
+
+def _in_names(folder: Path) -> int:
+    (folder / str(len(os.listdir(folder)))).touch()
+    return len(os.listdir(folder))
+
+
+def _in_a_queue(waiting: Any) -> int:
+    waiting.put(None)
+    return int(waiting.qsize())
+
+
+def _in_a_database(connection: sqlite3.Connection) -> int:
+    connection.execute("insert into calls values (1)")
+    return int(connection.execute("select count(*) from calls").fetchone()[0])
+
+
+OUTSIDE: dict[str, tuple[Callable[[Any], int], str]] = {
+    "file": (_in_a_file, r"the file \S*count in .*_in_a_file \(test_steadiness\.py:\d+\)"),
+    "names": (_in_names, r"the file \S+ in .*_in_names \(test_steadiness\.py:\d+\)"),
+    "queue": (_in_a_queue, r"SimpleQueue\.put in .*_in_a_queue \(test_steadiness\.py:\d+\)"),
+    "database": (_in_a_database, r"Connection\.execute in .*_in_a_database \(test_steadiness\.py:\d+\)"),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_what_is_counted_outside_of_python_is_told_with_its_line(case: str, tmp_path: Path) -> None:
+    count, where = OUTSIDE[case]
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table calls (number int)")
+    of = {"queue": queue.SimpleQueue(), "database": connection}.get(case, tmp_path)
+    with pytest.warns(UserWarning, match=rf"^export_training_step: the step asks for what may be another .*: {where}"):
+        _export(Scaled(lambda: 2.0 if count(of) > 700 else 1.0))
+    with pytest.raises(ExportError, match="computes something else each time"):
+        _export(Scaled(lambda: 1.0 + count(of) / 100))
+    connection.close()
+
+
+def test_what_is_only_written_or_stays_as_it_is_does_not_matter(tmp_path: Path) -> None:
+    path, made, pattern, lock = tmp_path / "log", tmp_path / "made" / "factor", re.compile("a+"), threading.Lock()
+    (tmp_path / "setting").write_text("2.0")
+
+    def factor() -> float:
+        with open(path, "a") as log:
+            log.write("called")
+        if not made.exists():
+            made.parent.mkdir(exist_ok=True)
+            made.write_text("1.5")
+        with lock:
+            return float((tmp_path / "setting").read_text()) * float(made.read_text()) * bool(pattern.match("aa"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _export(Scaled(factor))
 
 
 class Moody(nn.Module):

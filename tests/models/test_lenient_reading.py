@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 
 import gradfuse
-from gradfuse import ModelError, TrainingSession, TrainingStep, build_training_step, optimizers
+from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep, build_training_step, optimizers
 
 X = np.array([[1, 2, 3], [-1, 0.5, 2]], np.float32)
 TARGET = np.zeros((2, 2), np.float32)
@@ -155,3 +155,92 @@ def test_normalisations_of_later_opsets_are_taken_in_older_models(op_type: str) 
     assert step.parameters.keys() == {"w", "s"}
     session = TrainingSession(step)
     assert abs(session.step(X, TARGET) - np.square(wanted).mean()) <= 1e-5
+
+
+def sparse(values: list[float], places: Any, shape: list[int], name: str = "w") -> onnx.SparseTensorProto:
+    return onnx.helper.make_sparse_tensor(
+        onnx.numpy_helper.from_array(np.array(values, np.float32), name),
+        onnx.numpy_helper.from_array(np.array(places, np.int64)),
+        shape,
+    )
+
+
+def spelled(change: str) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(LINEAR)
+    graph = model.graph
+    match change:
+        case "no name of the graph":
+            graph.name = ""
+        case "the default domain's other name":
+            for node in graph.node:
+                node.domain = "ai.onnx"
+        case "keys twice":
+            model.metadata_props.add(key="a", value="1")
+            model.metadata_props.add(key="a", value="2")
+        case "initializers that are no inputs, of IR version 3":
+            model.ir_version, model.opset_import[0].version = 3, 8
+        case "an output without a type":
+            graph.output.add(name="a")
+        case "the output without a type":
+            graph.output[0].ClearField("type")
+        case "a sparse initializer":
+            del graph.initializer[0]
+            graph.sparse_initializer.append(sparse([1, -2, 3], [0, 3, 5], [3, 2]))
+        case "a sparse initializer by coordinates":
+            del graph.initializer[0]
+            graph.sparse_initializer.append(sparse([1, -2, 3], [[0, 0], [1, 1], [2, 1]], [3, 2]))
+        case "a sparse initializer without elements":
+            del graph.initializer[0]
+            graph.sparse_initializer.append(sparse([], np.zeros(0), [3, 2]))
+        case "a sparse constant":
+            del graph.initializer[0]
+            value = onnx.helper.make_node("Constant", [], ["w"], sparse_value=sparse([1, -2, 3], [0, 3, 5], [3, 2], ""))
+            graph.node.insert(0, value)
+    return model
+
+
+SPELLINGS = [
+    *("no name of the graph", "the default domain's other name", "keys twice", "an output without a type"),
+    *("initializers that are no inputs, of IR version 3", "the output without a type", "a sparse initializer"),
+    *("a sparse initializer by coordinates", "a sparse initializer without elements", "a sparse constant"),
+]
+
+
+@pytest.mark.parametrize("change", SPELLINGS)
+@pytest.mark.parametrize("kind", ["proto", "path"])
+def test_what_onnxruntime_loads_is_taken(change: str, kind: str, tmp_path: Path) -> None:
+    model = spelled(change)
+    before, wanted = model.SerializeToString(), by_onnxruntime(model)
+    onnx.checker.check_model(gradfuse.fuse(given(model, kind, tmp_path)).model)
+    # A weight of zeros that is filled with one number looks like no parameter, but in its place it is one.
+    session = TrainingSession(build_training_step(given(model, kind, tmp_path), "mse"))
+    assert abs(session.step(X, TARGET) - np.square(wanted).mean()) <= 1e-5
+    np.testing.assert_allclose(session.gradients["w"], X.T @ (wanted / 2), rtol=0, atol=1e-5)
+    assert model.SerializeToString() == before
+
+
+@pytest.mark.parametrize("places", [[0, 3, 6], [-1, 0, 1], [[0, 0], [1, 1], [3, 0]], [0, 1]])
+def test_sparse_tensors_with_elements_elsewhere_are_refused(places: Any) -> None:
+    model = onnx.parser.parse_model(LINEAR)
+    del model.graph.initializer[0]
+    model.graph.sparse_initializer.append(sparse([1, 2, 3], places, [3, 2]))
+    with pytest.raises(ModelError, match=r"^ModelProto: initializer 'w' is sparse, with elements elsewhere than in"):
+        gradfuse.fuse(model)
+
+
+def test_sparse_tensors_too_large_to_be_dense_are_refused() -> None:
+    model = onnx.parser.parse_model(LINEAR)
+    model.graph.sparse_initializer.append(sparse([1], [0], [2**20, 2**20], "huge"))
+    with pytest.raises(ModelError, match=r"'huge' is sparse, of shape .*; expected one that a dense tensor may have"):
+        gradfuse.fuse(model)
+
+
+def test_inputs_that_are_no_tensors_or_have_no_shape_are_named() -> None:
+    model = onnx.parser.parse_model(LINEAR)
+    model.graph.input.append(onnx.helper.make_tensor_sequence_value_info("s", onnx.TensorProto.FLOAT, None))
+    with pytest.raises(ArgumentError, match=r"^build_training_step: input 's' is a sequence; expected tensors"):
+        build_training_step(model, "mse")
+    model = onnx.parser.parse_model(LINEAR)
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ModelError, match=r"^ModelProto: input 'x' has no shape; expected one"):
+        build_training_step(model, "mse")

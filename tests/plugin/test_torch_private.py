@@ -535,6 +535,19 @@ def test_promoted_by_known_types() -> None:
         assert types[0] == types[1] and "Cast" in [node.op_type for node in plain.graph]
 
 
+def test_numbers_remembered() -> None:
+    with needed("_get_or_create_constant", "keep numbers of Python in float64"):
+
+        class Scaled(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * 0.1
+
+        with private.numbers_remembered():
+            translated = to_onnx(Scaled())
+        values = [value for node in translated.graph for value in node.outputs]
+        assert [value.meta[private.NUMBER] for value in values if private.NUMBER in value.meta] == [0.1]
+
+
 def test_conditions_on_sizes() -> None:
     with needed("ShapeEnv.guards", "tell which sizes a step can have"):
         (found,) = private.conditions_on_sizes(_traced(lambda x: x + (1 if x.shape[0] > 70 else 2)))

@@ -253,3 +253,30 @@ def test_several_indices_are_computed_from_the_same_inputs() -> None:
     assert abs(session.step((x, i), torch.ones(4)) - wanted) <= 64 * np.finfo(np.float32).eps * abs(wanted)
     with pytest.raises(GradfuseError, match="out of"):
         session.step((x, torch.tensor([0, 1, 5])), torch.ones(4))
+
+
+@pytest.mark.parametrize("fuse", [pytest.param(True, marks=pytest.mark.long), False])
+def test_one_value_per_channel_is_refused_by_batch_normalisation_as_in_torch(fuse: bool) -> None:
+    """The running variance would be NaN, for good."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2)]
+    module = nn.Sequential(*layers)
+    x, y = torch.randn(4, 4), torch.randn(4, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    shapes = ({0: "rows"}, {0: "rows"})
+    step = gradfuse.export_training_step(module, F.mse_loss, (x, y), optimizer, dynamic_shapes=shapes, fuse=fuse)
+    session = TrainingSession(step)
+    before = session.state_dict()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        module(x[:1])
+    with pytest.raises(gradfuse.ModelError, match="batch normalisation of one value per channel, expected more"):
+        session.step(x[:1], y[:1])
+    for name, value in session.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
+    loss = F.mse_loss(module(x[:2]), y[:2]).item()
+    assert session.step(x[:2], y[:2]) == pytest.approx(loss, rel=1e-5)
+    # An image has many.
+    images = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(18, 2))
+    batch = (torch.randn(4, 1, 3, 3), y)
+    step = gradfuse.export_training_step(images, F.mse_loss, batch, dynamic_shapes=shapes, fuse=fuse)
+    TrainingSession(step).step(batch[0][:1], y[:1])

@@ -387,6 +387,10 @@ def _built(
     # Of IR version 3 they are inputs as well.
     work.graph.inputs[:] = [value for value in work.graph.inputs if value.name not in work.graph.initializers]
     work.ir_version = max(work.ir_version, 4)
+    for value in work.graph.inputs:
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            kind = type(value.type).__name__.removesuffix("Type").lower()
+            raise ArgumentError(f"{_WHO}: input {value.name!r} is a {kind}; expected tensors")
     store = Store(work)
     separate(store)
     if tie:

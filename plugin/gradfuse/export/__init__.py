@@ -6,6 +6,7 @@ Importing this package is cheap: torch and the modules that do the work are impo
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -184,7 +185,9 @@ def export_training_step(
     once = private.operators_collected_once()
     large = _bytes(module) > SMALL
     spared, bar = sparing(large), Parts.shown(progress, large)
-    with mistakes_named(), bar as parts, spared as save_memory, once, spilling.shelf() as shelf:
+    # Tensors made in inference mode take no gradients.
+    usual = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    with mistakes_named(), bar as parts, spared as save_memory, once, usual, spilling.shelf() as shelf:
         step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
@@ -202,12 +205,13 @@ def export_training_step(
             verify=verify,
         )
         try:
-            exported = make(sizes, parts)
+            # What the module sets in variables of the context is gone at the end.
+            exported = contextvars.copy_context().run(make, sizes, parts)
         except ExportError:
             if not sizes.made_general:
                 raise
             # What other lengths than multiples of a number compute is not what those of the batch do.
-            exported = make(explaining.Sizes(general=False), parts)
+            exported = contextvars.copy_context().run(make, explaining.Sizes(general=False), parts)
         if memory_budget is None:
             return exported
         parts.begin("choosing what to compute again")
@@ -293,6 +297,7 @@ def _exported(
         names = (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
         batch = {value: name for value, name in zip(translated.graph.inputs, names, strict=True) if name in step.batch}
         checks = index_checks.checks_of(indices.taken_out(translated), batch)
+        normalised = index_checks.normalised_of(translated, batch)
         if returned:
             translated, module = watching.divided(translated, returned)
             shared = module, names
@@ -358,7 +363,7 @@ def _exported(
 
     if step.is_bfloat16_on_cpu:
         narrow_types.widen_bfloat16(complete)
-    index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1])
+    index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1], normalised)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import dis
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -70,6 +71,9 @@ _TRIALS = 6
 """How many times a loop is run with some iterations left out at random, to compare."""
 _ROUNDINGS = 64
 """By how many roundings a sum may differ if zeros are added to it."""
+
+_CONVERTS = re.compile(r"\b(float|int|math\.\w+)\(")
+"""Calls that take numbers of Python alone."""
 
 _MOST = 64
 """The most branches that are examined one by one."""
@@ -271,6 +275,8 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
             return
         text = "numbers that it takes out of tensors"
         advice = "sizes and branches that follow from shapes, or from buffers of the module that no step changes"
+        if _CONVERTS.search(explaining.source_line(error)):
+            advice += "; or x.item(), which may be computed with by operators and torch's functions"
     raise refusal(
         f"torch.export cannot trace the step: the module decides by {text} what it computes"
         f"{f', in {place}' if place else ''}, and a graph has no branches; expected {advice}"
@@ -367,6 +373,9 @@ class _Decided(TorchFunctionMode):
         if func in _ASKS and place in self._branches.chances:
             # Unlike torch's own error it cannot be caught by a module.
             raise CannotSelectError("a condition")
+        if func is torch.Tensor.item and args[0].requires_grad:
+            # A number of Python has no gradient.
+            args = (args[0].detach(),)
         func = INSTEAD.get(func, func)
         result = self._fixed.called(self._sizes.called, func, args, kwargs or {})
         if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:

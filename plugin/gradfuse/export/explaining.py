@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import linecache
 import os
 import re
 import sysconfig
@@ -93,6 +94,17 @@ def reason(error: BaseException) -> str:
 
 def place(error: BaseException) -> str | None:
     """Return the place in the user's code that an exception came from: its last frame outside our libraries."""
+    found = _last_line(error)
+    return None if found is None else text_of(*found)
+
+
+def source_line(error: BaseException) -> str:
+    """Return the line of the user's code that an exception came from; an empty one if it is not known."""
+    found = _last_line(error)
+    return "" if found is None else linecache.getline(found[0].co_filename, found[1])
+
+
+def _last_line(error: BaseException) -> tuple[CodeType, int] | None:
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -104,7 +116,7 @@ def place(error: BaseException) -> str | None:
         while traceback is not None:
             code = traceback.tb_frame.f_code
             if is_users(code.co_filename):
-                found = text_of(code, traceback.tb_lineno)
+                found = code, traceback.tb_lineno
             traceback = traceback.tb_next
         if found is not None:
             return found

@@ -80,6 +80,7 @@ def translate(program: ExportedProgram, step: TorchStep | None) -> ir.Model:
             private.translations_read_once(),
             private.decomposed_once(),
             private.promoted_by_known_types(),
+            private.numbers_remembered(),
         ):
             exported = torch.onnx.export(
                 program,
@@ -97,7 +98,61 @@ def translate(program: ExportedProgram, step: TorchStep | None) -> ir.Model:
     if exported is None:
         raise refusal("torch.onnx.export gives no model")
     model: ir.Model = exported.model
+    _take_exact_numbers(model)
     return model
+
+
+def _take_exact_numbers(model: ir.Model) -> None:
+    """Let numbers of Python, and what follows from them and sizes, be in float64 where they meet float64.
+
+    torch.onnx.export computes them in float32, and casts the result.
+    """
+    for graph in model.graphs():
+        for node in graph:
+            if node.domain or node.op_type not in ("Cast", "CastLike"):
+                continue
+            like = node.inputs[1] if node.op_type == "CastLike" else None
+            kind = node.attributes.get_int("to", 0) if like is None else like.dtype
+            made: list[ir.Node] = []
+            exact = _in_float64(node.inputs[0], made) if kind == ir.DataType.DOUBLE else None
+            if exact is not None and made:
+                for one in made:
+                    graph.insert_before(node, one)
+                ir.convenience.replace_all_uses_with(node.outputs[0], exact, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
+
+
+def _in_float64(value: ir.Value | None, made: list[ir.Node]) -> ir.Value | None:
+    """Return a number of Python in float64, as new nodes compute it; None if it is something else."""
+    if value is None:
+        return None
+    number, node = value.meta.get(private.NUMBER), value.producer()
+    attributes: dict[str, Any] = {}
+    operands: list[ir.Value | None] = []
+    if number is not None:
+        op_type, attributes = "Constant", {"value": ir.tensor(np.array(number), dtype=ir.DataType.DOUBLE)}
+    elif node is None or node.domain:
+        return None
+    elif node.op_type == "Cast" and (given := node.inputs[0]) is not None:
+        if node.attributes.get_int("to") != ir.DataType.FLOAT:
+            return None
+        whole = ir.convenience.get_const_tensor(given)
+        if whole is not None and whole.dtype == ir.DataType.INT64 and not whole.shape.rank():
+            op_type, attributes = "Constant", {"value": ir.tensor(whole.numpy().astype(np.float64))}
+        elif given.dtype == ir.DataType.INT64 and given.shape is not None and not given.shape.rank():
+            op_type, operands, attributes = "Cast", [given], {"to": ir.DataType.DOUBLE}
+        else:
+            return _in_float64(given, made)
+    elif node.op_type in ("Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Neg"):
+        op_type, operands = node.op_type, [_in_float64(one, made) for one in node.inputs]
+    else:
+        return None
+    if None in operands:
+        return None
+    made.append(ir.node(op_type, operands, attributes))
+    (result,) = made[-1].outputs
+    result.type, result.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
+    return result
 
 
 @collection_paused()

@@ -69,7 +69,7 @@ def described(
         ExportError: one is no optimizer or has hooks, an option or its step cannot be part of a graph, or a parameter
             is not among the names or in two of them.
     """
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+    if max_grad_norm not in (None, math.inf) and not (_is_number(max_grad_norm) and max_grad_norm > 0):
         raise refusal(f"max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise refusal(f"accumulate is {accumulate!r}; expected a positive integer")

@@ -126,6 +126,7 @@ class PythonState:
     Attributes:
         clocks: where code has functions that tell the time.
         is_endless: whether there are iterators that cannot be put back to where they were.
+        is_stuck: whether a variable of the context had no value, and has one that cannot be taken away.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -172,6 +173,10 @@ class PythonState:
             yield
         finally:
             self.restore()
+
+    @property
+    def is_stuck(self) -> bool:
+        return any(isinstance(one, _Variable) and one.is_stuck for one in self._holders)
 
     def mark(self) -> None:
         """Record the current state, after the first run."""
@@ -276,6 +281,12 @@ class PythonState:
             yield type(value).__name__, type(value)
             self._holders.append(_Class(name, value))
             yield from self._visit_instance(name, value)
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            # Of a library: a logger, a semaphore, a number that processes share.
+            self._holders.append(_Plain(name, vars(value), _attribute))
+            yield from (
+                (_attribute(name, key), one) for key, one in vars(value).items() if isinstance(one, _SimpleCData)
+            )
 
     def _visit_instance(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         attributes = getattr(value, "__dict__", None)
@@ -327,6 +338,9 @@ class PythonState:
         yield from zip(arguments, defaults, strict=True)
         yield from (function.__kwdefaults__ or {}).items()
         names = _names(code)
+        if "globals" in names and self._is_new(function.__globals__):
+            # It may ask for any of them by a text, or make new ones.
+            self._holders.append(_Plain("", function.__globals__, _attribute))
         yield from self._visit_names("", function.__globals__, names, names)
 
     def _visit_names(
@@ -552,6 +566,13 @@ class _OfLibrary(_Entries):
         return {key: one for key, one in super()._now().items() if _is_value(one)}
 
 
+class _Plain(_Entries):
+    """What a namespace has that is no object itself: of an object of a library, the others are the library's own."""
+
+    def _now(self) -> dict[Any, Any]:
+        return {key: one for key, one in super()._now().items() if isinstance(one, (str, int, float, type(None)))}
+
+
 class _Environment(_Keyed):
     """The variables of the process's environment."""
 
@@ -651,6 +672,9 @@ class _Set(_Holder):
 class _Variable(_Keyed):
     """A variable of the context that code runs in."""
 
+    is_stuck = False
+    """Whether it had no value, has no default, and has a value now."""
+
     def _now(self) -> dict[str, Any]:
         value = self.owner.get(_ABSENT)
         return {} if value is _ABSENT else {self.owner.name: value}
@@ -660,8 +684,10 @@ class _Variable(_Keyed):
 
     def _delete(self, key: str) -> None:
         # Variables cannot be deleted again: a placeholder stands for a missing one.
-        with contextlib.suppress(LookupError):
+        try:
             self.owner.set(contextvars.Context().run(self.owner.get))
+        except LookupError:
+            self.is_stuck = True
 
     def _shown(self, key: str) -> str:
         return self.name

@@ -18,6 +18,7 @@ import random
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
 from gradfuse.export import branches, clocks, dropout, explaining, host_draws, ties
+from gradfuse.export.outside import Outside
 from gradfuse.export.python_state import Number, PythonState
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
@@ -93,12 +95,16 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
             )
         changed = state.changed()
         begin = time.monotonic()
-        with _Seeding() as seeding_again, _elsewhere_in_memory(), ties.Ties() as found:
+        outside, later = Outside(), Outside()
+        with _Seeding() as seeding_again, _elsewhere_in_memory(), ties.Ties() as found, outside.noted():
             second = _again(step, changed)
         seconds = time.monotonic() - begin
         del held
         own_draws, numbers = state.draws(), state.numbers()
         _compare(step, state, first, second, changed)
+        if outside.files or outside.objects:
+            with later.noted():
+                _compare(step, state, first, _again(step, changed), changed)
         if own_draws:
             # However seldom something else follows from them.
             raise _refused(step, state, "the exported step would use the same numbers in each call", None, changed)
@@ -122,6 +128,13 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
         text = _of_ties(step, first, found)
         if text is not None:
             raise refusal(text)
+        asked = outside.changing(later)
+        if asked:
+            warnings.warn(
+                f"{WHO}: the step asks for what may be another thing in each call, and is not kept in Python: "
+                f"{_listed(asked)}; what follows from it is a constant of the exported step",
+                stacklevel=4,
+            )
         return first
     finally:
         state.restore()
@@ -227,7 +240,7 @@ def _compare(step: TorchStep, state: PythonState, first: Outcome, second: Outcom
     # Else threads add up in another order, and the rest follows from that.
     for _ in _more_runs(_MORE_SECONDS, least=1):
         found = _first_difference(step, fresh, _recorded(lambda: _run(step)))
-        if found is not None:
+        if found is not None or state.is_stuck:
             raise _refused(step, state, "the step computes something else each time that it runs", found, changed)
 
 
@@ -289,7 +302,7 @@ def _compare_later(step: TorchStep, state: PythonState, first: Outcome, numbers:
         fresh = _recorded(lambda: _run(step))
         set_numbers()
         found = _first_difference(step, fresh, _recorded(lambda: _run(step)))
-        if found is not None:
+        if found is not None or state.is_stuck:
             changed = [name for name, *_ in numbers]
             raise _refused(step, state, "the step computes something else in later calls", found, changed)
     state.restore()

@@ -32,7 +32,7 @@ from gradfuse.export import (
     splits,
     standins,
 )
-from gradfuse.export.decompositions import backward, complex_numbers, forward, logarithms
+from gradfuse.export.decompositions import backward, complex_numbers, forward, in_float64, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.python_state import PythonState
@@ -217,6 +217,7 @@ def decomposed(
         table.update(backward.table())
     table.update(forward.table())
     table.update(forward.of_numbers(table))
+    table.update(in_float64.table(table))
     table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
@@ -234,7 +235,7 @@ def decomposed(
                 # What does not fit the operator.
                 rest = {key: one for key, one in forward.table().items() if key in batch_norms.KEPT}
                 if any(node.target in rest for node in program.graph.nodes):
-                    program = decomposing.decompose(program, rest)
+                    program = decomposing.decompose(program, rest | in_float64.table({}))
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
             promotion.bound_by_floats(program)

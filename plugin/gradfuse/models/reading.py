@@ -17,6 +17,7 @@ from gradfuse.errors import ArgumentError, ModelError, one_line
 from gradfuse.models import default_values, validation, zeros
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
+from gradfuse.models.leniency import as_checked
 from gradfuse.models.ordering import in_order
 from gradfuse.models.tensors import (
     PROTOBUF_LIMIT,
@@ -100,7 +101,7 @@ def load(model: ModelLike) -> LoadedModel:
         validation.check_tensors(model, "ModelProto", None)
         # The checker refuses larger messages.
         if model.ByteSize() <= PROTOBUF_LIMIT:
-            model = in_order(model)
+            model = as_checked(in_order(model), "ModelProto")
             _check(model, None, "ModelProto")
         return _raised(LoadedModel(_from_proto(model, "ModelProto"), "ModelProto", _Kind.PROTO, None))
     kind, inner = (_Kind.IR, model) if isinstance(model, ir.Model) else (_Kind.PROGRAM, getattr(model, "model", None))
@@ -192,6 +193,7 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
     folder = os.path.dirname(path) or os.curdir
     # Before anything else, so that nothing reads a file outside the model's folder.
     validation.check_tensors(proto, path, folder)
+    proto = as_checked(proto, path)
     _check(proto, path if is_binary(path) and defaults is None and proto is as_it_is else None, path)
     model = _from_proto(proto, path)
     for tensor in every_tensor(model):
@@ -326,4 +328,8 @@ def _check(model: onnx.ModelProto, path: str | None, source: str) -> None:
         validation.check_structure(model, path)
     except Exception as error:
         # ValidationError, and for some malformed models ValueError or RuntimeError.
+        for value in model.graph.input if "Field 'shape'" in str(error) else ():
+            if not value.type.tensor_type.HasField("shape"):
+                wanted = "expected one, with names for sizes that vary"
+                raise ModelError(f"{source}: input {value.name!r} has no shape; {wanted}") from error
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error

@@ -118,6 +118,8 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentError(f"{what} is a masked array; expected {wanted}")
+    if value is None:
+        raise ArgumentError(f"{what} is None; expected {wanted}")
     if isinstance(value, np.ndarray):
         return np.asarray(value)
     try:

@@ -9,8 +9,10 @@ rewritten.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import mul
 
 import numpy as np
 import onnx_ir as ir
@@ -89,13 +91,39 @@ def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
     return {name: tuple(ranges) for name, ranges in found.items()}
 
 
-def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
+def normalised_of(model: ir.Model, batch: Mapping[ir.Value, str]) -> set[tuple[SizeOf, ...]]:
+    """Return sizes of the batch, for each batch normalisation of as many values per channel as their product.
+
+    Of one value the variance, and the running one, would be NaN, and PyTorch refuses it.
+
+    Args:
+        model: a translated step.
+        batch: the inputs of its graph that are the batch's, with their names.
+    """
+    known = {str(size): SizeOf(name, axis) for one, name in batch.items() for axis, size in enumerate(one.shape or ())}
+    found = set()
+    for node in model.graph:
+        value = node.inputs[0] if (node.domain, node.op_type) == (DOMAIN, "BatchNorm") else None
+        sizes = [str(size) for axis, size in enumerate((value and value.shape) or ()) if axis != 1]
+        free = [size for size in sizes if size != "1"]
+        if free and all(not size.isdecimal() and size in known for size in free):
+            found.add(tuple(known[size] for size in free))
+    return found
+
+
+def append(
+    model: ir.Model,
+    checks: Iterable[Check],
+    prefix: str,
+    normalised: Iterable[tuple[SizeOf, ...]] = (),
+) -> None:
     """Make a step's model fail if an index is out of range, unless an operator in it already does.
 
     Args:
         model: a step, with the inputs that the checks are of.
         checks: they become part of the model.
         prefix: what no name in the graph begins with.
+        normalised: see `normalised_of`: the model also fails where one of these products is 1.
     """
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
@@ -120,12 +148,15 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
                 continue
             size = known
         count = _out_of_range(graph, nodes, index, size, check.index.ignored)
-        # Of several, as an arithmetic operation would need kernels for the type of the loss.
-        row = nodes.op(
-            "Unsqueeze", [result.value, _constant(graph, nodes, 0, (1,), ir.DataType.INT64)], result.dtype, (1,)
-        )
-        result = nodes.op("Gather", [row.value, count.value], result.dtype, ())
-        _name(result, nodes, check)
+        names, limit = " and ".join(sorted(check.inputs)), check.index.size
+        wanted = f", expected 0 to {limit - 1}" if isinstance(limit, int) else ""
+        result = _unless(graph, nodes, result, count, f"{names} out of range{wanted}")
+    for sizes in sorted(normalised, key=str):
+        known_sizes = [size for size in (_size(graph, nodes, one) for one in sizes) if size is not None]
+        count = functools.reduce(mul, map(nodes.of, known_sizes))
+        one = _constant(graph, nodes, 1, (), ir.DataType.INT64)
+        is_one = nodes.op("Equal", [count.value, one], ir.DataType.BOOL, ()).cast(ir.DataType.INT64)
+        result = _unless(graph, nodes, result, is_one, "batch normalisation of one value per channel, expected more")
     if result.value is loss:
         return
     graph.extend(nodes.tape.nodes)
@@ -133,6 +164,25 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
     loss.name = f"{prefix}/{LOSS}"
     result.value.name = LOSS
     graph.outputs[place] = result.value
+
+
+def _unless(graph: ir.Graph, nodes: Nodes, result: GraphTensor, count: GraphTensor, text: str) -> GraphTensor:
+    """Return a result, by a node that fails where a count is not 0, and has a name that says so."""
+    # Of several, as an arithmetic operation would need kernels for the type of the loss.
+    first = _constant(graph, nodes, 0, (1,), ir.DataType.INT64)
+    row = nodes.op("Unsqueeze", [result.value, first], result.dtype, (1,))
+    result = nodes.op("Gather", [row.value, count.value], result.dtype, ())
+    node = result.value.producer()
+    assert node is not None
+    # onnxruntime refuses two nodes of one name.
+    taken = {one.name for one in nodes.tape.nodes}
+    numbered = itertools.chain([text], (f"{text} ({number})" for number in itertools.count(2)))
+    node.name = next(one for one in numbered if one not in taken)
+    return result
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    return itertools.chain(graph.inputs, (output for node in graph for output in node.outputs))
 
 
 def _constant(graph: ir.Graph, nodes: Nodes, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
@@ -147,8 +197,7 @@ def _constant(graph: ir.Graph, nodes: Nodes, number: int, shape: tuple[int, ...]
 
 def _size(graph: ir.Graph, nodes: Nodes, size: SizeOf) -> ir.Value | None:
     """Return a size that the step knows when it runs; None: the value is not there."""
-    values = itertools.chain(graph.inputs, (output for node in graph for output in node.outputs))
-    of = next((value for value in values if value.name == size.name), None)
+    of = next((value for value in _values(graph) if value.name == size.name), None)
     if of is None:
         return None
     shape = nodes.op("Shape", [of], ir.DataType.INT64, (1,), {"start": size.axis, "end": size.axis + 1})
@@ -174,18 +223,6 @@ def _out_of_range(
     nearest = nodes.op("Clip", [elements.value, zero, last], type_, elements.shape)
     wrong = elements.op("Equal", nearest, dtype=ir.DataType.BOOL).op("Not").cast(ir.DataType.INT64)
     return nodes.op("ReduceSum", [wrong.value], ir.DataType.INT64, (), {"keepdims": 0})
-
-
-def _name(result: GraphTensor, nodes: Nodes, check: Check) -> None:
-    """Name the node that fails on an index out of range accordingly."""
-    node = result.value.producer()
-    assert node is not None
-    names, size = " and ".join(sorted(check.inputs)), check.index.size
-    text = f"{names} out of range" + (f", expected 0 to {size - 1}" if isinstance(size, int) else "")
-    # onnxruntime refuses two nodes of one name.
-    taken = {one.name for one in nodes.tape.nodes}
-    numbered = itertools.chain([text], (f"{text} ({number})" for number in itertools.count(2)))
-    node.name = next(one for one in numbered if one not in taken)
 
 
 def _is_checked(graph: ir.Graph, check: Check) -> bool:

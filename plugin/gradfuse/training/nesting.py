@@ -62,7 +62,7 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
         return found
     if nesting["keywords"]:
         raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {few(arguments)}")
-    values = list(given) if isinstance(given, (tuple, list)) else [] if given is None and not every else [given]
+    values = list(given) if isinstance(given, (tuple, list)) else [] if given is None else [given]
     # Trailing arguments that are not tensors may be left out, as in a call.
     needed = max((index for index, one in enumerate(arguments.values(), 1) if any(names_in(one))), default=0)
     if not needed <= len(values) <= len(arguments):
