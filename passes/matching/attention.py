@@ -29,6 +29,7 @@ FEWEST_SCORES = 256 * 256
 
 _NOTHING_BESIDE = -1e8
 """What is added to scores that are to have no share: beside any other score the exponential of one so low is 0."""
+_REGROUPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _LEAST = float(np.finfo(np.float32).min)
 _ROUNDING = 1e-6
 
@@ -329,6 +330,8 @@ def _operands(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, float]]:
 
 def factors(forms: Forms, node: ir.Node) -> tuple[float, list[ir.Value]] | None:
     """Return the numbers and the tensors of which a node computes the product; None of another node."""
+    if node.op_type == "Neg" and not node.domain and node.inputs[0] is not None:
+        return -1.0, [node.inputs[0]]
     if node.domain or node.op_type not in ("Mul", "Div") or None in node.inputs:
         return None
     first, second = (one for one in node.inputs if one is not None)
@@ -407,10 +410,27 @@ def _through_view(node: ir.Node) -> ir.Value | None:
                 return above.inputs[0]
         moved = [axis for axis in perm if before[axis] != 1]
         return source if moved == sorted(moved) else None
-    if node.op_type not in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+    if node.op_type == "Expand" and before == after and None not in before:
+        return source
+    if node.op_type not in _REGROUPING:
         return None
+    same = _regrouped_back(source, after)
+    if same is not None:
+        return same
     ends = _ends(before)
     return source if ends == _ends(after) and len(ends) == 2 and None not in ends else None
+
+
+def _regrouped_back(value: ir.Value, dims: Dims) -> ir.Value | None:
+    """Return what has some dimensions, and the same elements in their order as a value that is regrouped from it."""
+    while None not in dims and (node := value.producer()) is not None:
+        source = node.inputs[0] if node.inputs else None
+        if source is None or node.domain or node.op_type not in _REGROUPING:
+            break
+        if dims_of(source) == dims:
+            return source
+        value = source
+    return None
 
 
 def _ends(dims: Dims) -> Dims:

@@ -257,6 +257,26 @@ def test_views_and_nodes_that_nothing_reads() -> None:
     assert_fused(graph(text), itself)
 
 
+def test_scores_regrouped_and_back() -> None:
+    text = changed(
+        PLAIN,
+        (
+            "masked = Identity(scores)",
+            f"""flat = Constant <value_ints = [-1]> ()  row = Reshape(scores, flat)
+            whole = Constant <value_ints = [{BATCH}, {HEADS}, {ROWS}, {KEYS}]> ()  back = Reshape(row, whole)
+            sizes = Shape(back)  spread = Expand(back, sizes)  n = Neg(spread)  masked = Neg(n)""",
+        ),
+    )
+    assert_fused(graph(text), itself)
+
+
+def test_scores_of_opposite_sign_stay_right() -> None:
+    """The softmax of -q k^T has a scale below 0."""
+    text = changed(PLAIN, ("masked = Identity(scores)", "masked = Neg(scores)"))
+    text = changed(text, ("dscores = Identity(dmasked)", "dscores = Neg(dmasked)"))
+    assert_fused(graph(text), lambda scores, _: -scores)
+
+
 def test_a_symbolic_batch() -> None:
     assert_fused(graph(PLAIN, batch="N"), itself)
 
