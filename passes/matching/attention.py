@@ -284,6 +284,10 @@ def _to_products(
         if node.domain:
             return None
         if node.op_type in ("Add", "Sub", "Sum") and len(node.inputs) == 2:
+            first, second = node.inputs
+            if first is not None and first is second and node.op_type != "Sub":
+                factor, value = 2.0 * factor, first
+                continue
             for own, other, sign in _operands(node):
                 if dims_of(own) != dims:
                     continue

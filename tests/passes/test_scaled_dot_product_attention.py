@@ -257,14 +257,15 @@ def test_views_and_nodes_that_nothing_reads() -> None:
     assert_fused(graph(text), itself)
 
 
-def test_scores_regrouped_and_back() -> None:
+def test_scores_by_way_of_what_changes_nothing() -> None:
     text = changed(
         PLAIN,
         (
             "masked = Identity(scores)",
             f"""flat = Constant <value_ints = [-1]> ()  row = Reshape(scores, flat)
             whole = Constant <value_ints = [{BATCH}, {HEADS}, {ROWS}, {KEYS}]> ()  back = Reshape(row, whole)
-            sizes = Shape(back)  spread = Expand(back, sizes)  n = Neg(spread)  masked = Neg(n)""",
+            sizes = Shape(back)  spread = Expand(back, sizes)  n = Neg(spread)  plain = Neg(n)
+            half = Constant <value_float = 0.5> ()  twice = Add(plain, plain)  masked = Mul(twice, half)""",
         ),
     )
     assert_fused(graph(text), itself)
